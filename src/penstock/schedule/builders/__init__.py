@@ -1,0 +1,46 @@
+"""The schedules known by name, one file per family."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+
+from penstock.errors import ConfigError
+from penstock.schedule.builders.gpipe import gpipe
+from penstock.schedule.builders.inference import inference
+from penstock.schedule.builders.one_f_one_b import one_f_one_b
+from penstock.schedule.ops import Schedule
+
+BUILDERS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "inference": inference,
+}
+
+
+def build(name: str, *, ranks: int, microbatches: int, **options: int) -> Schedule:
+    """The schedule called `name` for `ranks` ranks and `microbatches` microbatches.
+
+    Further keywords are the builder's own, e.g. ``stages_per_rank`` for ``inference``. Raises ConfigError
+    for an unknown name, an unknown option, or a number below 1.
+    """
+    builder = BUILDERS.get(name)
+    if builder is None:
+        near = difflib.get_close_matches(name.lower(), BUILDERS, n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else f"Take one of {', '.join(BUILDERS)}"
+        raise ConfigError(f"schedule {name!r}", f"the known schedules are {', '.join(BUILDERS)}", remedy)
+    accepted = list(inspect.signature(builder).parameters)
+    for option, value in {"ranks": ranks, "microbatches": microbatches, **options}.items():
+        if option not in accepted:
+            raise ConfigError(
+                f"schedule option {option}={value}",
+                f"schedule {name!r} takes {', '.join(accepted)}",
+                "Leave it out, or take a schedule that has it",
+            )
+        if value < 1:
+            raise ConfigError(f"{option}={value}", "a schedule has at least one of them", "Give 1 or more")
+    return builder(ranks=ranks, microbatches=microbatches, **options)
+
+
+__all__ = ["BUILDERS", "build"]
