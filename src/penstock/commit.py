@@ -1,0 +1,189 @@
+"""A folder that is complete or absent.
+
+Everything is written into a hidden sibling folder, hashed into a manifest, flushed to the disk, and only
+then renamed onto its name. Whoever finds the name finds all of it; a crash at any moment leaves the old
+folder or none, and at worst a hidden one that nothing ever reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import CheckpointError, RunError
+
+if TYPE_CHECKING:
+    from penstock.runtime.processes import Processes
+
+MANIFEST = "manifest.json"
+
+
+def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
+    """Make `target` hold what `write` writes, whole, or leave it as it was.
+
+    Collective: every process calls it with the same target, on a file system that all share, and runs
+    ``write(temporary_folder)``, which writes files under names of its own and may itself be collective. An
+    older checkpoint at `target` is replaced; raises CheckpointError where anything else stands there, or
+    nothing can be written. What fails on one process is raised there, and as a RunError that names it on all
+    others; the temporary folder is then gone.
+    """
+    target = Path(os.path.abspath(target))
+    temporary = target.parent / processes.gather(f".{target.name}.writing-{secrets.token_hex(4)}")[0]
+    try:
+        _together(processes, "make", lambda: _prepare(temporary, target))
+        _together(processes, "write", lambda: write(temporary))
+        names = _agreed_names(temporary, processes)
+        share = names[processes.index :: processes.count]
+        hashed = _together(processes, "hash", lambda: [_describe(temporary, name) for name in share])
+        files = {name: entry for part in hashed for name, entry in part}
+        mine = processes.index == 0
+        _together(processes, "publish", lambda: _publish(temporary, target, files) if mine else None)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_folder(path: str | Path) -> None:
+    """Raise CheckpointError unless `path` holds every file of its manifest, unaltered.
+
+    Files that the manifest does not list are left out of account.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
+        )
+    for name, entry in _read_manifest(path).items():
+        file = path / name
+        if not file.is_file():
+            raise _broken(path, name, "the manifest lists this file and it is missing")
+        size = file.stat().st_size
+        if size != entry["size"]:
+            raise _broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
+        if _sha256(file) != entry["sha256"]:
+            raise _broken(path, name, "its contents differ from what was written (sha256)")
+
+
+def _together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[Any]:
+    """Every process's result of `work`, or an error on all when it fails on any."""
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    told = processes.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    if failure is not None:
+        raise failure
+    for index, (_, message) in enumerate(told):
+        if message is not None:
+            raise RunError(
+                f"process {index}",
+                f"it could not {deed} its part of the folder: {message}",
+                "Mend that first",
+            )
+    return [value for value, _ in told]
+
+
+def _prepare(temporary: Path, target: Path) -> None:
+    if os.path.lexists(target):
+        _check_replaceable(target)
+    try:
+        temporary.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"folder {target}", f"it cannot be written ({error.strerror})", "Name a folder that you may write"
+        ) from error
+
+
+def _check_replaceable(target: Path) -> None:
+    """Only a checkpoint may be replaced: a mistyped path must not cost anybody their files."""
+    held = {str(file.relative_to(target)) for file in target.rglob("*") if not file.is_dir()}
+    if not target.is_dir():
+        held = {target.name}
+    listed = {MANIFEST, *_read_manifest(target)} if MANIFEST in held else set()
+    if foreign := sorted(held - listed):
+        raise CheckpointError(
+            f"folder {target}",
+            f"it holds {foreign[0]}, which is no part of a checkpoint, and replacing it would lose that",
+            "Name another folder, or move that one away first",
+        )
+
+
+def _agreed_names(folder: Path, processes: Processes) -> list[str]:
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    for index, others in enumerate(processes.gather(names)):
+        if others != names:
+            raise CheckpointError(
+                f"folder {folder.parent}",
+                f"processes {processes.index} and {index} do not see the same files in it",
+                "Name a folder on a file system that all processes share",
+            )
+    return names
+
+
+def _describe(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
+    _flush(folder / name)
+    return name, {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+
+
+def _publish(temporary: Path, target: Path, files: dict[str, dict[str, Any]]) -> None:
+    manifest = temporary / MANIFEST
+    manifest.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
+    _flush(manifest)
+    for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
+        _flush(folder)
+    aside = None
+    if os.path.lexists(target):  # a rename cannot replace a folder that holds files
+        aside = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
+        target.rename(aside)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if aside is not None:
+            aside.rename(target)
+        raise
+    _flush(target.parent)
+    if aside is not None:
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise _broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
+    try:
+        files = json.loads(file.read_text(encoding="utf-8"))["files"]
+        return {str(name): {"size": int(e["size"]), "sha256": str(e["sha256"])} for name, e in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(path, MANIFEST, "the manifest itself is damaged") from error
+
+
+def _broken(path: Path, name: str, rule: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path}: {name}", rule, "Take another checkpoint, or copy it again")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Ask the disk to keep `path`, a file or a folder's list of names, through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

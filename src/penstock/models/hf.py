@@ -1,0 +1,172 @@
+"""A Hugging Face model as stages that run the model's own forward.
+
+A stage is the whole model object in which the layers of other stages are placeholders without
+parameters. Two of them are doors. The entry, in the place of the layer just before the stage's own,
+replaces the hidden states by those that were received; so whatever the model does before its layers
+runs on a dummy and is dropped, while masks, rotary tables and per-layer arguments come from the model
+itself. The exit, just after the stage's own layers, carries their output out and skips the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ModelError
+from penstock.models.chain import Chain, Placeholder
+from penstock.models.protocol import StageInfo
+from penstock.models.shadow import shadow
+from penstock.runtime.shapes import EdgeSpecs, Microbatch, TensorSpec
+
+
+class Entry(Placeholder):
+    """Gives what was received in place of what it gets."""
+
+    received: Tensor | None = None
+
+    def _pass(self, hidden: Tensor) -> Tensor:
+        received, self.received = self.received, None
+        if received is None:
+            raise ModelError(
+                "a layer before the stage's own", "each layer runs once in a forward", "Use another model"
+            )
+        return received
+
+
+class _StageDone(BaseException):
+    """Carries a stage's output out of the model's forward. No error: nothing may catch it on the way."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class Exit(Placeholder):
+    """Ends the forward: what comes in is the stage's output."""
+
+    def _pass(self, hidden: Tensor) -> Tensor:
+        raise _StageDone(hidden)
+
+
+class Before(nn.Module):
+    """Stands for a module that runs before the layers, where its result is thrown away.
+
+    In place of an embedding it gives a zero, which fits every shape; in place of anything else (a norm, a
+    projection) what it gets.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if given is None or self._embeds:
+            return torch.zeros((), device=None if given is None else given.device)
+        return given
+
+
+class After(nn.Module):
+    """Stands for a module that runs after the layers, on a stage whose forward never gets there."""
+
+
+def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) -> PreTrainedModel:
+    """A copy of `model` that holds the parameters of one stage only; `model` is left as it was.
+
+    Parameters on the meta device stay there. What belongs to other stages is never copied.
+    """
+    memo: dict[int, Any] = {}
+    for index, layer in enumerate(model.get_submodule(chain.layers).children()):
+        if index not in layers:
+            kind = {layers.start - 1: Entry, layers.stop: Exit}.get(index, Placeholder)
+            memo[id(layer)] = kind(layer, chain.form)
+    if not info.is_first:
+        befores = map(model.get_submodule, chain.before)
+        memo |= {id(module): Before(module) for module in befores}
+    if not info.is_last:
+        memo |= {id(model.get_submodule(name)): After() for name in chain.after}
+    return copy.deepcopy(model, memo)
+
+
+class HFCall:
+    """Runs a model made by `cut` as a stage."""
+
+    def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
+        self._model, self._info = model, info
+        self._entry = next((module for module in model.modules() if isinstance(module, Entry)), None)
+
+    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+        arguments = {name: value for name, value in microbatch.items() if name != "labels"}
+        if self._entry is not None:
+            (hidden,) = received
+            self._entry.received = hidden
+            arguments.pop("input_ids", None)
+            arguments["inputs_embeds"] = hidden.detach()  # the dummy: right in shape, dtype and device
+        try:
+            result = self._model(**arguments, use_cache=False)
+        except _StageDone as done:
+            return (done.hidden,)
+        finally:
+            if self._entry is not None:
+                self._entry.received = None
+        if not self._info.is_last:
+            raise ModelError(
+                f"stage {self._info.stage} of {type(self._model).__name__}",
+                "the forward ended before it reached the next stage's layers, so it skips layers at random",
+                "Set the config's layer dropping to 0",
+            )
+        return (result.logits,)
+
+
+class HFEdges:
+    """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._hidden: int = model.config.get_text_config().hidden_size
+        self._dtype: torch.dtype = model.dtype
+
+    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
+        leading = microbatch["input_ids"] if "input_ids" in microbatch else microbatch["inputs_embeds"]
+        return (TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),)
+
+
+def refuse_hidden_losses(model: PreTrainedModel) -> None:
+    """Refuse what would change the loss without showing. Raises ModelError."""
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        raise ModelError(
+            "output_router_logits=True",
+            "the router's auxiliary loss spans all layers and would be lost between stages",
+            "Set output_router_logits=False in the model's config",
+        )
+
+
+def activation_bytes(
+    stage: PreTrainedModel, info: StageInfo, edges: HFEdges, rows: int, sequence: int
+) -> int | None:
+    """Bytes that one live microbatch of (rows, sequence) holds on a stage made by `cut`.
+
+    Counted, without any values, from what autograd saves; parameters are left out. None where the model's
+    forward cannot run so.
+    """
+    held: dict[int, UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage._cdata] = storage
+        return tensor
+
+    with shadow(stage) as model:
+        microbatch = {"input_ids": torch.zeros(rows, sequence, dtype=torch.long)}
+        ((shape, dtype),) = edges(0, microbatch)
+        received = () if info.is_first else (torch.empty(shape, dtype=dtype, requires_grad=True),)
+        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                outputs = HFCall(model.train(), info)(received, microbatch)
+        except Exception:  # a forward that looks at values
+            return None
+        del outputs
+    return sum(storage.nbytes() for key, storage in held.items() if key not in weights)

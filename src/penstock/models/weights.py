@@ -1,0 +1,265 @@
+"""Weights of one stage: initialise, read and write only what the stage holds.
+
+Initial values hang on the seed and the parameter's own name, so they are the same whatever the split.
+Files are `safetensors` under the model's Hugging Face names; transformers' own renamings and conversions
+apply on the way in and out.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import logging as transformers_logging
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.modeling_utils import LoadStateDictConfig
+
+from penstock.errors import CheckpointError, ModelError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+Ties = tuple[tuple[str, ...], ...]  # each the names under which one weight appears, first the one it is saved by
+
+
+def tied_names(model: nn.Module) -> Ties:
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder, each with a header that fits its length; may be none.
+
+    Raises CheckpointError for a file that the index names and that is missing or cut short.
+    """
+    if (folder / INDEX).is_file():
+        try:
+            listed = json.loads((folder / INDEX).read_text())["weight_map"].values()
+        except (ValueError, KeyError, AttributeError) as cause:
+            raise CheckpointError(
+                str(folder / INDEX), f"it is no index of weight files ({cause!r})", "Copy the folder again"
+            ) from cause
+        files = [folder / name for name in sorted(set(listed))]
+    else:
+        files = [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(str(file), "the index names it and it is missing", "Copy the folder again")
+        _check_length(file)
+    return files
+
+
+def _check_length(file: Path) -> None:
+    """Compare the file's length with what its header announces; no tensor is read."""
+    try:
+        with file.open("rb") as opened:
+            (header,) = struct.unpack("<Q", opened.read(8))
+            entries = json.loads(opened.read(header)) if header < 1 << 30 else {}
+        ends = [entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"]
+        announced = 8 + header + max(ends, default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as cause:
+        raise CheckpointError(str(file), "it has no safetensors header", "Copy or write it again") from cause
+    if file.stat().st_size != announced:
+        raise CheckpointError(
+            f"{file} of {file.stat().st_size} bytes",
+            f"its header announces {announced}, so it is cut short or altered",
+            "Copy or write it again",
+        )
+
+
+def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
+    """Fill the stage's parameters (on the meta device) from `files`, reading no tensor of another stage.
+
+    Raises CheckpointError where a parameter is in no file or has another shape.
+    """
+    slices: dict[str, Any] = {}
+    try:
+        opened = [safe_open(file, framework="pt") for file in files]
+    except SafetensorError as cause:
+        raise CheckpointError(str(files), f"unreadable: {cause}", "Copy or write it again") from cause
+    for file in opened:
+        slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+    _alias_ties(slices, stage, ties)
+    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(stage), dtype=stage.dtype)
+    with _quiet():
+        info, _ = convert_and_load_state_dict_in_model(stage, slices, config)
+    _tie_within(stage, ties)
+    missing = sorted(name for name, p in stage.named_parameters() if p.is_meta)
+    if missing:
+        raise CheckpointError(
+            f"{files[0].parent}",
+            f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}",
+            "Take a checkpoint of this very model, or train from its config alone",
+        )
+    if info.mismatched_keys:
+        name, found, wanted = sorted(info.mismatched_keys)[0]
+        raise CheckpointError(
+            f"{name} of shape {list(found)}",
+            f"the model's config asks for {list(wanted)}",
+            "Use the config that the checkpoint was written with",
+        )
+
+
+def _alias_ties(slices: dict[str, Any], stage: PreTrainedModel, ties: Ties) -> None:
+    """A tied weight is stored under one of its names; let this stage find it under the name that it holds."""
+    own = set(dict(stage.named_parameters(remove_duplicate=False)))
+    prefix = f"{stage.base_model_prefix}."
+    for names in ties:
+        stored = [key for name in names for key in (name, name.removeprefix(prefix)) if key in slices]
+        for name in own.intersection(names):
+            if stored and name not in slices:
+                slices[name] = slices[stored[0]]
+
+
+def _tie_within(stage: nn.Module, ties: Ties) -> None:
+    """Names of one weight that live on the same stage are one parameter again."""
+    for names in ties:
+        held = [name for name in names if _holds(stage, name)]
+        for name in held[1:]:
+            _replace(stage, name, stage.get_parameter(held[0]))
+
+
+def _holds(stage: nn.Module, name: str) -> bool:
+    try:
+        stage.get_parameter(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _replace(stage: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(stage.get_submodule(owner), attribute, parameter)
+
+
+@torch.no_grad()
+def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int) -> None:
+    """Give values to what is still on the meta device, the same ones whatever else the stage holds.
+
+    whole: the unsplit model on the meta device; a tied weight gets the values of the module it is saved by.
+    Raises ModelError where the model's own initialisation leaves something out.
+    """
+    fresh = _materialise(stage)
+    if not fresh:
+        return
+    with _kept(stage, fresh):
+        _init_modules(stage, seed)
+    for names in ties:
+        for name in names:
+            if _holds(stage, name) and name in fresh:
+                owner = names[0].rpartition(".")[0]
+                source = _alone(whole, owner)
+                _init_module(whole, owner, source, seed)
+                stage.get_parameter(name).copy_(source.get_parameter(names[0].rpartition(".")[2]))
+    values = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    for name in fresh:
+        if values[name].is_floating_point() and values[name].isnan().any():
+            raise ModelError(
+                f"{type(stage).__name__}: {name}",
+                "the model's _init_weights gives it no value",
+                "Build the pipeline from a model object that has its values, or load a checkpoint",
+            )
+
+
+@contextmanager
+def _kept(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
+    """Mark what has values already, in the way that transformers' initialisers leave alone."""
+    values = [*stage.named_parameters(), *stage.named_buffers()]
+    marked = [value for name, value in values if name not in fresh]
+    for value in marked:
+        value._is_hf_initialized = True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for value in marked:
+            del value._is_hf_initialized  # type: ignore[attr-defined]
+
+
+def _materialise(module: nn.Module) -> set[str]:
+    """Give real storage, filled with NaN, to all that is on the meta device; return its names."""
+    made: dict[int, Tensor] = {}
+    fresh = set()
+    for prefix, owner in module.named_modules():
+        for kind in (owner._parameters, owner._buffers):
+            for name, value in kind.items():
+                if value is None or not value.is_meta:
+                    continue
+                if id(value) not in made:
+                    empty = torch.empty(value.shape, dtype=value.dtype)
+                    empty = empty.fill_(float("nan")) if value.is_floating_point() else empty.zero_()
+                    is_parameter = isinstance(value, nn.Parameter)
+                    made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
+                kind[name] = made[id(value)]  # type: ignore[assignment]
+                fresh.add(f"{prefix}.{name}" if prefix else name)
+    return fresh
+
+
+def _alone(whole: PreTrainedModel, name: str) -> nn.Module:
+    """The module `name` of `whole`, by itself and with storage."""
+    module = copy.deepcopy(whole.get_submodule(name))
+    _materialise(module)
+    return module
+
+
+def _init_modules(stage: PreTrainedModel, seed: int) -> None:
+    for owner, name, module in _inside_out(stage, stage, ""):
+        _init_module(owner, name, module, seed)
+
+
+def _inside_out(
+    owner: PreTrainedModel, module: nn.Module, name: str
+) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+    """Every module after those in it, with the model whose initialisation it takes."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child, inner in module.named_children():
+        yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
+    yield owner, name, module
+
+
+def _init_module(owner: PreTrainedModel, name: str, module: nn.Module, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+        owner._init_weights(module)
+
+
+def write(stage: PreTrainedModel, file: Path, left_out: set[str]) -> dict[str, int]:
+    """Write the stage's weights but those `left_out`; return the names written, with their bytes."""
+    state = {name: value for name, value in stage.state_dict().items() if name not in left_out}
+    state = revert_weight_conversion(stage, state)
+    save_file({k: v.contiguous() for k, v in state.items()}, file, metadata={"format": "pt"})
+    return {name: value.nbytes for name, value in state.items()}
+
+
+def write_index(folder: Path, written: Mapping[str, Mapping[str, int]]) -> None:
+    """The index of a folder in which each file (key) holds the weights named, of so many bytes."""
+    total = sum(size for held in written.values() for size in held.values())
+    weight_map = {name: file for file, held in written.items() for name in held}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class _quiet:  # noqa: N801  (used like a function)
+    """transformers' progress bar off for a while."""
+
+    def __enter__(self) -> None:
+        self._shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._shown:
+            transformers_logging.enable_progress_bar()

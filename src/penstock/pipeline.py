@@ -1,0 +1,331 @@
+"""Pipeline: a model cut into stages, a proven schedule, and the step that runs it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.commit import write_folder
+from penstock.errors import ConfigError, ModelError, PeerLostError, StalledPeerError
+from penstock.models.protocol import ProvidedCall, ProvidedEdges, Provider, StageInfo
+from penstock.models.saved import SavedModel
+from penstock.runtime.distributed import DistributedTransport
+from penstock.runtime.executor import EdgeShapes, Executor, StepInput, run_together
+from penstock.runtime.loss import Loss, MeanOverRows, NextToken
+from penstock.runtime.lower import lower
+from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, split
+from penstock.runtime.processes import Processes
+from penstock.runtime.recorder import Recorder, timeline
+from penstock.runtime.shapes import Microbatch, microbatch_key
+from penstock.runtime.shared import SharedGradients, SharedWeight
+from penstock.runtime.stage import Stage
+from penstock.runtime.world import World, open_world
+from penstock.schedule import Schedule, Timeline, build, verify
+from penstock.schedule.builders.inference import forwards
+
+LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
+
+
+class StepResult(NamedTuple):
+    """The same numbers on every rank.
+
+    loss: mean over the batch's valid items; tokens: how many those are; bubble: share of the ranks' time
+    in which they did not compute
+    """
+
+    loss: float
+    tokens: int
+    bubble: float
+
+
+class Pipeline:
+    """Stages of one model, and the schedule that they run.
+
+    Made by AutoPipeline.build or Pipeline.from_provider. All its methods but the properties are to be called
+    on every rank.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        world: World,
+        stages: Sequence[Stage],
+        edges: EdgeShapes,
+        loss: Loss,
+        *,
+        shared: Sequence[SharedWeight] = (),
+        saved: SavedModel | None = None,
+        split_dims: SplitDims | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self._world, self._edges, self._loss = world, edges, loss
+        self._stages = {stage.index: stage for stage in stages}
+        self._shared = SharedGradients(shared, world.transport)
+        self._saved = saved
+        self._split_dims: SplitDims = split_dims or {}
+        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
+        self._plans: dict[Schedule, list[Executor]] = {}
+        self._last: tuple[Schedule, list[Tensor]] | None = None
+        self._executors(schedule)  # proven and lowered before the first step
+
+    @classmethod
+    def from_provider(
+        cls,
+        provider: Provider,
+        *,
+        schedule: str | Schedule,
+        ranks: int | None = None,
+        microbatches: int | None = None,
+        loss_fn: LossLike = None,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        timeout: float = 300.0,
+        split_dims: SplitDims | None = None,
+    ) -> Pipeline:
+        """A pipeline of modules of one's own: `provider` builds the module of one stage.
+
+        It is called for this process's stages, and for all others on the meta device to learn shapes. See
+        ProvidedCall for how a stage's forward is called. loss_fn takes the last stage's output and the
+        microbatch and returns the mean over its rows (None: next-token cross-entropy).
+        timeout: seconds that a rank waits for another.
+        """
+        chosen = named_schedule(schedule, ranks, microbatches)
+        dims = split_dims or {}
+        world = open_world(chosen, mesh, device, timeout)
+        stages = []
+        for index in _own_stages(chosen, world):
+            module = provider(StageInfo(index, chosen.stages)).to(world.device)
+            stages.append(Stage(index, module, ProvidedCall(module)))
+        edges = ProvidedEdges(provider, chosen.stages)
+        return cls(chosen, world, stages, edges, as_loss(loss_fn, dims), split_dims=dims)
+
+    def step(self, batch: Batch) -> StepResult:
+        """Forward and backward of one batch: every parameter's gradient is added to its `.grad`.
+
+        batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence); the same on every rank.
+        Raises BatchError where it cannot be split or differs between ranks, ShapeError where a stage gives
+        another shape than it should, PeerLostError or StalledPeerError where another rank fails.
+        """
+        if not self.schedule.trains:
+            raise ConfigError(
+                f"step() with schedule {self.schedule.name!r}", "it holds no backward", "Call evaluate()"
+            )
+        self._shared.begin_step()
+        result = self._run(self.schedule, batch)
+        self._shared.end_step()
+        return result
+
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Loss of one batch, modules in evaluation mode, no gradients. A batch may have any number of rows."""
+        count = min(self.schedule.microbatches, batch_rows(batch, self._split_dims))
+        modes = [(stage.module, stage.module.training) for stage in self._stages.values()]
+        for module, _ in modes:
+            module.eval()
+        try:
+            return self._run(forwards(self.schedule.placement, max(count, 1)), batch)
+        finally:
+            for module, training in modes:
+                module.train(training)
+
+    def microbatches(self, batch: Batch, count: int | None = None) -> list[Microbatch]:
+        """`batch` on this process's device, split as a step splits it (or into `count`). Raises BatchError."""
+        here = {k: v.to(self._world.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        return split(here, count or self.schedule.microbatches, self._split_dims)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
+
+        One norm over all stages, a shared weight counted once; the same number on every rank.
+        """
+        owned = self.owned_names()
+        counted = [p.grad for n, p in self.named_parameters() if p.grad is not None and n in owned]
+        norms = torch._foreach_norm(counted) if counted else []
+        mine = sum((norm.double().square().to(self._world.device) for norm in norms), start=torch.zeros(
+            (), dtype=torch.float64, device=self._world.device))  # fmt: skip
+        vectors = [mine.reshape(1) if i == 0 else torch.zeros_like(mine.reshape(1))
+                   for i in range(len(self._world.ranks))]  # fmt: skip
+        norm = float(torch.stack(self._world.transport.exchange(vectors)).sum().sqrt())
+        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        if scale < 1 and grads:
+            torch._foreach_mul_(grads, scale)
+        return norm
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the whole model's names."""
+        for stage in self._stages.values():
+            yield from stage.module.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def owned_names(self) -> set[str]:
+        """Names of this process's parameters without further copies of shared ones: owned once over all."""
+        copies = self._saved.copies if self._saved else frozenset()
+        return {name for name, _ in self.named_parameters()} - copies
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """This process's modules by stage."""
+        return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of the whole model."""
+        return self._needs_saved().config
+
+    @property
+    def processes(self) -> Processes:
+        return self._world.processes
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the last step really did, on all ranks; known on every rank, so nothing is sent."""
+        if self._last is None:
+            raise ConfigError("timeline before the first step", "it shows the last step", "Call step() first")
+        schedule, vectors = self._last
+        marks = []
+        for program, vector in zip(schedule.programs, vectors, strict=True):
+            times = vector[2 : 2 + 2 * len(program)].reshape(-1, 2).tolist()
+            marks.append([(start, end) for start, end in times])
+        return timeline(schedule, marks, [int(vector[1]) for vector in vectors])
+
+    def write_weights(self, folder: Path) -> None:
+        """Every process writes its weights into `folder`, process 0 index and configs besides."""
+        self._needs_saved().write(folder, self._stages, self.processes)
+
+    def load_weights(self, folder: Path) -> None:
+        """Read this process's weights back from a folder that write_weights or save_pretrained wrote."""
+        self._needs_saved().load(folder, self._stages)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a folder that `from_pretrained` opens, complete or not at all."""
+        write_folder(Path(path), self.write_weights, self.processes)
+
+    def verify_against(self, model: nn.Module, batch: Batch) -> None:
+        """Compare with the whole `model` on one batch: loss and every gradient. Gradients are left as they were.
+
+        Raises EquivalenceError that names what differs where.
+        """
+        from penstock.equivalence import compare
+
+        compare(self, model, batch, self._loss)
+
+    def _needs_saved(self) -> SavedModel:
+        if self._saved is None:
+            raise ModelError(
+                "a pipeline made by from_provider", "only its provider knows its files", "Save `modules` yourself"
+            )
+        return self._saved
+
+    def _executors(self, schedule: Schedule) -> list[Executor]:
+        """This process's executors for `schedule`, made once."""
+        if schedule not in self._plans:
+            proof = verify(schedule)
+            world = self._world
+            self._plans[schedule] = [
+                Executor(lower(proof, rank), {s: self._stages[s] for s in schedule.placement.stages_of(rank)},
+                         self._edges, self._loss, world.transport, self._recorders[rank])
+                for rank in world.ranks
+            ]  # fmt: skip
+        return self._plans[schedule]
+
+    def _run(self, schedule: Schedule, batch: Batch) -> StepResult:
+        executors, transport = self._executors(schedule), self._world.transport
+        microbatches = self.microbatches(batch, schedule.microbatches)
+        weight = sum(self._loss.weight(microbatch) for microbatch in microbatches)
+        if weight == 0:
+            raise ConfigError("a batch without a valid token", "a mean needs one at least", "Leave it out")
+        try:
+            transport.agree(*_fingerprint(schedule, batch, microbatches, weight))
+            run_together(executors, StepInput(microbatches, weight))
+            vectors = transport.exchange([self._report(executor) for executor in executors])
+        except BaseException as error:
+            self._give_up(executors, error)
+            raise
+        left = transport.pending + sum(executor.left_over for executor in executors)
+        assert not left, f"{left} entries left in caches after a step"
+        self._last = schedule, vectors
+        loss = sum(float(vector[0]) for vector in vectors)
+        return StepResult(loss, weight, _bubble(schedule, vectors))
+
+    def _report(self, executor: Executor) -> Tensor:
+        """One rank's results: loss, peak of live activations, then start and end of each op."""
+        loss = float(torch.stack(executor.shares).double().sum()) if executor.shares else 0.0
+        marks = [time for _, *times in executor.recorder.marks() for time in times]
+        longest = 2 * max(len(program) for program in executor.plan.schedule.programs)
+        padding = [0.0] * (longest - len(marks))
+        return torch.tensor([loss, executor.peak_live, *marks, *padding], dtype=torch.float64)
+
+    def _give_up(self, executors: Sequence[Executor], error: BaseException) -> None:
+        for executor in executors:
+            if executor.current is not None:
+                error.add_note(f"penstock: on rank {executor.plan.rank}, in {executor.current}")
+            executor.reset()
+        transport = self._world.transport
+        transport.reset()
+        if isinstance(transport, DistributedTransport) and not isinstance(
+            error, PeerLostError | StalledPeerError
+        ):
+            where = "".join(f" in {e.current}" for e in executors if e.current is not None)
+            transport.watch.failed(f"{type(error).__name__}{where}: {error}")
+
+
+def named_schedule(schedule: str | Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
+    """The schedule itself, or the one of that name. Raises ConfigError."""
+    if isinstance(schedule, Schedule):
+        for name, given, own in (("ranks", ranks, schedule.ranks), ("microbatches", microbatches, schedule.microbatches)):
+            if given not in (None, own):
+                raise ConfigError(f"{name}={given}", f"the schedule given has {own}", "Leave it out")
+        return schedule
+    for name, given in (("ranks", ranks), ("microbatches", microbatches)):
+        if given is None:
+            raise ConfigError(f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}")
+    assert ranks is not None
+    assert microbatches is not None
+    return build(schedule, ranks=ranks, microbatches=microbatches)
+
+
+def as_loss(loss_fn: LossLike, dims: SplitDims) -> Loss:
+    if loss_fn is None:
+        return NextToken()
+    if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
+        return loss_fn
+    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, dims))
+
+
+def _own_stages(schedule: Schedule, world: World) -> list[int]:
+    return [stage for rank in world.ranks for stage in schedule.placement.stages_of(rank)]
+
+
+def _bubble(schedule: Schedule, vectors: Sequence[Tensor]) -> float:
+    """As Timeline.bubble, from the ranks' reports."""
+    times = [v[2 : 2 + 2 * len(p)].reshape(-1, 2) for p, v in zip(schedule.programs, vectors, strict=True)]
+    makespan = max(float(t.max()) for t in times) - min(float(t.min()) for t in times)
+    busy = sum(float((t[:, 1] - t[:, 0]).sum()) for t in times)
+    return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
+
+
+def _fingerprint(
+    schedule: Schedule, batch: Batch, microbatches: Sequence[Microbatch], weight: int
+) -> tuple[int, str]:
+    """A number that is equal on ranks that work on the same step, and what stands behind it."""
+    shapes = [microbatch_key(microbatch) for microbatch in microbatches]
+    sums = {k: float(v.double().sum()) for k, v in batch.items() if isinstance(v, Tensor)}
+    told = f"{schedule.name} with {len(microbatches)} microbatches, " + ", ".join(
+        f"{k} {list(v.shape)}" if isinstance(v, Tensor) else k for k, v in batch.items()
+    )
+    programs = zlib.crc32(str(schedule).encode())
+    return zlib.crc32(repr((programs, shapes, sums, weight)).encode()), f"{told}, sums {sums}"

@@ -1,0 +1,248 @@
+"""One rank a process: channels, agreement and sums over torch.distributed (gloo or NCCL).
+
+Each channel has a process group of its own, so what pairs up on it depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.errors import BatchError, ConfigError, WorldSizeError
+from penstock.runtime.lower import Channel, Message
+from penstock.runtime.shapes import EdgeSpecs
+from penstock.runtime.watch import Watch
+from penstock.schedule import Placement
+
+
+class InFlight(NamedTuple):
+    works: list[dist.Work]
+    tensors: tuple[Tensor, ...]
+
+
+def init_process_group(device: torch.device, timeout: float) -> None:
+    """Initialise torch.distributed from torchrun's environment, unless the caller has done so.
+
+    Each restart of a job has keys of its own in the store: gloo may hang on those of the last attempt.
+    """
+    if dist.is_initialized():
+        return
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+    attempt = dist.PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
+
+
+def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:
+    """The mesh's `pp` axis, or one over the whole world. Raises WorldSizeError where it is not `ranks` long."""
+    if mesh is None:
+        if dist.get_world_size() != ranks:
+            raise WorldSizeError(
+                f"a world of {dist.get_world_size()} processes",
+                f"a pipeline of {ranks} ranks runs in {ranks} processes, or all in one plain process",
+                f"Start it with torchrun --nproc-per-node {ranks}, or set ranks to {dist.get_world_size()}",
+            )
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("pp",))
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise ConfigError(
+            f"a mesh with the axes {mesh.mesh_dim_names}",
+            "the pipeline's ranks come from the axis named 'pp'",
+            "Name that axis 'pp' in init_device_mesh(..., mesh_dim_names=...)",
+        )
+    pipeline = mesh["pp"]
+    if pipeline.size() != ranks:
+        raise WorldSizeError(
+            f"a mesh with pp={pipeline.size()}",
+            f"the pipeline has {ranks} ranks",
+            f"Make the mesh's pp axis {ranks} long, or set ranks to {pipeline.size()}",
+        )
+    return pipeline
+
+
+class DistributedTransport:
+    """The transport of one rank of `mesh`, a one-dimensional DeviceMesh over the pipeline's ranks."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement, channels: Sequence[Channel],
+                 device: torch.device, timeout: float) -> None:  # fmt: skip
+        self.rank = mesh.get_local_rank()
+        self._group = mesh.get_group()
+        self._members = dist.get_process_group_ranks(self._group)
+        self._hosts = placement.rank_of
+        self._device = device
+        self._limit = datetime.timedelta(seconds=timeout)
+        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._channels = {channel: group for channel in channels if (group := self._open(channel)) is not None}
+        self._posted: dict[Message, InFlight] = {}
+        self._sending: dict[Message, InFlight] = {}
+        self._agreement: tuple[dist.Work, Tensor, Tensor, str] | None = None
+        self.watch = Watch(
+            dist.PrefixStore(f"penstock-watch/{self._members[0]}", _store()),
+            self.rank, placement.ranks, timeout,
+        )  # fmt: skip
+
+    def _open(self, channel: Channel) -> dist.ProcessGroup | None:
+        ends = [self._hosts[channel.source], self._hosts[channel.target]]
+        if self.rank not in ends:
+            return None
+        return self._new_group(sorted(ends), f"pp channel {channel.source} to {channel.target}")
+
+    def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """A group of these pipeline ranks; only they take part in making it."""
+        group = dist.new_group(
+            [self._members[rank] for rank in ranks],
+            timeout=self._limit,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+        assert group is not None
+        return group
+
+    def post(self, message: Message, specs: EdgeSpecs) -> None:
+        buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
+        source = self._members[self._hosts[message.op.stage]]
+        group = self._channels[message.channel]
+        works = [work for b in buffers if (work := dist.irecv(b, source, group)) is not None]
+        self._posted[message] = InFlight(works, buffers)
+
+    def receive(self, message: Message) -> tuple[Tensor, ...]:
+        self._settle()
+        works, buffers = self._posted.pop(message)
+        with self._waiting(str(message.op), self._hosts[message.op.stage]):
+            for work in works:
+                work.wait(self._limit)
+        return buffers
+
+    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        self._settle()
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        target = self._members[self._hosts[message.target]]
+        group = self._channels[message.channel]
+        with self._waiting(f"{message} to be taken", self._hosts[message.target]):
+            works = [work for t in tensors if (work := dist.isend(t, target, group)) is not None]
+        self._sending[message] = InFlight(works, tensors)
+
+    def free(self, message: Message) -> None:
+        works, _ = self._sending.pop(message)
+        with self._waiting(f"{message} to be taken", self._hosts[message.target]):
+            for work in works:
+                work.wait(self._limit)
+
+    def agree(self, fingerprint: int, description: str) -> None:
+        """Started here and read before the first message goes out or is waited for: it costs no time."""
+        mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._device)
+        everyone = torch.empty(len(self._members), dtype=torch.int64, device=self._device)
+        with self._waiting("the start of the step", None):
+            work = dist.all_gather_into_tensor(everyone, mine, self._group, async_op=True)
+        assert work is not None
+        self._agreement = (work, everyone, mine, description)
+
+    def _settle(self) -> None:
+        if self._agreement is None:
+            return
+        work, everyone, _, description = self._agreement
+        self._agreement = None
+        with self._waiting("the start of the step", None):
+            work.wait(self._limit)
+        if len(set(everyone.tolist())) == 1:
+            return
+        told = self.gather(description)
+        raise BatchError(
+            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told)),
+            "all ranks of a pipeline step on the same batch, split and schedule",
+            "Give every rank the same batch, e.g. by drawing it from the same seed and step",
+        )
+
+    def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        self._settle()
+        (mine,) = vectors
+        everyone = torch.empty((len(self._members), *mine.shape), dtype=mine.dtype, device=self._device)
+        with self._waiting("the end of the step", None):
+            work = dist.all_gather_into_tensor(
+                everyone.flatten(), mine.to(self._device), self._group, async_op=True
+            )
+            assert work is not None
+            work.wait(self._limit)
+        return list(everyone.cpu())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything that JSON can hold), in order, on every rank."""
+        text = json.dumps(value).encode()
+        length = torch.tensor([len(text)], dtype=torch.float64)
+        longest = int(max(size.item() for size in self.exchange([length])))
+        padded = torch.zeros(longest, dtype=torch.float64)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        received = self.exchange([padded])
+        return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
+
+    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        mine = tensors[0]
+        for other in tensors[1:]:
+            mine.add_(other)
+        if len(ranks) > 1:
+            if ranks not in self._subgroups:
+                self._subgroups[ranks] = self._new_group(ranks, f"pp shared weights {ranks}")
+            with self._waiting("its part of a shared gradient", next(r for r in ranks if r != self.rank)):
+                work = dist.all_reduce(mine, group=self._subgroups[ranks], async_op=True)
+                assert work is not None
+                work.wait(self._limit)
+        for other in tensors[1:]:
+            other.copy_(mine)
+
+    @property
+    def pending(self) -> int:
+        return len(self._posted) + len(self._sending)
+
+    def reset(self) -> None:
+        """A step that failed on one rank cannot be taken up again: buffers may still be written to."""
+
+    @property
+    def index(self) -> int:
+        return self.rank
+
+    @property
+    def count(self) -> int:
+        return len(self._members)
+
+    @contextmanager
+    def _waiting(self, what: str, peer: int | None) -> Iterator[None]:
+        self.watch.begin(what, peer)
+        try:
+            yield
+        except RuntimeError as cause:
+            raise self.watch.error(cause) from cause
+        finally:
+            self.watch.end()
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def clock_offset(transport: DistributedTransport) -> float:
+    """What to add to this process's perf_counter to get rank 0's.
+
+    Processes of one machine share that clock; between machines the wall clocks are trusted.
+    """
+    boot = _boot_id()
+    clocks = transport.gather((boot, time.time() - time.perf_counter()))
+    first_boot, first = clocks[0]
+    return 0.0 if boot == first_boot else float(clocks[transport.rank][1] - first)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{os.uname().nodename}"

@@ -1,0 +1,72 @@
+"""What a step minimises: the mean of a loss over all valid items of the whole batch.
+
+A loss tells the weight of a microbatch (its valid items) and the sum over them. All weights are known
+before the first backward, so each microbatch's sum is divided by the step's weight before it is
+differentiated, and the gradients need no second pass, however unevenly the valid items lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.errors import BatchError
+from penstock.runtime.shapes import Microbatch
+
+IGNORED = -100  # the label that transformers leaves out of the loss
+
+
+class Loss(Protocol):
+    def weight(self, microbatch: Microbatch) -> int:
+        """How many items of the microbatch count."""
+
+    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """The loss summed over those items, a tensor of no dimension."""
+
+
+class NextToken:
+    """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored."""
+
+    def weight(self, microbatch: Microbatch) -> int:
+        labels = microbatch.get("labels")
+        if labels is None:
+            raise BatchError(
+                f"a batch of {sorted(microbatch)}",
+                "the next-token loss reads 'labels'",
+                "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
+            )
+        return int((labels[:, 1:] != IGNORED).sum())
+
+    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        """output: logits (rows, sequence, vocabulary). Half precision is summed in float32, as transformers does."""
+        logits = output[:, :-1]
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        labels = microbatch["labels"][:, 1:].to(logits.device)
+        return F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        )
+
+
+class MeanOverRows:
+    """A plain function of (output, microbatch) that returns the mean over the microbatch's rows."""
+
+    def __init__(self, function: Callable[[Tensor, Microbatch], Tensor], rows: Callable[[Microbatch], int]):
+        self._function, self._rows = function, rows
+
+    def weight(self, microbatch: Microbatch) -> int:
+        return self._rows(microbatch)
+
+    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        mean = self._function(output, microbatch)
+        if mean.dim() != 0:
+            raise BatchError(
+                f"a loss of shape {list(mean.shape)}",
+                "loss_fn returns one number, the mean over the microbatch's rows",
+                "Reduce it in loss_fn, or pass an object with `weight` and `total` (penstock.runtime.loss.Loss)",
+            )
+        return mean * self._rows(microbatch)

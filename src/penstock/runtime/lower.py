@@ -1,0 +1,168 @@
+"""A proven schedule, lowered to what one rank does: posts, waits, computes, sends and frees.
+
+Everything is fixed here, before the first step; the executor only follows. For 1F1B on rank 1 of 2:
+
+    post 0F0   post 0F1   wait 0F0   1F0   1B0   send 1B0   post 0F2   wait 0F1   free 1B0   1F1 ...
+
+- A receive is posted one op ahead of the op that needs it, so that it lands while its rank computes.
+  On each channel receives are posted in the order in which the other end sends: that is all that first
+  in, first out needs.
+- A send is started as soon as its op has ended, and nothing waits for it.
+- A send is freed at the first later wait that proves it done: what comes from a rank was computed after
+  everything that this rank had waited for before. So freeing never blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.schedule import Op, Proof, Schedule
+
+
+class Message(NamedTuple):
+    """The result of `op` on its way to stage `target`: activations forward, gradients backward."""
+
+    op: Op
+    target: int
+
+    @property
+    def channel(self) -> Channel:
+        return Channel(self.op.stage, self.target)
+
+    @property
+    def consumer(self) -> Op:
+        return Op(self.target, self.op.kind, self.op.microbatch)
+
+    def __str__(self) -> str:
+        return f"{self.op} for stage {self.target}"
+
+
+class Channel(NamedTuple):
+    """A directed edge between two stages on different ranks; first in, first out."""
+
+    source: int
+    target: int
+
+
+class Post(NamedTuple):
+    """Post a receive buffer."""
+
+    message: Message
+
+
+class Wait(NamedTuple):
+    """Block until the message is here."""
+
+    message: Message
+
+
+class Compute(NamedTuple):
+    op: Op
+
+
+class Send(NamedTuple):
+    """Start sending; do not wait."""
+
+    message: Message
+
+
+class Free(NamedTuple):
+    """Let go of what was sent: it has arrived."""
+
+    message: Message
+
+
+Action = Post | Wait | Compute | Send | Free
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's actions for one step."""
+
+    rank: int
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    peak_live: int
+
+
+def channels(schedule: Schedule) -> tuple[Channel, ...]:
+    """Every channel of a schedule on this placement, in one order for all ranks."""
+    hosts = schedule.placement.rank_of
+    edges = [(s, s + 1) for s in range(schedule.stages - 1) if hosts[s] != hosts[s + 1]]
+    return tuple(Channel(*edge) for s, t in edges for edge in ((s, t), (t, s)))
+
+
+def lower(proof: Proof, rank: int) -> Plan:
+    """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs."""
+    return Plan(rank, proof.schedule, tuple(_Lowering(proof.schedule, rank)), proof.peak_live[rank])
+
+
+class _Lowering:
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._schedule, self._rank = schedule, rank
+        self._program = schedule.programs[rank]
+        peers = {schedule.placement.rank_of[t] for s in schedule.placement.stages_of(rank) for t in (s - 1, s + 1)
+                 if 0 <= t < schedule.stages}  # fmt: skip
+        self._position = {op: i for peer in peers for i, op in enumerate(schedule.programs[peer])}
+        self._arrivals = self._incoming()
+        self._posted: set[Message] = set()
+        self._in_flight: dict[int, list[Message]] = {}  # rank -> sends to it, not yet proven done
+
+    def __iter__(self) -> Iterator[Action]:
+        for i, op in enumerate(self._program):
+            for ahead in self._program[i : i + 2]:
+                for message in self._needs(ahead):
+                    yield from self._post_until(message)
+            for message in self._needs(op):
+                yield Wait(message)
+                yield from self._frees_after(message)
+            yield Compute(op)
+            if (outgoing := self._result(op)) is not None:
+                yield Send(outgoing)
+                self._in_flight.setdefault(self._host(outgoing.target), []).append(outgoing)
+        for sends in self._in_flight.values():
+            yield from map(Free, sends)
+
+    def _host(self, stage: int) -> int:
+        return self._schedule.placement.rank_of[stage]
+
+    def _needs(self, op: Op) -> list[Message]:
+        """What `op` needs from other ranks."""
+        needed = op.predecessors(self._schedule.stages)
+        return [Message(p, op.stage) for p in needed if self._host(p.stage) != self._rank]
+
+    def _result(self, op: Op) -> Message | None:
+        """Where the result of `op` goes, if to another rank."""
+        target = op.stage + (1 if op.kind == "F" else -1)
+        if 0 <= target < self._schedule.stages and self._host(target) != self._rank:
+            return Message(op, target)
+        return None
+
+    def _incoming(self) -> dict[Channel, Iterator[Message]]:
+        """What comes over each channel to this rank, in the order in which the other end sends it."""
+        queues: dict[Channel, list[Message]] = {}
+        for op in self._program:
+            for message in self._needs(op):
+                queues.setdefault(message.channel, []).append(message)
+        for queue in queues.values():
+            queue.sort(key=lambda message: self._position[message.op])
+        return {channel: iter(queue) for channel, queue in queues.items()}
+
+    def _post_until(self, message: Message) -> Iterator[Action]:
+        while message not in self._posted:
+            upcoming = next(self._arrivals[message.channel])
+            self._posted.add(upcoming)
+            yield Post(upcoming)
+
+    def _frees_after(self, message: Message) -> Iterator[Action]:
+        """The sends to the other rank that it must have received before it computed `message`."""
+        peer, reached = self._host(message.op.stage), self._position[message.op]
+        still = []
+        for sent in self._in_flight.get(peer, []):
+            if self._position[sent.consumer] <= reached:
+                yield Free(sent)
+            else:
+                still.append(sent)
+        self._in_flight[peer] = still

@@ -1,0 +1,53 @@
+"""One stage on its rank: it runs its part of the model and holds its live activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.backward import Live, hold, leaf, whole_backward
+from penstock.runtime.loss import Loss
+from penstock.runtime.shapes import Microbatch
+
+# (what came over the edge from the stage before, the microbatch) -> what goes to the stage after
+StageCall = Callable[[tuple[Tensor, ...], Microbatch], tuple[Tensor, ...]]
+
+
+class Stage:
+    """Stage `index` of the model.
+
+    module: what holds its parameters; call: how to run it (often the module itself)
+    """
+
+    def __init__(self, index: int, module: nn.Module, call: StageCall) -> None:
+        self.index, self.module = index, module
+        self._call = call
+        self.live: dict[int, Live] = {}  # by microbatch; empty after every step
+
+    def forward(self, number: int, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
+        """Run microbatch `number`; keep what its backward needs."""
+        inputs = tuple(leaf(tensor) for tensor in received)
+        outputs = self._call(inputs, microbatch)
+        self.live[number] = hold(inputs, outputs)
+        return tuple(output.detach() for output in outputs)
+
+    def forward_loss(
+        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss, weight: int
+    ) -> Tensor:
+        """The last stage's forward: the microbatch's share of the step's loss, its total / `weight`."""
+        inputs = tuple(leaf(tensor) for tensor in received)
+        outputs = self._call(inputs, microbatch)
+        share = loss.total(outputs[0], microbatch) / weight
+        self.live[number] = hold(inputs, (share,))
+        return share.detach()
+
+    def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Whole backward of microbatch `number`; lets its activations go."""
+        return whole_backward(self.live.pop(number), gradients)
+
+    @torch.no_grad()
+    def infer(self, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
+        """A forward that holds nothing."""
+        return self._call(tuple(received), microbatch)

@@ -1,0 +1,89 @@
+"""How results move between ranks: what the executor needs of it, and the way within one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.lower import Message
+from penstock.runtime.shapes import EdgeSpecs
+
+
+class Transport(Protocol):
+    """Moves messages over channels, first in first out, and values between all ranks of the pipeline."""
+
+    def post(self, message: Message, specs: EdgeSpecs) -> None:
+        """Make room for a message that will come."""
+
+    def receive(self, message: Message) -> tuple[Tensor, ...] | None:
+        """The message's tensors; None means that other ranks of this process must run first."""
+
+    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        """Start sending. Never waits for the receiver."""
+
+    def free(self, message: Message) -> None:
+        """Let go of tensors whose arrival the plan has proven."""
+
+    def agree(self, fingerprint: int, description: str) -> None:
+        """Make sure, before the first message of a step, that all ranks work on the same step."""
+
+    def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Give one float64 vector for each rank of this process; get every rank's, in order, everywhere."""
+
+    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        """Replace each of `tensors`, this process's copies, by the sum of the copies on all of `ranks`."""
+
+    @property
+    def pending(self) -> int:
+        """Messages posted, on the way or not yet freed; 0 after every step."""
+
+    def reset(self) -> None:
+        """Forget a step that failed half-way."""
+
+
+class LocalTransport:
+    """All ranks in one process: a message is handed over as it is."""
+
+    def __init__(self) -> None:
+        self._mail: dict[Message, tuple[Tensor, ...]] = {}
+
+    def post(self, message: Message, specs: EdgeSpecs) -> None:
+        """Nothing to do: no buffer is needed."""
+
+    def receive(self, message: Message) -> tuple[Tensor, ...] | None:
+        return self._mail.pop(message, None)
+
+    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+        self._mail[message] = tensors
+
+    def free(self, message: Message) -> None:
+        """Nothing to do: the receiver took the tensors over."""
+
+    def agree(self, fingerprint: int, description: str) -> None:
+        """Nothing to do: there is one batch."""
+
+    def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        return list(vectors)
+
+    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        add_up(tensors)
+
+    @property
+    def pending(self) -> int:
+        return len(self._mail)
+
+    def reset(self) -> None:
+        self._mail.clear()
+
+
+@torch.no_grad()
+def add_up(tensors: Sequence[Tensor]) -> None:
+    """Replace each of `tensors` by their sum."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total.add_(tensor.to(total.device))
+    for tensor in tensors[1:]:
+        tensor.copy_(total)
