@@ -46,14 +46,17 @@ class ScheduleError(InputError):
     """A schedule that would hang, leave work out or hold too much; `violations` lists every reason."""
 
     def __init__(self, name: str, violations: Sequence[Violation]) -> None:
-        self.violations = tuple(violations)
-        shown = "\n".join(f"  {violation}" for violation in self.violations[:20])
+        self.name, self.violations = name, tuple(violations)
+        shown = "".join(f"\n  {violation}" for violation in self.violations[:20])
         more = "" if len(self.violations) <= 20 else f"\n  and {len(self.violations) - 20} more"
         super().__init__(
             f"schedule {name!r}",
-            f"it breaks {len(self.violations)} rule(s):\n{shown}{more}\n",
-            "Mend the programs listed, or build one by name with penstock.schedule.build",
+            f"it breaks {len(self.violations)} rule(s):{shown}{more}",
+            "\nMend the programs listed, or build a schedule by name with penstock.schedule.build",
         )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.name, self.violations))
 
 
 class PartitionError(InputError):

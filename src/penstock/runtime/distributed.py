@@ -45,7 +45,7 @@ def init_process_group(device: torch.device, timeout: float) -> None:
 
 
 def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:
-    """The mesh's `pp` axis, or one over the whole world. Raises WorldSizeError where it is not `ranks` long."""
+    """`mesh`, or one over the whole world. Raises WorldSizeError where its `pp` axis is not `ranks` long."""
     if mesh is None:
         if dist.get_world_size() != ranks:
             raise WorldSizeError(
@@ -60,53 +60,55 @@ def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> 
             "the pipeline's ranks come from the axis named 'pp'",
             "Name that axis 'pp' in init_device_mesh(..., mesh_dim_names=...)",
         )
-    pipeline = mesh["pp"]
-    if pipeline.size() != ranks:
+    size = mesh["pp"].size()
+    if size != ranks:
         raise WorldSizeError(
-            f"a mesh with pp={pipeline.size()}",
+            f"a mesh with pp={size}",
             f"the pipeline has {ranks} ranks",
-            f"Make the mesh's pp axis {ranks} long, or set ranks to {pipeline.size()}",
+            f"Make the mesh's pp axis {ranks} long, or set ranks to {size}",
         )
-    return pipeline
+    return mesh
 
 
 class DistributedTransport:
-    """The transport of one rank of `mesh`, a one-dimensional DeviceMesh over the pipeline's ranks."""
+    """The transport of one rank on the `pp` axis of `mesh`."""
 
     def __init__(self, mesh: DeviceMesh, placement: Placement, channels: Sequence[Channel],
                  device: torch.device, timeout: float) -> None:  # fmt: skip
-        self.rank = mesh.get_local_rank()
-        self._group = mesh.get_group()
+        pipeline = mesh["pp"]
+        self.rank = pipeline.get_local_rank()
+        self._group = pipeline.get_group()
         self._members = dist.get_process_group_ranks(self._group)
+        self._pipelines = _pipelines(mesh)
         self._hosts = placement.rank_of
         self._device = device
         self._limit = datetime.timedelta(seconds=timeout)
-        self._subgroups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._channels = {channel: group for channel in channels if (group := self._open(channel)) is not None}
+        self._channels = {channel: self._open(channel) for channel in channels}
+        self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._posted: dict[Message, InFlight] = {}
         self._sending: dict[Message, InFlight] = {}
-        self._agreement: tuple[dist.Work, Tensor, Tensor, str] | None = None
+        self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
         self.watch = Watch(
             dist.PrefixStore(f"penstock-watch/{self._members[0]}", _store()),
             self.rank, placement.ranks, timeout,
         )  # fmt: skip
 
-    def _open(self, channel: Channel) -> dist.ProcessGroup | None:
+    def _open(self, channel: Channel) -> dist.ProcessGroup:
         ends = [self._hosts[channel.source], self._hosts[channel.target]]
-        if self.rank not in ends:
-            return None
-        return self._new_group(sorted(ends), f"pp channel {channel.source} to {channel.target}")
+        return self._new_group(ends, f"pp channel {channel.source} to {channel.target}")
 
     def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """A group of these pipeline ranks; only they take part in making it."""
-        group = dist.new_group(
-            [self._members[rank] for rank in ranks],
-            timeout=self._limit,
-            use_local_synchronization=True,
-            group_desc=name,
-        )
-        assert group is not None
-        return group
+        """A group of these ranks in each pipeline of the mesh; returns the one of this pipeline.
+
+        Every process of the world makes all of them in one order: torch names a group by how many there
+        are, so that groups made by their members alone miss each other.
+        """
+        own = None
+        for members in self._pipelines:
+            group = dist.new_group(sorted(members[r] for r in ranks), timeout=self._limit, group_desc=name)
+            own = group if members == self._members else own
+        assert own is not None
+        return own
 
     def post(self, message: Message, specs: EdgeSpecs) -> None:
         buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
@@ -141,20 +143,17 @@ class DistributedTransport:
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here and read before the first message goes out or is waited for: it costs no time."""
         mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._device)
-        everyone = torch.empty(len(self._members), dtype=torch.int64, device=self._device)
         with self._waiting("the start of the step", None):
-            work = dist.all_gather_into_tensor(everyone, mine, self._group, async_op=True)
-        assert work is not None
-        self._agreement = (work, everyone, mine, description)
+            self._agreement = (*self._all_gather(mine), description)
 
     def _settle(self) -> None:
         if self._agreement is None:
             return
-        work, everyone, _, description = self._agreement
+        work, everyone, description = self._agreement
         self._agreement = None
         with self._waiting("the start of the step", None):
             work.wait(self._limit)
-        if len(set(everyone.tolist())) == 1:
+        if len({int(fingerprint) for fingerprint in everyone}) == 1:
             return
         told = self.gather(description)
         raise BatchError(
@@ -166,14 +165,16 @@ class DistributedTransport:
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         self._settle()
         (mine,) = vectors
-        everyone = torch.empty((len(self._members), *mine.shape), dtype=mine.dtype, device=self._device)
         with self._waiting("the end of the step", None):
-            work = dist.all_gather_into_tensor(
-                everyone.flatten(), mine.to(self._device), self._group, async_op=True
-            )
-            assert work is not None
+            work, everyone = self._all_gather(mine.to(self._device))
             work.wait(self._limit)
-        return list(everyone.cpu())
+        return [vector.cpu() for vector in everyone]
+
+    def _all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
+        everyone = [torch.empty_like(mine) for _ in self._members]
+        work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        assert work is not None
+        return work, everyone
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank."""
@@ -185,15 +186,17 @@ class DistributedTransport:
         received = self.exchange([padded])
         return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
 
+    def share(self, ranks: tuple[int, ...]) -> None:
+        if len(ranks) > 1 and ranks not in self._sharing:
+            self._sharing[ranks] = self._new_group(ranks, f"pp weight shared by {ranks}")
+
     def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
         mine = tensors[0]
         for other in tensors[1:]:
             mine.add_(other)
         if len(ranks) > 1:
-            if ranks not in self._subgroups:
-                self._subgroups[ranks] = self._new_group(ranks, f"pp shared weights {ranks}")
             with self._waiting("its part of a shared gradient", next(r for r in ranks if r != self.rank)):
-                work = dist.all_reduce(mine, group=self._subgroups[ranks], async_op=True)
+                work = dist.all_reduce(mine, group=self._sharing[ranks], async_op=True)
                 assert work is not None
                 work.wait(self._limit)
         for other in tensors[1:]:
@@ -223,6 +226,14 @@ class DistributedTransport:
             raise self.watch.error(cause) from cause
         finally:
             self.watch.end()
+
+
+def _pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """The world ranks of every pipeline of the mesh, in the order of its other axes."""
+    names = mesh.mesh_dim_names or ()
+    grid = mesh.mesh.movedim(names.index("pp"), -1)
+    pipelines: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
+    return pipelines
 
 
 def _store() -> dist.Store:

@@ -27,6 +27,8 @@ class SharedGradients:
     """Adds up the gradients of shared weights over one step."""
 
     def __init__(self, shared: Sequence[SharedWeight], transport: Transport) -> None:
+        for weight in shared:
+            transport.share(weight.ranks)
         self._shared = [weight for weight in shared if weight.copies and weight.copies[0].requires_grad]
         self._transport = transport
         self._before: list[Tensor | None] = []

@@ -33,6 +33,9 @@ class Transport(Protocol):
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Give one float64 vector for each rank of this process; get every rank's, in order, everywhere."""
 
+    def share(self, ranks: tuple[int, ...]) -> None:
+        """Make ready for sums over these ranks; called on every rank before the first step."""
+
     def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
         """Replace each of `tensors`, this process's copies, by the sum of the copies on all of `ranks`."""
 
@@ -68,8 +71,16 @@ class LocalTransport:
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(vectors)
 
+    def share(self, ranks: tuple[int, ...]) -> None:
+        """Nothing to do: every copy is here."""
+
+    @torch.no_grad()
     def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
-        add_up(tensors)
+        total = tensors[0]
+        for tensor in tensors[1:]:
+            total.add_(tensor)
+        for tensor in tensors[1:]:
+            tensor.copy_(total)
 
     @property
     def pending(self) -> int:
@@ -77,13 +88,3 @@ class LocalTransport:
 
     def reset(self) -> None:
         self._mail.clear()
-
-
-@torch.no_grad()
-def add_up(tensors: Sequence[Tensor]) -> None:
-    """Replace each of `tensors` by their sum."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total.add_(tensor.to(total.device))
-    for tensor in tensors[1:]:
-        tensor.copy_(total)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from penstock.errors import ConfigError
@@ -27,6 +28,9 @@ class Costs:
     weight_grad: PerStage = 1.0
     communication: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check("communication", self.communication)
+
     def durations(self, kind: Kind, stages: int) -> list[float]:
         """What an op of `kind` takes on each of `stages` stages."""
         if kind == "F":
@@ -46,7 +50,9 @@ class Costs:
         def medians(kind: Kind) -> list[float]:
             return [median(seen[stage, kind] or [0.0]) for stage in range(stages)]
 
-        return cls(forward=medians("F"), input_grad=medians("B"), weight_grad=0.0, communication=communication)
+        return cls(
+            forward=medians("F"), input_grad=medians("B"), weight_grad=0.0, communication=communication
+        )
 
 
 def _per_stage(name: str, cost: PerStage, stages: int) -> list[float]:
@@ -57,6 +63,11 @@ def _per_stage(name: str, cost: PerStage, stages: int) -> list[float]:
             f"the schedule has {stages} stages, and each takes one",
             f"Give one number for all stages, or {stages} of them",
         )
-    if any(value < 0 for value in values):
-        raise ConfigError(f"Costs({name}={min(values)})", "a duration is not negative", "Give 0 or more")
+    for value in values:
+        _check(name, value)
     return values
+
+
+def _check(name: str, value: float) -> None:
+    if not 0 <= value < inf:  # also where it is not a number
+        raise ConfigError(f"Costs({name}={value})", "a duration is finite and not negative", "Give 0 or more")

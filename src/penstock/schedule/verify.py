@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Schedule
@@ -16,7 +17,7 @@ from penstock.schedule.order import Walk
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule. `position` counts ops in the rank's program from 0; fields that do not apply are None."""
+    """One broken rule. `position` counts ops in the rank's program from 0; what does not apply is None."""
 
     rule: str
     rank: int | None = None
@@ -68,12 +69,14 @@ def _programs(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _first_places(schedule: Schedule) -> dict[Op, tuple[int, int]]:
-    """Where each op first stands: rank, position."""
+    """Where each op first stands (rank, position), on the rank of its stage where it stands there at all."""
     first: dict[Op, tuple[int, int]] = {}
+    astray: dict[Op, tuple[int, int]] = {}
     for rank, program in enumerate(schedule.programs):
+        hosted = schedule.placement.stages_of(rank)
         for position, op in enumerate(program):
-            first.setdefault(op, (rank, position))
-    return first
+            (first if op.stage in hosted else astray).setdefault(op, (rank, position))
+    return astray | first
 
 
 def _places(schedule: Schedule, first: dict[Op, tuple[int, int]]) -> Iterator[Violation]:
@@ -83,6 +86,10 @@ def _places(schedule: Schedule, first: dict[Op, tuple[int, int]]) -> Iterator[Vi
         for position, op in enumerate(program):
             if not 0 <= op.stage < stages:
                 yield Violation(f"there are only stages 0 to {stages - 1}", rank, position, op)
+            elif op.kind not in get_args(Kind):
+                yield Violation(
+                    f"there are only the kinds {' and '.join(get_args(Kind))}", rank, position, op
+                )
             elif not 0 <= op.microbatch < microbatches:
                 yield Violation(f"there are only microbatches 0 to {microbatches - 1}", rank, position, op)
             elif hosts[op.stage] != rank:
@@ -140,14 +147,16 @@ def _deadlocks(
 
 def _cycle(walk: Walk, ring: list[int]) -> Violation:
     """The deadlock of the ranks in `ring`, each standing at an op that waits for the next one's."""
-    steps, ops = [], []
+    steps: list[str] = []
+    ops: list[Op] = []
     for rank in ring:
         op, needed = walk.blocked[rank]
         ops += [op, needed]
         steps.append(f"rank {rank} stands at {op}, which waits for {needed}")
     op, needed = walk.blocked[ring[0]]
     rule = "deadlock: " + "; ".join(steps) + f"; and {needed} comes only later on its rank"
-    return Violation(rule, ring[0], walk.position(ring[0]), op, needed, tuple(ops))
+    each_once = tuple(here for at, here in enumerate(ops) if here != ops[at - 1])  # awaited and stood at
+    return Violation(rule, ring[0], walk.position(ring[0]), op, needed, each_once)
 
 
 def _peak_live(schedule: Schedule, rank: int) -> int:

@@ -38,8 +38,9 @@ def build(name: str, *, ranks: int, microbatches: int, **options: int) -> Schedu
                 f"schedule {name!r} takes {', '.join(accepted)}",
                 "Leave it out, or take a schedule that has it",
             )
-        if value < 1:
-            raise ConfigError(f"{option}={value}", "a schedule has at least one of them", "Give 1 or more")
+        if not isinstance(value, int) or value < 1:
+            rule = "a schedule has a whole number of them, and at least one"
+            raise ConfigError(f"{option}={value!r}", rule, "Give 1 or more")
     return builder(ranks=ranks, microbatches=microbatches, **options)
 
 

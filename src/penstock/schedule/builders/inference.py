@@ -9,17 +9,23 @@ P = 3 ranks, m = 4 microbatches, one stage a rank:
     on each rank, for each group of up to P microbatches, for each of its stages s:  F_g F_{g+1} ... F_{g+P-1}
 
 With several stages a rank the microbatches go round in groups of P, so that a group comes back to rank 0
-just when the last of it has left. The bubble is (P-1) / (v m + P-1) for v stages a rank and m a multiple of P.
+just when the last of it has left. The bubble is (P-1) / (v m + P-1) for v stages a rank and m a multiple
+of P, and for any m with one stage a rank.
 """
 
 from __future__ import annotations
 
 from penstock.schedule.ops import Op, Schedule
-from penstock.schedule.placement import loop
+from penstock.schedule.placement import Placement, loop
 
 
 def inference(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
-    placement = loop(ranks, stages_per_rank)
+    return forwards(loop(ranks, stages_per_rank), microbatches)
+
+
+def forwards(placement: Placement, microbatches: int) -> Schedule:
+    """The same on any placement."""
+    ranks = placement.ranks
 
     def program(rank: int) -> tuple[Op, ...]:
         return tuple(

@@ -1,0 +1,103 @@
+"""A drawing as a grid of text: one row a rank, one column a slice of time.
+
+    rank 0 | F0 F1 .  B0 B0 B1 B1
+    rank 1 | .  F0 B0 B0 F1 B1 B1
+
+A column shows the op that runs at its middle. Rows too long for a page go on in further blocks below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+from penstock.schedule.drawing import Drawing, Panel, percent
+from penstock.schedule.timeline import Span, Timeline
+
+_WIDTH = 120  # characters a line
+_BLOCKS = 4  # more than these are cut in the middle: what is special stands at both ends of a step
+_BLOCKS_AT_START = 2
+_MOST_COLUMNS = 20_000  # a step with one long stall must not fill the memory with dots
+_RANKS_A_TABLE = 16
+
+
+def text(drawing: Drawing) -> str:
+    column = _column(drawing)
+    full_text = any(panel.several_stages for panel in drawing.panels)
+    labels = [len(_label(span, full_text)) for panel in drawing.panels for span in panel.timeline.spans]
+    width = max(labels, default=1)
+    parts = [drawing.title]
+    for panel in drawing.panels:
+        rows = _rows(panel, column, full_text)
+        footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
+        grid = "\n\n".join(_blocks(drawing, rows, column, width))
+        parts += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel.timeline)])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _label(span: Span, full_text: bool) -> str:
+    return str(span.op) if full_text else f"{span.op.kind}{span.op.microbatch}"
+
+
+def _column(drawing: Drawing) -> float:
+    """The time that one column stands for: it divides all times evenly where a simple one does.
+
+    Otherwise it is the shortest op's, so that each op covers the middle of at least one column; ops far
+    shorter than the usual one may go missing.
+    """
+    times, lengths = [], []
+    for panel in drawing.panels:
+        for span in panel.timeline.spans:
+            times += [span.start - panel.timeline.start, span.end - panel.timeline.start]
+            lengths.append(span.end - span.start)
+    lengths = [length for length in lengths if length > 0]
+    if not lengths:
+        return 1.0
+    shortest = max(min(lengths), median(lengths) / 4, drawing.makespan / _MOST_COLUMNS)
+    for parts in (1, 2, 3, 4):
+        column = shortest / parts
+        if all(abs(time / column - round(time / column)) < 1e-3 for time in times):
+            return column
+    return shortest
+
+
+def _rows(panel: Panel, column: float, full_text: bool) -> list[list[str]]:
+    timeline = panel.timeline
+    columns = math.ceil(timeline.makespan / column - 1e-3)
+    rows = [["."] * columns for _ in range(timeline.ranks)]
+    for span in timeline.spans:
+        first, beyond = (math.ceil((time - timeline.start) / column - 0.5) for time in (span.start, span.end))
+        for at in range(first, min(beyond, columns)):
+            rows[span.rank][at] = _label(span, full_text)
+    return rows
+
+
+def _blocks(drawing: Drawing, rows: list[list[str]], column: float, width: int) -> Iterator[str]:
+    heads = [f"rank {rank:>{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
+    a_block = (_WIDTH - len(heads[0])) // (width + 1)
+    starts = list(range(0, max(1, len(rows[0])), a_block))
+    left_out = ""
+    if len(starts) > _BLOCKS:
+        starts = [*starts[:_BLOCKS_AT_START], len(rows[0]) - a_block]
+        hidden = range(_BLOCKS_AT_START * a_block, starts[-1])
+        left_out = (
+            f"... {len(hidden)} columns are left out here, from time {drawing.time(hidden.start * column)} "
+            f"to {drawing.time(hidden.stop * column)}; a drawing that ends in .svg shows all"
+        )
+    for start in starts:
+        if left_out and start == starts[-1]:
+            yield left_out
+        cells = [" ".join(f"{cell:<{width}}" for cell in row[start : start + a_block]) for row in rows]
+        lines = [f"{head} {line}".rstrip() for head, line in zip(heads, cells, strict=True)]
+        if len(starts) > 1:
+            lines.insert(0, f"from time {drawing.time(start * column)}")
+        yield "\n".join(lines)
+
+
+def _tables(timeline: Timeline) -> Iterator[str]:
+    for start in range(0, timeline.ranks, _RANKS_A_TABLE):
+        ranks = range(start, min(start + _RANKS_A_TABLE, timeline.ranks))
+        yield "rank     " + "".join(f"{rank:>7}" for rank in ranks)
+        yield "bubble   " + "".join(f"{percent(timeline.rank_bubble[rank]):>7}" for rank in ranks)
+        yield "peak live" + "".join(f"{timeline.peak_live[rank]:>7}" for rank in ranks)

@@ -1,0 +1,94 @@
+"""pydantic's findings as one ConfigError, in the user's words."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from penstock.errors import ConfigError
+
+
+def complain(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
+    """One ConfigError for everything in `error`, found while reading `source` into `model`."""
+    found = [_finding(entry, model) for entry in error.errors(include_url=False)]
+    if len(found) == 1:
+        return ConfigError(*found[0])
+    lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in found)
+    rule = f"{len(found)} things are wrong with it:{lines}"
+    return ConfigError(f"config {source}", rule, "Mend each of them")
+
+
+def _finding(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
+    """Value, rule and remedy of one finding."""
+    name = ".".join(str(part) for part in entry["loc"])
+    match entry["type"]:
+        case "extra_forbidden":
+            return _unknown_key(entry, model)
+        case "missing":
+            return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
+        case "value_error":  # our own cross-checks: "rule; remedy"
+            rule, _, remedy = str(entry["ctx"]["error"]).partition("; ")
+            section = name or "config"
+            return section, rule, (remedy or "Mend one of them").capitalize()
+    rule = entry["msg"].replace("Input should", "it should")
+    return f"{name}={_shown(entry['input'])}", rule, _remedy(entry)
+
+
+def _remedy(entry: Any) -> str:
+    """What to write instead, where pydantic's finding tells."""
+    limits = entry.get("ctx", {})
+    match entry["type"]:
+        case "int_type" | "int_from_float" | "int_parsing":
+            return "Write a whole number, such as 8"
+        case "float_type" | "float_parsing" | "finite_number":
+            return "Write a number, such as 0.1"
+        case "string_type":
+            return "Write text, in quotes where it looks like something else"
+        case "bool_type":
+            return "Write true or false"
+        case "literal_error":
+            return f"Take {limits['expected']}"
+        case "greater_than_equal":
+            return f"Give {limits['ge']} or more"
+        case "less_than_equal":
+            return f"Give {limits['le']} or less"
+        case "greater_than":
+            return f"Give more than {limits['gt']}"
+        case "less_than":
+            return f"Give less than {limits['lt']}"
+        case "tuple_type" | "too_short" | "too_long":
+            return "Write a list, such as [a, b]"
+    return "See the keys and their types in penstock.train.config"
+
+
+def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
+    *sections, key = (str(part) for part in entry["loc"])
+    known = _keys(model, sections)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    where = ".".join(sections)
+    elsewhere = [f"{name}.{key}" for name in model.model_fields if key in _keys(model, [name])]
+    if near:
+        remedy = f"Did you mean {'.'.join([*sections, near[0]])}?"
+    elif elsewhere:
+        remedy = f"Did you mean {elsewhere[0]}?"
+    else:
+        remedy = f"Take one of {', '.join(known)}"
+    named = f"section {where}" if where else "a config"
+    return f"{'.'.join([*sections, key])}={_shown(entry['input'])}", f"{named} has no such key", remedy
+
+
+def _keys(model: type[BaseModel], sections: list[str]) -> list[str]:
+    for section in sections:
+        field = model.model_fields.get(section)
+        annotation = field.annotation if field else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,196 @@
+"""The config file of `penstock train`: what every key means, its default and its limits.
+
+Everything that can be wrong with a config is found here or in `preflight`, before any weight is loaded.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import ConfigError
+from penstock.train.complaints import complain
+from penstock.train.yaml import parse
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and so is a value of another type: nothing is guessed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model. Exactly one of `path` and `config`."""
+
+    path: str | None = None  # a local Hugging Face folder: config.json, perhaps with weights
+    config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
+    weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    attention: str | None = None  # as in transformers: eager, sdpa, ...
+    seed: Annotated[int, Field(ge=0)] = 0  # of random weights
+
+    @model_validator(mode="after")
+    def one_source(self) -> Self:
+        if (self.path is None) == (self.config is None):
+            given = "neither" if self.path is None else "both"
+            raise ValueError(f"exactly one of model.path and model.config is given, and here {given} is")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("model.config names its model_type, e.g. model_type: qwen3")
+        return self
+
+
+class DataSection(Section):
+    """Which text, as which tokens."""
+
+    path: str
+    kind: Literal["auto", "text", "jsonl", "dataset"] = "auto"  # text: a file, or a folder of files
+    text_field: str = "text"  # of a JSONL line or a dataset's row
+    include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
+    exclude: Patterns = ()  # of a folder: no file below, or of, one of these names
+    tokenizer: str | None = None  # "bytes", a local tokenizer's folder, or none: the one in model.path
+    sequence_length: Count = 128  # tokens a row
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the rows, the last ones, never trained on
+
+
+class PipelineSection(Section):
+    ranks: Count = 1
+    schedule: str = "1f1b"
+    microbatches: Count = 4
+    embedding_weight: Annotated[int, Field(ge=0)] = 1  # counts as so many layers when dealing them out
+    head_weight: Annotated[int, Field(ge=0)] = 1
+    timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
+
+
+class TrainSection(Section):
+    steps: Count = 100
+    batch_size: Count = 8  # rows a step, over all microbatches
+    seed: Annotated[int, Field(ge=0)] = 0  # order of the rows, and dropout
+    clip_norm: Positive | None = 1.0
+    evaluate_every: Count = 100  # and at the first and the last step
+    evaluate_batches: Count = 4
+    checkpoint_every: Count | None = None  # and at the last step
+    log_every: Count = 10
+    activation_checkpointing: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class OptimizerSection(Section):
+    """AdamW with a linear warm-up and a cosine down to a floor."""
+
+    learning_rate: Positive = 3e-4
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # not on 1-D parameters: norms and biases
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    final_fraction: Fraction = 0.1  # of the learning rate, at the last step
+
+
+class OutputSection(Section):
+    folder: str = "runs/train"
+    sample_prompt: str | None = None  # where given, the trained model continues it at the end
+    sample_tokens: Count = 128
+
+
+class TrainConfig(Section):
+    """One training run, resolved: every key has its value."""
+
+    model: ModelSection
+    data: DataSection
+    pipeline: PipelineSection = PipelineSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    output: OutputSection = OutputSection()
+
+    @model_validator(mode="after")
+    def fits_together(self) -> Self:
+        rows, microbatches = self.train.batch_size, self.pipeline.microbatches
+        if rows < microbatches:
+            raise ValueError(
+                f"train.batch_size={rows} rows cannot be split into pipeline.microbatches={microbatches}; "
+                "give each microbatch at least one row"
+            )
+        warmup, steps = self.optimizer.warmup_steps, self.train.steps
+        if warmup > steps:
+            raise ValueError(
+                f"optimizer.warmup_steps={warmup} is more than train.steps={steps}; "
+                "the warm-up must end within the run"
+            )
+        if self.data.tokenizer is None and self.model.path is None:
+            raise ValueError(
+                "data.tokenizer is missing and model.config brings none; "
+                "give the word bytes, or a folder with a tokenizer"
+            )
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
+    """The config in the YAML file `path`, with each override ``section.key=value`` put over it.
+
+    Values of overrides are YAML. Raises ConfigError that lists everything wrong at once.
+    """
+    tree = _read(Path(path))
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        raise complain(error, TrainConfig, str(path)) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"the config file cannot be read ({error.strerror})"
+        raise ConfigError(f"config {path}", rule, "Give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        rule = f"it is not YAML: {' '.join(str(error).split())}"
+        raise ConfigError(f"config {path}", rule, "Mend that line") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"config {path}",
+            f"it holds sections of keys, and here is {_kind(tree)}",
+            f"Write sections like model: and data: ({', '.join(TrainConfig.model_fields)})",
+        )
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(
+            f"argument {override!r}",
+            "what follows the config file is section.key=value",
+            "Write it like train.steps=200",
+        )
+    try:
+        value = parse(text)
+    except yaml.YAMLError as error:
+        rule = f"its value is not YAML: {' '.join(str(error).split())}"
+        raise ConfigError(f"argument {override!r}", rule, "Quote it") from None
+    for key in keys[:-1]:
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
+        if not isinstance(tree, dict):
+            raise ConfigError(
+                f"argument {override!r}", f"{key} holds {_kind(tree)} and no keys", "Name a key of a section"
+            )
+    tree[keys[-1]] = value
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,121 @@
+"""The training loop, from the first evaluation to the last checkpoint."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.optim import AdamW
+
+from penstock.errors import RunError
+from penstock.pipeline import Pipeline, StepResult
+from penstock.schedule import Timeline
+from penstock.train.checkpoint import checkpoint_folder, save_checkpoint
+from penstock.train.config import TrainConfig
+from penstock.train.data import Rows
+from penstock.train.display import Display
+from penstock.train.metrics import Metrics, Row
+from penstock.train.optim import learning_rate, set_learning_rate
+from penstock.train.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the loop works with. `done` steps lie behind; only process 0 has metrics."""
+
+    config: TrainConfig
+    pipe: Pipeline
+    rows: Rows
+    optimizer: AdamW
+    tokenizer: Tokenizer
+    display: Display
+    metrics: Metrics | None
+    done: int = 0
+
+    @property
+    def output(self) -> Path:
+        return Path(self.config.output.folder).expanduser()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a finished run leaves: its last checkpoint, and what its last step really did."""
+
+    checkpoint: Path
+    timeline: Timeline
+
+
+def train(run: Run) -> Outcome:
+    """Train from step `done` + 1 to the last. Collective. Raises RunError where the loss is not finite."""
+    section = run.config.train
+    if run.done == 0:
+        _evaluate(run, 0)
+    for step in range(run.done + 1, section.steps + 1):
+        _step(run, step)
+        timeline = run.pipe.timeline if step == section.steps else None  # before an evaluation replaces it
+        if step % section.evaluate_every == 0 or step == section.steps:
+            _evaluate(run, step)
+        if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
+            path = checkpoint_folder(run.output, step)
+            save_checkpoint(path, step, run.pipe, run.optimizer, run.tokenizer, run.config)
+    assert timeline is not None
+    return Outcome(path, timeline)
+
+
+def seed_step(seed: int, step: int, process: int) -> None:
+    """Make what a step draws at random (dropout) follow from the step, so that a resumed run needs no state."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, process)).generate_state(1)[0]))
+
+
+def _step(run: Run, step: int) -> None:
+    section = run.config.train
+    started = time.perf_counter()
+    seed_step(section.seed, step, run.pipe.processes.index)
+    rate = learning_rate(run.config.optimizer, section.steps, step)
+    set_learning_rate(run.optimizer, rate)
+    run.optimizer.zero_grad()
+    result = run.pipe.step(run.rows.batch(step))
+    norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
+    _check_finite(step, result, norm)
+    run.optimizer.step()
+    seconds = time.perf_counter() - started
+    row: Row = {
+        "step": step,
+        "loss": result.loss,
+        "learning_rate": rate,
+        "grad_norm": norm,
+        "tokens": result.tokens,
+        "tokens_per_second": result.tokens / seconds,
+        "bubble": result.bubble,
+        "seconds": seconds,
+    }
+    run.display.step(row)
+    if run.metrics:
+        run.metrics.write(row)
+
+
+def _check_finite(step: int, result: StepResult, norm: float) -> None:
+    """Before the optimizer spoils the weights with it."""
+    if not (math.isfinite(result.loss) and math.isfinite(norm)):
+        raise RunError(
+            f"step {step}: loss={result.loss} with a gradient norm of {norm}",
+            "both are finite numbers while a model trains",
+            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32",
+        )
+
+
+def _evaluate(run: Run, step: int) -> None:
+    """Mean loss a token over the held-out batches."""
+    started = time.perf_counter()
+    batches = run.rows.held_out_batches(run.config.train.evaluate_batches)
+    results = [run.pipe.evaluate(batch) for batch in batches]
+    tokens = sum(result.tokens for result in results)
+    loss = sum(result.loss * result.tokens for result in results) / tokens
+    if run.metrics:
+        seconds = time.perf_counter() - started
+        run.metrics.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
+    run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} nats a token")

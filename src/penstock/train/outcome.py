@@ -1,0 +1,43 @@
+"""What a finished run tells: where things lie, how well the bubble was predicted, and a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.schedule import Costs, Schedule, render, simulate
+from penstock.train.config import OutputSection, TrainConfig
+from penstock.train.loop import Outcome
+
+
+def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path) -> None:
+    """Draw the last step's timeline into `output` and print the summary. On process 0 alone."""
+    measured = outcome.timeline
+    predicted = simulate(schedule, Costs.measured(measured))
+    picture = output / "timeline.svg"
+    render(measured, picture, predicted=predicted)
+    print(f"checkpoint  {outcome.checkpoint}")
+    print(f"metrics     {output / 'metrics.jsonl'}")
+    print(f"timeline    {picture}")
+    print(
+        f"bubble of the last step  predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}",
+        flush=True,
+    )
+    if config.output.sample_prompt is not None:
+        text = sample(outcome.checkpoint, config.output, config.train.seed)
+        print(f"sample from the checkpoint, by plain transformers:\n{text}", flush=True)
+
+
+def sample(checkpoint: Path, section: OutputSection, seed: int) -> str:
+    """The prompt and what the saved model makes of it: a plain `generate` on the CPU, at a low temperature."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    encoded = tokenizer(section.sample_prompt, return_tensors="pt")
+    torch.manual_seed(seed)
+    made = model.generate(
+        input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"],
+        max_new_tokens=section.sample_tokens, do_sample=True, temperature=0.6, pad_token_id=0,
+    )  # fmt: skip
+    return str(tokenizer.decode(made[0], skip_special_tokens=True))

@@ -1,0 +1,190 @@
+import itertools
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, conformance, loop, simulate
+from penstock.schedule.builders import BUILDERS
+from penstock.schedule.builders.gpipe import gpipe
+from penstock.schedule.builders.inference import inference
+from penstock.schedule.builders.one_f_one_b import one_f_one_b
+from penstock.schedule.conformance import ConformanceError, check_builder
+
+PEAK_LIVE: dict[str, Callable[[int, int, int], int]] = {
+    "gpipe": lambda ranks, microbatches, rank: microbatches,
+    "1f1b": lambda ranks, microbatches, rank: min(ranks - rank, microbatches),
+    "inference": lambda ranks, microbatches, rank: 0,
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_built_in_builders_conform(name: str) -> None:
+    check_builder(BUILDERS[name], placement=loop, peak_live=PEAK_LIVE[name])
+
+
+def test_options_are_passed_on() -> None:
+    check_builder(inference, stages_per_rank=3, placement=lambda ranks: loop(ranks, 3))
+
+
+def crossed(ranks: int, microbatches: int) -> Schedule:
+    """Every second rank takes each backward at once, which hangs where the next one does not."""
+    built = gpipe(ranks, microbatches)
+    programs = [
+        tuple(sorted(program, key=lambda op: op.microbatch)) if rank % 2 == 0 else program
+        for rank, program in enumerate(built.programs)
+    ]
+    return replace(built, programs=tuple(programs))
+
+
+def forgetful(ranks: int, microbatches: int) -> Schedule:
+    built = gpipe(ranks, microbatches)
+    return replace(built, programs=(built.programs[0][:-1], *built.programs[1:]))
+
+
+def idle(ranks: int, microbatches: int) -> Schedule:
+    return replace(gpipe(ranks, microbatches), programs=((),) * ranks)
+
+
+def too_few_ranks(ranks: int, microbatches: int) -> Schedule:
+    return gpipe(max(1, ranks - 1), microbatches)
+
+
+def too_many_microbatches(ranks: int, microbatches: int) -> Schedule:
+    return gpipe(ranks, microbatches + 1)
+
+
+def reversed_placement(ranks: int, microbatches: int) -> Schedule:
+    built = gpipe(ranks, microbatches)
+    return replace(built, placement=Placement(tuple(reversed(range(ranks)))), programs=built.programs[::-1])
+
+
+def thawed(ranks: int, microbatches: int) -> Schedule:
+    return replace(gpipe(ranks, microbatches), programs=[*gpipe(ranks, microbatches).programs])  # type: ignore[arg-type]
+
+
+def bare_tuples(ranks: int, microbatches: int) -> Schedule:
+    programs = tuple(tuple(map(tuple, program)) for program in gpipe(ranks, microbatches).programs)
+    return replace(gpipe(ranks, microbatches), programs=programs)  # type: ignore[arg-type]
+
+
+def strange_kind(ranks: int, microbatches: int) -> Schedule:
+    built = gpipe(ranks, microbatches)
+    stray = Op(0, "Z", 0)  # type: ignore[arg-type]
+    return replace(built, programs=((*built.programs[0], stray), *built.programs[1:]))
+
+
+def hoarding(ranks: int, microbatches: int) -> Schedule:
+    return replace(gpipe(ranks, microbatches), name="1f1b")
+
+
+def not_a_schedule(ranks: int, microbatches: int) -> str:
+    return "F0 B0"
+
+
+def unlucky(ranks: int, microbatches: int) -> Schedule:
+    if microbatches < ranks:
+        raise ValueError(f"{microbatches} < {ranks}")
+    return gpipe(ranks, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("builder", "rule"),
+    [
+        (crossed, "deadlock: rank 0 stands at 0B0, which waits for 1B0"),
+        (forgetful, "verify refuses it: rank 0: 0B2: it is in no program"),
+        (idle, "rank 1 has an empty program"),
+        (too_few_ranks, "its schedule is for 1 ranks"),
+        (too_many_microbatches, "its schedule is for 4 microbatches"),
+        (reversed_placement, r"its stages are placed on the ranks \[1, 0\] instead of \[0, 1\]"),
+        (thawed, "its schedule is not frozen .*tuples of tuples"),
+        (bare_tuples, r"\(0, 'F', 0\) is no op"),
+        (strange_kind, "0Z0 is no op, or is not read back"),
+        (hoarding, "rank 0 holds 3 live activations at its peak instead of 2"),
+        (not_a_schedule, "it returns str; a builder returns a penstock.schedule.Schedule"),
+    ],
+)
+def test_a_builder_that_does_not_conform_is_told_why(builder: Callable[..., Schedule], rule: str) -> None:
+    with pytest.raises(ConformanceError, match=rule) as caught:
+        check_builder(builder, ranks=[2], microbatches=[3], placement=loop, peak_live=PEAK_LIVE["1f1b"])
+    assert caught.value.value == f"builder {builder.__name__}"
+    assert caught.value.exit_code == 2
+
+
+def test_a_builder_that_depends_on_the_call_is_caught() -> None:
+    calls = itertools.count()
+
+    def moody(ranks: int, microbatches: int) -> Schedule:
+        return (gpipe if next(calls) % 2 else one_f_one_b)(ranks, microbatches)
+
+    with pytest.raises(ConformanceError, match="two calls with the same arguments return different"):
+        check_builder(moody)
+
+
+def test_every_size_that_fails_is_listed() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_builder(unlucky, ranks=[1, 2, 3], microbatches=[1, 2, 3])
+    assert [(failure.ranks, failure.microbatches) for failure in caught.value.failures] == [
+        (2, 1),
+        (3, 1),
+        (3, 2),
+    ]
+    assert "ranks=3, microbatches=2: it raises ValueError: 2 < 3" in str(caught.value)
+
+
+def test_a_long_list_is_cut_in_the_message_only() -> None:
+    with pytest.raises(ConformanceError, match="and 25 more") as caught:
+        check_builder(not_a_schedule)  # type: ignore[arg-type]
+    assert len(caught.value.failures) == 45
+
+
+def test_the_error_can_be_sent_to_another_process() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_builder(unlucky)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert (str(copy), copy.failures) == (str(caught.value), caught.value.failures)
+
+
+def test_sizes_may_be_given_by_iterators() -> None:
+    with pytest.raises(ConformanceError) as caught:
+        check_builder(too_many_microbatches, ranks=iter([1, 2]), microbatches=iter([1, 2]))
+    assert {(failure.ranks, failure.microbatches) for failure in caught.value.failures} == {
+        (1, 1), (1, 2), (2, 1), (2, 2),
+    }  # fmt: skip
+
+
+def at_once(span: Span) -> Span:
+    return span._replace(start=0.0, end=span.end - span.start)
+
+
+def in_a_hurry(span: Span) -> Span:
+    return span._replace(start=span.start / 2, end=span.end / 2)
+
+
+def backwards_first(span: Span) -> Span:
+    return span._replace(start=100 - span.end, end=100 - span.start)
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (at_once, "on rank 0, 0F1 starts before 0F0 has ended"),
+        (at_once, "1F0 starts before the result of 0F0 can be there"),
+        (in_a_hurry, "its makespan 6.0 is below the least possible, 9"),
+        (backwards_first, "rank 0 does not run its ops in the order of its program"),
+    ],
+)
+def test_a_run_that_cannot_be_is_caught(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Span], Span], rule: str
+) -> None:
+    """What is at fault here is the simulation, so it is swapped for one that lies."""
+
+    def lying(schedule: Schedule, costs: Costs) -> Timeline:
+        honest = simulate(schedule, costs)
+        spans = sorted(map(change, honest.spans), key=lambda span: (span.rank, span.start))
+        return replace(honest, spans=tuple(spans))
+
+    monkeypatch.setattr(conformance, "simulate", lying)
+    with pytest.raises(ConformanceError, match=rule):
+        check_builder(gpipe, ranks=[2], microbatches=[3])

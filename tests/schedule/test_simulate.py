@@ -1,0 +1,63 @@
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, build, loop, simulate
+
+
+def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
+    return {str(span.op): (span.start, span.end) for span in timeline.spans}
+
+
+def test_unequal_stages_and_a_slow_edge() -> None:
+    """1F1B on two ranks, worked out by hand: 0.5 from rank to rank, backwards of 1.5."""
+    costs = Costs(forward=[1, 2], input_grad=1, weight_grad=0.5, communication=0.5)
+    timeline = simulate(build("1f1b", ranks=2, microbatches=2), costs)
+    assert starts_and_ends(timeline) == {
+        "0F0": (0, 1),
+        "0F1": (1, 2),
+        "0B0": (5.5, 7),  # 1B0 ends at 5
+        "0B1": (9, 10.5),  # 1B1 ends at 8.5
+        "1F0": (1.5, 3.5),  # 0F0 ends at 1
+        "1B0": (3.5, 5),
+        "1F1": (5, 7),  # its input is there since 2.5, its rank is free at 5
+        "1B1": (7, 8.5),
+    }
+    assert timeline.makespan == 10.5
+    assert timeline.busy == (5.0, 7.0)
+    assert timeline.bubble == pytest.approx(1 - 12 / 21)
+    assert timeline.peak_live == (2, 1)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """Four microbatches through stages of 1, 3 and 1: the middle one never pauses once it has begun."""
+    timeline = simulate(build("inference", ranks=3, microbatches=4), Costs(forward=[1, 3, 1]))
+    times = starts_and_ends(timeline)
+    assert [times[f"1F{i}"] for i in range(4)] == [(1, 4), (4, 7), (7, 10), (10, 13)]
+    assert [times[f"2F{i}"] for i in range(4)] == [(4, 5), (7, 8), (10, 11), (13, 14)]
+
+
+def test_stages_on_one_rank_hand_over_at_once() -> None:
+    programs = (tuple(map(Op.parse, ("0F0", "1F0", "1B0", "0B0"))),)
+    timeline = simulate(Schedule("mine", Placement((0, 0)), 1, programs), Costs(communication=100))
+    assert timeline.makespan == 6
+
+
+def test_the_edge_is_crossed_while_the_ranks_work() -> None:
+    """A latency as long as a forward costs each microbatch that follows another nothing."""
+    timeline = simulate(build("inference", ranks=2, microbatches=5), Costs(communication=1))
+    assert starts_and_ends(timeline)["1F0"] == (2, 3)
+    assert timeline.makespan == 1 + 1 + 5
+
+
+def test_spans_are_in_order_of_rank_then_start_even_where_ops_take_no_time() -> None:
+    schedule = build("gpipe", ranks=2, microbatches=3)
+    timeline = simulate(schedule, Costs(0, 0, 0))
+    for rank in range(2):
+        assert tuple(span.op for span in timeline.of_rank(rank)) == schedule.programs[rank]
+    assert [span.rank for span in timeline.spans] == [0] * 6 + [1] * 6
+
+
+def test_a_schedule_that_would_hang_is_refused() -> None:
+    programs = ((Op(0, "B", 0), Op(0, "F", 0)),)
+    with pytest.raises(ScheduleError, match="it needs 0F0"):
+        simulate(Schedule("mine", loop(1), 1, programs))

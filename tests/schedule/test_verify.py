@@ -1,0 +1,175 @@
+import pytest
+
+from penstock.errors import ScheduleError
+from penstock.schedule import Op, Placement, Schedule, Violation, build, loop, verify
+
+op = Op.parse
+
+
+def schedule(microbatches: int, *programs: str, rank_of: tuple[int, ...] = ()) -> Schedule:
+    """One program a rank, written as text."""
+    placement = Placement(rank_of) if rank_of else loop(len(programs))
+    return Schedule("mine", placement, microbatches, tuple(tuple(map(op, text.split())) for text in programs))
+
+
+def violations(wrong: Schedule, memory_limit: int | None = None) -> tuple[Violation, ...]:
+    with pytest.raises(ScheduleError) as caught:
+        verify(wrong, memory_limit)
+    return caught.value.violations
+
+
+def test_a_valid_schedule_is_proven_with_its_peak() -> None:
+    valid = schedule(2, "0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    proof = verify(valid, memory_limit=2)
+    assert proof.schedule is valid
+    assert proof.peak_live == (2, 1)
+
+
+def test_backwards_may_come_in_any_order() -> None:
+    verify(schedule(2, "0F0 0F1 0B1 0B0", "1F1 1B1 1F0 1B0"))
+
+
+def test_stages_may_be_placed_in_any_order() -> None:
+    verify(schedule(1, "1F0 1B0", "0F0 0B0", rank_of=(1, 0)))
+
+
+def test_no_microbatch() -> None:
+    nothing = Schedule("mine", loop(1), 0, ((),))
+    assert violations(nothing) == (Violation("0 microbatches; a step has at least one"),)
+
+
+def test_a_program_too_few() -> None:
+    one = Schedule("mine", loop(2), 1, ((op("0F0"),),))
+    assert violations(one) == (Violation("1 programs for 2 ranks; each rank has one"),)
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    assert violations(schedule(1, "0F0", "1F0 2F0")) == (
+        Violation("there are only stages 0 to 1", 1, 1, op("2F0")),
+    )
+
+
+def test_a_microbatch_that_does_not_exist() -> None:
+    assert violations(schedule(1, "0F0 0F1", "1F0")) == (
+        Violation("there are only microbatches 0 to 0", 0, 1, op("0F1")),
+    )
+
+
+def test_a_kind_that_does_not_exist() -> None:
+    stray = Op(0, "X", 0)  # type: ignore[arg-type]
+    wrong = Schedule("mine", loop(1), 1, ((op("0F0"), stray),))
+    assert violations(wrong) == (Violation("there are only the kinds F and B", 0, 1, stray),)
+
+
+def test_an_op_on_another_rank_than_its_stage() -> None:
+    assert violations(schedule(1, "0F0 1F0", "1F0 0F0")) == (
+        Violation("stage 1 is placed on rank 1", 0, 1, op("1F0")),
+        Violation("stage 0 is placed on rank 0", 1, 1, op("0F0")),
+    )
+
+
+def test_an_op_that_stands_twice() -> None:
+    assert violations(schedule(1, "0F0 0B0 0F0", "1F0 1B0")) == (
+        Violation("it stands already at position 0", 0, 2, op("0F0")),
+    )
+
+
+def test_a_forward_that_is_missing() -> None:
+    assert violations(schedule(2, "0F0 0F1", "1F1")) == (
+        Violation("it is in no program", 1, None, op("1F0"), op("1F0")),
+    )
+
+
+def test_a_backward_that_is_missing() -> None:
+    assert violations(schedule(1, "0F0 0B0", "1F0")) == (
+        Violation("it is in no program", 1, None, op("1B0"), op("1B0")),
+    )
+
+
+def test_a_backward_before_its_forward() -> None:
+    assert violations(schedule(1, "0F0 0B0", "1B0 1F0")) == (
+        Violation("it needs 1F0, which stands later, at position 1", 1, 0, op("1B0"), op("1F0")),
+    )
+
+
+def test_a_stage_before_the_one_that_feeds_it_on_the_same_rank() -> None:
+    assert violations(schedule(1, "1F0 0F0", rank_of=(0, 0))) == (
+        Violation("it needs 0F0, which stands later, at position 1", 0, 0, op("1F0"), op("0F0")),
+    )
+
+
+def test_more_live_activations_than_allowed() -> None:
+    gpipe = build("gpipe", ranks=2, microbatches=3)
+    assert violations(gpipe, memory_limit=2) == tuple(
+        Violation("it holds 3 live activations at its peak, and 2 are allowed", rank) for rank in (0, 1)
+    )
+
+
+def test_all_violations_come_at_once() -> None:
+    wrong = schedule(2, "0B0 0F0 0F1 0F1", "1F0 1B0 1F7 2F0")
+    assert violations(wrong, memory_limit=1) == (
+        Violation("it stands already at position 2", 0, 3, op("0F1")),
+        Violation("there are only microbatches 0 to 1", 1, 2, op("1F7")),
+        Violation("there are only stages 0 to 1", 1, 3, op("2F0")),
+        Violation("it is in no program", 0, None, op("0B1"), op("0B1")),
+        Violation("it is in no program", 1, None, op("1F1"), op("1F1")),
+        Violation("it is in no program", 1, None, op("1B1"), op("1B1")),
+        Violation("it needs 0F0, which stands later, at position 1", 0, 0, op("0B0"), op("0F0")),
+        Violation("it holds 2 live activations at its peak, and 1 are allowed", 0),
+        Violation("it holds 2 live activations at its peak, and 1 are allowed", 1),
+    )
+
+
+def test_a_deadlock_of_two_ranks() -> None:
+    """Rank 0 wants a gradient before it sends the microbatch that rank 1 wants before that gradient."""
+    (found,) = violations(schedule(2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"))
+    assert (found.rank, found.position, found.op, found.missing) == (0, 1, op("0B0"), op("1B0"))
+    assert found.cycle == (op("0B0"), op("1B0"), op("1F1"), op("0F1"))
+    assert str(found) == (
+        "rank 0, position 1: 0B0: deadlock: rank 0 stands at 0B0, which waits for 1B0; "
+        "rank 1 stands at 1F1, which waits for 0F1; and 1B0 comes only later on its rank"
+    )
+
+
+def test_a_deadlock_of_three_ranks() -> None:
+    """Rank 0 hosts the first and the last stage, and wants to run the last one first."""
+    (found,) = violations(schedule(1, "3F0 0F0", "1F0", "2F0", rank_of=(0, 1, 2, 0)))
+    assert (found.rank, found.position, found.op, found.missing) == (0, 0, op("3F0"), op("2F0"))
+    assert found.cycle == (op("3F0"), op("2F0"), op("1F0"), op("0F0"))
+
+
+def test_who_waits_for_a_deadlock_is_no_part_of_it() -> None:
+    (found,) = violations(schedule(2, "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B1 2B0"))
+    assert {o.stage for o in found.cycle} == {0, 1}
+
+
+def test_two_deadlocks_are_two_violations() -> None:
+    """Stages 1 and 2 wait for each other, and so do 4 and 5; nothing else is wrong."""
+    found = violations(
+        schedule(
+            2,
+            "0F0 0F1 0B0 0B1",
+            "1F0 1B0 1F1 1B1",
+            "2F0 2F1 2B0 2B1",
+            "3F0 3F1 3B0 3B1",
+            rank_of=(0, 1, 2, 3),
+        )
+    )
+    assert [set(map(str, each.cycle)) for each in found] == [{"1B0", "2B0", "2F1", "1F1"}]
+    pairs = schedule(1, "1F0 2F0 0F0", "3F0", "5F0 4F0", rank_of=(0, 0, 0, 1, 2, 2))
+    assert [str(each.op) for each in violations(pairs)] == ["1F0", "5F0"]
+
+
+def test_a_deadlock_beside_another_violation_is_still_found() -> None:
+    found = violations(schedule(2, "0F0 0B0 0F1 0B1 0F0", "1F0 1F1 1B0 1B1"))
+    assert [each.rule.split(":")[0] for each in found] == ["it stands already at position 0", "deadlock"]
+
+
+def test_the_error_lists_the_first_twenty() -> None:
+    empty = Schedule("mine", loop(1), 30, ((),))
+    with pytest.raises(ScheduleError) as caught:
+        verify(empty)
+    assert len(caught.value.violations) == 30
+    assert "rank 0: 0F19: it is in no program" in str(caught.value)
+    assert "0F20" not in str(caught.value)
+    assert "and 10 more" in str(caught.value)
