@@ -26,7 +26,7 @@ from penstock.runtime.shapes import Microbatch, microbatch_key
 from penstock.runtime.shared import SharedGradients, SharedWeight
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import World, open_world
-from penstock.schedule import Schedule, Timeline, build, verify
+from penstock.schedule import Proof, Schedule, Timeline, build, verify
 from penstock.schedule.builders.inference import forwards
 
 LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
@@ -72,7 +72,8 @@ class Pipeline:
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._plans: dict[Schedule, list[Executor]] = {}
         self._last: tuple[Schedule, list[Tensor]] | None = None
-        self._executors(schedule)  # proven and lowered before the first step
+        self._proof = verify(schedule)
+        self._executors(schedule)  # lowered before the first step
 
     @classmethod
     def from_provider(
@@ -187,6 +188,11 @@ class Pipeline:
         return self._needs_saved().config
 
     @property
+    def proof(self) -> Proof:
+        """What was proven of the schedule before anything ran."""
+        return self._proof
+
+    @property
     def processes(self) -> Processes:
         return self._world.processes
 
@@ -222,6 +228,10 @@ class Pipeline:
         from penstock.equivalence import compare
 
         compare(self, model, batch, self._loss)
+
+    def close(self) -> None:
+        """Let go of the pipeline's thread and process groups; the modules stay usable."""
+        self._world.transport.close()
 
     def _needs_saved(self) -> SavedModel:
         if self._saved is None:

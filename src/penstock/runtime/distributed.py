@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,10 +89,15 @@ class DistributedTransport:
         self._posted: dict[Message, InFlight] = {}
         self._sending: dict[Message, InFlight] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
-        self.watch = Watch(
-            dist.PrefixStore(f"penstock-watch/{self._members[0]}", _store()),
-            self.rank, placement.ranks, timeout,
-        )  # fmt: skip
+        notes = dist.PrefixStore(f"penstock-watch/{self._token()}", _store())
+        self.watch = Watch(notes, self.rank, placement.ranks, timeout)
+
+    def _token(self) -> int:
+        """A number that sets this pipeline's notes apart from those of others in the same job."""
+        drawn = torch.tensor([secrets.randbits(60)], device=self._device)
+        work, everyone = self._all_gather(drawn)
+        work.wait(self._limit)
+        return int(everyone[0])
 
     def _open(self, channel: Channel) -> dist.ProcessGroup:
         ends = [self._hosts[channel.source], self._hosts[channel.target]]
@@ -208,6 +214,12 @@ class DistributedTransport:
 
     def reset(self) -> None:
         """A step that failed on one rank cannot be taken up again: buffers may still be written to."""
+
+    def close(self) -> None:
+        self.watch.close()
+        for group in (*self._channels.values(), *self._sharing.values()):
+            if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
+                dist.destroy_process_group(group)
 
     @property
     def index(self) -> int:

@@ -46,6 +46,9 @@ class Transport(Protocol):
     def reset(self) -> None:
         """Forget a step that failed half-way."""
 
+    def close(self) -> None:
+        """Let go of threads and process groups."""
+
 
 class LocalTransport:
     """All ranks in one process: a message is handed over as it is."""
@@ -88,3 +91,6 @@ class LocalTransport:
 
     def reset(self) -> None:
         self._mail.clear()
+
+    def close(self) -> None:
+        """Nothing is held."""

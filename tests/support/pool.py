@@ -1,0 +1,89 @@
+"""One pool of worker processes, reused over all tests: starting torch is the slow part.
+
+A job runs on the first few workers as ranks of a fresh gloo world of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+JOB_TIMEOUT = 90.0
+
+
+class JobFailed(AssertionError):
+    pass
+
+
+class Pool:
+    def __init__(self, size: int, folder: Path) -> None:
+        self._size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._folder = folder
+        self._jobs = 0
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """What `job(*args)` returned on each of `ranks` ranks. Fails with the traceback of the first to fail."""
+        if not self._workers:
+            self._workers = [self._start(index) for index in range(self._size)]
+        self._jobs += 1
+        store = str(self._folder / f"store-{self._jobs}")
+        for rank, (_, connection) in enumerate(self._workers[:ranks]):
+            connection.send((store, rank, ranks, job, args))
+        results, failures = [], []
+        for rank, (_, connection) in enumerate(self._workers[:ranks]):
+            if not connection.poll(JOB_TIMEOUT):
+                self.close()
+                raise JobFailed(f"rank {rank} did not answer within {JOB_TIMEOUT} s")
+            good, value = connection.recv()
+            (results if good else failures).append(value if good else f"rank {rank}:\n{value}")
+        if failures:
+            self.close()  # what a failed job left in its processes is not to be trusted
+            raise JobFailed("\n".join(failures))
+        return results
+
+    def _start(self, index: int) -> tuple[Any, Connection]:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(there,), name=f"rank-{index}", daemon=True)
+        process.start()
+        there.close()
+        return process, here
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _work(connection: Connection) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    while True:
+        try:
+            store, rank, ranks, job, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
+                                    timeout=datetime.timedelta(seconds=60))  # fmt: skip
+            answer: tuple[bool, Any] = (True, job(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)

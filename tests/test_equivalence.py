@@ -1,0 +1,154 @@
+"""The promise: every schedule, every split, every family gives the gradients of one plain process."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from support import jobs
+from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
+from support.pool import Pool
+from support.reference import TOLERANCE, assert_gradients, plain_step
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock import AutoPipeline, Pipeline
+
+ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
+
+
+def step_gradients(pipe: Pipeline, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients, after making sure that every parameter has one and nothing is left behind."""
+    result = pipe.step(batch)
+    gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(dict(pipe.named_parameters()))
+    assert pipe.timeline.peak_live == pipe.proof.peak_live
+    return result.loss, gradients
+
+
+def assert_equal(model: PreTrainedModel, pipe: Pipeline, batch: dict[str, Tensor], tolerance: float) -> None:
+    loss, expected = plain_step(model, batch)
+    found, gradients = step_gradients(pipe, batch)
+    assert found == pytest.approx(loss, rel=max(tolerance, 1e-12))
+    assert_gradients(gradients, expected, tolerance)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32(family: str, tied: bool) -> None:
+    """gpipe and 1f1b, P 1 to 4, m 1 to 8 and m < P, all ranks in this process."""
+    model, batch = tiny_model(family, tied=tied), ragged_batch()
+    loss, expected = plain_step(model, batch)
+    for ranks, (schedule, microbatches) in product(range(1, 5), ALL):
+        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches).build(model)
+        found, gradients = step_gradients(pipe, batch)
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64(family: str) -> None:
+    """To 1e-10 where the model computes in float64 throughout. Models that compute parts in float32 are held
+    to float32's tolerance against the whole batch, and to 1e-10 against the same microbatches in a row, which
+    round in the same places."""
+    model, batch = tiny_model(family, torch.float64, tied=True), ragged_batch()
+    tolerance = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else torch.float64]
+    for ranks, schedule, microbatches in ((2, "gpipe", 3), (3, "1f1b", 2), (4, "1f1b", 8)):
+        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches).build(model)
+        assert_equal(model, pipe, batch, tolerance)
+        pipe.verify_against(model, batch)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gloo_all_sizes(pool: Pool, ranks: int, tied: bool) -> None:
+    wrong = pool.run(ranks, jobs.equivalence, "llama", tied, ranks, ALL)
+    assert [line for rank in wrong for line in rank] == []
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_gloo_families(pool: Pool, family: str) -> None:
+    wrong = pool.run(2, jobs.equivalence, family, True, 2, [("1f1b", 3)])
+    wrong += pool.run(4, jobs.equivalence, family, False, 4, [("gpipe", 2), ("1f1b", 5)])
+    assert [line for rank in wrong for line in rank] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gloo_everything(pool: Pool, family: str, tied: bool) -> None:
+    """The whole product over real processes; minutes long, so `make sweep` runs it."""
+    wrong = [line for ranks in (2, 3, 4) for rank in pool.run(ranks, jobs.equivalence, family, tied, ranks, ALL)
+             for line in rank]  # fmt: skip
+    assert wrong == []
+
+
+def test_padding_mask_and_positions_reach_every_stage() -> None:
+    model, batch = tiny_model("llama"), ragged_batch(6, 12)
+    batch["attention_mask"] = torch.ones(6, 12, dtype=torch.long)
+    batch["attention_mask"][1, :5] = 0  # padded on the left
+    batch["labels"][1, :6] = -100
+    batch["position_ids"] = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    for ranks in (1, 2, 4):
+        assert_equal(model, AutoPipeline(ranks=ranks, microbatches=4).build(model), batch, 1e-5)
+
+
+def test_packed_positions_keep_documents_apart() -> None:
+    model, batch = tiny_model("qwen3"), ragged_batch(4, 12)
+    batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, 12)
+    assert_equal(model, AutoPipeline(ranks=3, microbatches=2).build(model), batch, 1e-5)
+
+
+def test_another_shape_in_the_next_step() -> None:
+    model = tiny_model("gemma2")
+    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
+    for rows, length in ((8, 10), (5, 7), (9, 16), (8, 10)):
+        pipe.zero_grad()
+        assert_equal(model, pipe, ragged_batch(rows, length), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_activation_checkpointing(family: str) -> None:
+    model, batch = tiny_model(family), ragged_batch()
+    pipe = AutoPipeline(ranks=2, microbatches=4, activation_checkpointing=True).build(model)
+    assert_equal(model, pipe, batch, 1e-5)
+
+
+def test_bfloat16() -> None:
+    model, batch = tiny_model("qwen3", torch.bfloat16), ragged_batch()
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    pipe.verify_against(model, batch)
+    _, expected = plain_step(tiny_model("qwen3"), batch)
+    pipe.step(batch)
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        error = float((parameter.grad.float() - expected[name]).norm() / expected[name].norm())
+        assert error < 0.1, name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradients_accumulate_over_steps(tied: bool) -> None:
+    """A second step adds to the first one's gradients; a shared weight's sum is not summed again."""
+    model = tiny_model("llama", torch.float64, tied=tied)
+    first, second = ragged_batch(8, 10), ragged_batch(6, 9)
+    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
+    expected = plain_step(model, first)[1]
+    for name, gradient in plain_step(model, second)[1].items():
+        expected[name] += gradient
+    pipe.step(first)
+    _, found = step_gradients(pipe, second)
+    assert_gradients(found, expected, 1e-10)
+
+
+def test_frozen_parts() -> None:
+    """Frozen weights get no gradient; what lies before them still does."""
+    model, batch = tiny_model("llama", torch.float64), ragged_batch()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1." in name or "lm_head" in name)
+    expected = plain_step(model, batch)[1]
+    pipe = AutoPipeline(ranks=4, microbatches=3).build(model)
+    pipe.step(batch)
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    assert_gradients(found, expected, 1e-10)
