@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
+
 from support.pool import Pool
 
 

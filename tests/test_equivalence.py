@@ -6,14 +6,14 @@ from itertools import product
 
 import pytest
 import torch
-from support import jobs
-from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
-from support.pool import Pool
-from support.reference import TOLERANCE, assert_gradients, plain_step
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
+from support import jobs
+from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
+from support.pool import Pool
+from support.reference import TOLERANCE, assert_gradients, plain_step
 
 ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
 
@@ -79,8 +79,10 @@ def test_gloo_families(pool: Pool, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gloo_everything(pool: Pool, family: str, tied: bool) -> None:
     """The whole product over real processes; minutes long, so `make sweep` runs it."""
-    wrong = [line for ranks in (2, 3, 4) for rank in pool.run(ranks, jobs.equivalence, family, tied, ranks, ALL)
-             for line in rank]  # fmt: skip
+    wrong = []
+    for ranks in (2, 3, 4):
+        for lines in pool.run(ranks, jobs.equivalence, family, tied, ranks, ALL):
+            wrong += lines
     assert wrong == []
 
 

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models import weights
-from penstock.models.chain import find_chain
+from penstock.models.chain import Chain, find_chain
 from penstock.models.hf import HFCall, HFEdges, activation_bytes, cut, refuse_hidden_losses
 from penstock.models.partition import even_split
 from penstock.models.protocol import StageInfo
 from penstock.models.saved import SavedModel
 from penstock.models.source import ModelLike, Source, open_source
-from penstock.pipeline import LossLike, Pipeline, as_loss, named_schedule
+from penstock.pipeline import LossLike, Pipeline, as_loss, named_schedule, own_stages
 from penstock.runtime.shared import SharedWeight
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import open_world
@@ -48,17 +48,26 @@ class Outline:
     proof: Proof
     stages: tuple[StageOutline, ...]
     source: Source
-    parts: tuple[PreTrainedModel, ...]  # each stage's model, on the meta device unless the source has values
+    chain: Chain
+
+    def part(self, stage: int) -> PreTrainedModel:
+        """The model of one stage, on the meta device unless the source has values."""
+        info = StageInfo(stage, len(self.stages))
+        return cut(self.source.model, self.chain, self.stages[stage].layers, info)
 
     def activation_bytes(self, shape: tuple[int, int]) -> tuple[int, ...] | None:
         """Bytes that one live microbatch of (rows, sequence) holds on each stage.
 
-        None where the model's forward looks at values, so that it cannot be known without running it.
+        None where the model's forward looks at values, so that only a real run can tell.
         """
         edges = HFEdges(self.source.model)
-        infos = (StageInfo(index, len(self.parts)) for index in range(len(self.parts)))
-        sizes = [activation_bytes(part, info, edges, *shape) for part, info in zip(self.parts, infos, strict=True)]
-        return None if any(size is None for size in sizes) else tuple(size or 0 for size in sizes)
+        sizes = []
+        for stage in range(len(self.stages)):
+            size = activation_bytes(self.part(stage), StageInfo(stage, len(self.stages)), edges, *shape)
+            if size is None:
+                return None
+            sizes.append(size)
+        return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -103,27 +112,18 @@ class AutoPipeline:
         refuse_hidden_losses(source.model)
         chain = find_chain(source.model)
         shares = even_split(chain.count, schedule.stages, self.embedding_weight, self.head_weight)
-        outlines = []
-        for stage, layers in enumerate(shares):
-            info = StageInfo(stage, schedule.stages)
-            names = [f"{chain.layers}.{layer}" for layer in layers]
-            names = [*(chain.before if info.is_first else ()), *names, *(chain.after if info.is_last else ())]
-            held = {f"{module}.{name}": p for module in names
-                    for name, p in source.model.get_submodule(module).named_parameters()}  # fmt: skip
-            counted = {id(p): p for p in held.values()}.values()
-            outlines.append(StageOutline(
-                stage, schedule.placement.rank_of[stage], layers, sum(p.numel() for p in counted),
-                sum(p.nbytes for p in counted), tuple(names), frozenset(held),
-            ))  # fmt: skip
-        parts = tuple(cut(source.model, chain, o.layers, StageInfo(o.stage, schedule.stages)) for o in outlines)
-        return Outline(schedule, proof, tuple(outlines), source, parts)
+        stages = tuple(
+            _outline_stage(source.model, chain, stage, schedule, layers)
+            for stage, layers in enumerate(shares)
+        )
+        return Outline(schedule, proof, stages, source, chain)
 
     def build(self, model: ModelLike) -> Pipeline:
         """The pipeline of `model`: a transformers model, a config of one, or a local folder.
 
         A model with values is copied, stage by stage, and left as it was; a folder's weights are read, each
-        rank its own; a config or a folder without weights gets initial values from `seed`. Under torchrun this
-        process becomes one rank; otherwise it holds them all.
+        rank its own; a config or a folder without weights gets initial values from `seed`. Under torchrun
+        this process becomes one rank; otherwise it holds them all.
         Raises what `outline` raises, and WorldSizeError.
         """
         outline = self.outline(model)
@@ -131,27 +131,47 @@ class AutoPipeline:
         world = open_world(schedule, self.mesh, self.device, self.timeout)
         ties = weights.tied_names(source.model)
         stages = []
-        for rank in world.ranks:
-            for index in schedule.placement.stages_of(rank):
-                part = outline.parts[index]
-                self._fill(part, source, ties)
-                if self.activation_checkpointing:
-                    checkpoint_layers(part)
-                call = HFCall(part.to(world.device), StageInfo(index, schedule.stages))
-                stages.append(Stage(index, part, call))
-        saved = SavedModel(
-            source.model.config, getattr(source.model, "generation_config", None), ties, schedule.stages
-        )
+        for index in own_stages(schedule, world):
+            part = outline.part(index)
+            self._fill(part, source, ties)
+            if self.activation_checkpointing:
+                checkpoint_layers(part)
+            call = HFCall(part.to(world.device), StageInfo(index, schedule.stages))
+            stages.append(Stage(index, part, call))
+        generation = getattr(source.model, "generation_config", None)
+        saved = SavedModel(source.model.config, generation, ties, schedule.stages)
         shared = _shared_weights(ties, outline, {stage.index: stage.module for stage in stages})
-        return Pipeline(
-            schedule, world, stages, HFEdges(source.model), as_loss(self.loss_fn, {}), shared=shared, saved=saved
-        )
+        edges, loss = HFEdges(source.model), as_loss(self.loss_fn, {})
+        return Pipeline(schedule, world, stages, edges, loss, shared=shared, saved=saved)
 
     def _fill(self, part: PreTrainedModel, source: Source, ties: weights.Ties) -> None:
         """Give values to a stage that is still on the meta device."""
         if source.files:
             weights.load(part, source.files, ties)
         weights.initialise(part, source.model, ties, self.seed)
+
+
+def _outline_stage(
+    model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
+) -> StageOutline:
+    info = StageInfo(stage, schedule.stages)
+    modules = [f"{chain.layers}.{layer}" for layer in layers]
+    modules = [*(chain.before if info.is_first else ()), *modules, *(chain.after if info.is_last else ())]
+    held = {
+        f"{module}.{name}": parameter
+        for module in modules
+        for name, parameter in model.get_submodule(module).named_parameters()
+    }
+    weights_once = {id(parameter): parameter for parameter in held.values()}.values()
+    return StageOutline(
+        stage,
+        schedule.placement.rank_of[stage],
+        layers,
+        sum(parameter.numel() for parameter in weights_once),
+        sum(parameter.nbytes for parameter in weights_once),
+        tuple(modules),
+        frozenset(held),
+    )
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
@@ -177,8 +197,11 @@ def _shared_weights(
         holders = [o for o in outline.stages if o.parameter_names.intersection(names)]
         if len(holders) < 2:
             continue
-        copies = [modules[o.stage].get_parameter(next(n for n in names if n in o.parameter_names))
-                  for o in holders if o.stage in modules]  # fmt: skip
+        copies = [
+            modules[holder.stage].get_parameter(next(n for n in names if n in holder.parameter_names))
+            for holder in holders
+            if holder.stage in modules
+        ]
         ranks = tuple(sorted({o.rank for o in holders}))
         shared.append(SharedWeight(ranks, tuple(copies)))
     return shared

@@ -98,7 +98,9 @@ def _raise_together(pipe: Pipeline, problems: list[str]) -> None:
     """Raise on every rank when any has a problem, so that none goes on alone."""
     everywhere = [problem for part in pipe.processes.gather(problems) for problem in part]
     if everywhere:
-        shown = "; ".join(everywhere[:5]) + (f"; and {len(everywhere) - 5} more" if len(everywhere) > 5 else "")
+        shown = "; ".join(everywhere[:5]) + (
+            f"; and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
+        )
         raise EquivalenceError(
             shown,
             "the split model gives the loss and the gradients of the whole one",

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.commit import write_folder
-from penstock.errors import ConfigError, ModelError, PeerLostError, StalledPeerError
+from penstock.errors import BatchError, ConfigError, ModelError, PeerLostError, StalledPeerError
 from penstock.models.protocol import ProvidedCall, ProvidedEdges, Provider, StageInfo
 from penstock.models.saved import SavedModel
-from penstock.runtime.distributed import DistributedTransport
+from penstock.runtime import report
 from penstock.runtime.executor import EdgeShapes, Executor, StepInput, run_together
 from penstock.runtime.loss import Loss, MeanOverRows, NextToken
 from penstock.runtime.lower import lower
-from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, split
+from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, fingerprint, split
 from penstock.runtime.processes import Processes
-from penstock.runtime.recorder import Recorder, timeline
-from penstock.runtime.shapes import Microbatch, microbatch_key
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.shapes import Microbatch
 from penstock.runtime.shared import SharedGradients, SharedWeight
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import World, open_world
@@ -35,8 +35,8 @@ LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
 class StepResult(NamedTuple):
     """The same numbers on every rank.
 
-    loss: mean over the batch's valid items; tokens: how many those are; bubble: share of the ranks' time
-    in which they did not compute
+    loss: mean over the batch's valid items; tokens: how many those are
+    bubble: the share of the ranks' time in which they did not compute
     """
 
     loss: float
@@ -70,10 +70,10 @@ class Pipeline:
         self._saved = saved
         self._split_dims: SplitDims = split_dims or {}
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
-        self._plans: dict[Schedule, list[Executor]] = {}
+        self._evaluations: dict[int, _Lowered] = {}  # by number of microbatches
         self._last: tuple[Schedule, list[Tensor]] | None = None
         self._proof = verify(schedule)
-        self._executors(schedule)  # lowered before the first step
+        self._training = self._lower(self._proof)
 
     @classmethod
     def from_provider(
@@ -91,16 +91,17 @@ class Pipeline:
     ) -> Pipeline:
         """A pipeline of modules of one's own: `provider` builds the module of one stage.
 
-        It is called for this process's stages, and for all others on the meta device to learn shapes. See
-        ProvidedCall for how a stage's forward is called. loss_fn takes the last stage's output and the
-        microbatch and returns the mean over its rows (None: next-token cross-entropy).
+        It is called for this process's stages, and once for each on the meta device to learn what goes over
+        the edges. A stage's forward gets what came over the edge as its first arguments (nothing on the first
+        stage), and by name each entry of the microbatch that it has a parameter for. loss_fn takes the last
+        stage's output and the microbatch and returns the mean over its rows (None: next-token cross-entropy).
         timeout: seconds that a rank waits for another.
         """
         chosen = named_schedule(schedule, ranks, microbatches)
         dims = split_dims or {}
         world = open_world(chosen, mesh, device, timeout)
         stages = []
-        for index in _own_stages(chosen, world):
+        for index in own_stages(chosen, world):
             module = provider(StageInfo(index, chosen.stages)).to(world.device)
             stages.append(Stage(index, module, ProvidedCall(module)))
         edges = ProvidedEdges(provider, chosen.stages)
@@ -118,24 +119,24 @@ class Pipeline:
                 f"step() with schedule {self.schedule.name!r}", "it holds no backward", "Call evaluate()"
             )
         self._shared.begin_step()
-        result = self._run(self.schedule, batch)
+        result = self._run(self._training, batch)
         self._shared.end_step()
         return result
 
     def evaluate(self, batch: Batch) -> StepResult:
-        """Loss of one batch, modules in evaluation mode, no gradients. A batch may have any number of rows."""
+        """Loss of one batch of any number of rows, in evaluation mode, without gradients."""
         count = min(self.schedule.microbatches, batch_rows(batch, self._split_dims))
         modes = [(stage.module, stage.module.training) for stage in self._stages.values()]
         for module, _ in modes:
             module.eval()
         try:
-            return self._run(forwards(self.schedule.placement, max(count, 1)), batch)
+            return self._run(self._evaluation(max(count, 1)), batch)
         finally:
             for module, training in modes:
                 module.train(training)
 
     def microbatches(self, batch: Batch, count: int | None = None) -> list[Microbatch]:
-        """`batch` on this process's device, split as a step splits it (or into `count`). Raises BatchError."""
+        """`batch` on this process's device, split as a step does, or into `count`. Raises BatchError."""
         here = {k: v.to(self._world.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
         return split(here, count or self.schedule.microbatches, self._split_dims)
 
@@ -201,12 +202,7 @@ class Pipeline:
         """What the last step really did, on all ranks; known on every rank, so nothing is sent."""
         if self._last is None:
             raise ConfigError("timeline before the first step", "it shows the last step", "Call step() first")
-        schedule, vectors = self._last
-        marks = []
-        for program, vector in zip(schedule.programs, vectors, strict=True):
-            times = vector[2 : 2 + 2 * len(program)].reshape(-1, 2).tolist()
-            marks.append([(start, end) for start, end in times])
-        return timeline(schedule, marks, [int(vector[1]) for vector in vectors])
+        return report.measured(*self._last)
 
     def write_weights(self, folder: Path) -> None:
         """Every process writes its weights into `folder`, process 0 index and configs besides."""
@@ -221,7 +217,7 @@ class Pipeline:
         write_folder(Path(path), self.write_weights, self.processes)
 
     def verify_against(self, model: nn.Module, batch: Batch) -> None:
-        """Compare with the whole `model` on one batch: loss and every gradient. Gradients are left as they were.
+        """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
 
         Raises EquivalenceError that names what differs where.
         """
@@ -236,73 +232,83 @@ class Pipeline:
     def _needs_saved(self) -> SavedModel:
         if self._saved is None:
             raise ModelError(
-                "a pipeline made by from_provider", "only its provider knows its files", "Save `modules` yourself"
+                "a pipeline made by from_provider",
+                "only its provider knows its files",
+                "Save `modules` yourself",
             )
         return self._saved
 
-    def _executors(self, schedule: Schedule) -> list[Executor]:
-        """This process's executors for `schedule`, made once."""
-        if schedule not in self._plans:
-            proof = verify(schedule)
-            world = self._world
-            self._plans[schedule] = [
-                Executor(lower(proof, rank), {s: self._stages[s] for s in schedule.placement.stages_of(rank)},
-                         self._edges, self._loss, world.transport, self._recorders[rank])
-                for rank in world.ranks
-            ]  # fmt: skip
-        return self._plans[schedule]
+    def _lower(self, proof: Proof) -> _Lowered:
+        world, schedule = self._world, proof.schedule
+        executors = []
+        for rank in world.ranks:
+            plan, recorder = lower(proof, rank), self._recorders[rank]
+            hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
+            executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
+        return _Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
 
-    def _run(self, schedule: Schedule, batch: Batch) -> StepResult:
-        executors, transport = self._executors(schedule), self._world.transport
+    def _evaluation(self, microbatches: int) -> _Lowered:
+        if microbatches not in self._evaluations:
+            proof = verify(forwards(self.schedule.placement, microbatches))
+            self._evaluations[microbatches] = self._lower(proof)
+        return self._evaluations[microbatches]
+
+    def _run(self, lowered: _Lowered, batch: Batch) -> StepResult:
+        schedule, executors, number = lowered
+        transport = self._world.transport
         microbatches = self.microbatches(batch, schedule.microbatches)
         weight = sum(self._loss.weight(microbatch) for microbatch in microbatches)
         if weight == 0:
-            raise ConfigError("a batch without a valid token", "a mean needs one at least", "Leave it out")
+            raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         try:
-            transport.agree(*_fingerprint(schedule, batch, microbatches, weight))
+            transport.agree(*fingerprint(microbatches, number))
             run_together(executors, StepInput(microbatches, weight))
-            vectors = transport.exchange([self._report(executor) for executor in executors])
+            reports = transport.exchange([report.report(executor) for executor in executors])
         except BaseException as error:
             self._give_up(executors, error)
             raise
         left = transport.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
-        self._last = schedule, vectors
-        loss = sum(float(vector[0]) for vector in vectors)
-        return StepResult(loss, weight, _bubble(schedule, vectors))
-
-    def _report(self, executor: Executor) -> Tensor:
-        """One rank's results: loss, peak of live activations, then start and end of each op."""
-        loss = float(torch.stack(executor.shares).double().sum()) if executor.shares else 0.0
-        marks = [time for _, *times in executor.recorder.marks() for time in times]
-        longest = 2 * max(len(program) for program in executor.plan.schedule.programs)
-        padding = [0.0] * (longest - len(marks))
-        return torch.tensor([loss, executor.peak_live, *marks, *padding], dtype=torch.float64)
+        self._last = schedule, reports
+        return StepResult(report.total_loss(reports), weight, report.bubble(schedule, reports))
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException) -> None:
+        """Say where it happened, tell the other ranks, and leave nothing half-done behind."""
+        where = ""
         for executor in executors:
             if executor.current is not None:
+                where = f"{executor.current}: "
                 error.add_note(f"penstock: on rank {executor.plan.rank}, in {executor.current}")
             executor.reset()
-        transport = self._world.transport
-        transport.reset()
-        if isinstance(transport, DistributedTransport) and not isinstance(
-            error, PeerLostError | StalledPeerError
-        ):
-            where = "".join(f" in {e.current}" for e in executors if e.current is not None)
-            transport.watch.failed(f"{type(error).__name__}{where}: {error}")
+        self._world.transport.reset()
+        if not isinstance(error, PeerLostError | StalledPeerError):
+            self._world.transport.tell_failure(f"{where}{type(error).__name__}: {error}")
+
+
+class _Lowered(NamedTuple):
+    """A schedule ready to run in this process; `number` is equal on ranks that hold the same one."""
+
+    schedule: Schedule
+    executors: list[Executor]
+    number: int
 
 
 def named_schedule(schedule: str | Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
     """The schedule itself, or the one of that name. Raises ConfigError."""
     if isinstance(schedule, Schedule):
-        for name, given, own in (("ranks", ranks, schedule.ranks), ("microbatches", microbatches, schedule.microbatches)):
+        own_numbers = (
+            ("ranks", ranks, schedule.ranks),
+            ("microbatches", microbatches, schedule.microbatches),
+        )
+        for name, given, own in own_numbers:
             if given not in (None, own):
                 raise ConfigError(f"{name}={given}", f"the schedule given has {own}", "Leave it out")
         return schedule
     for name, given in (("ranks", ranks), ("microbatches", microbatches)):
         if given is None:
-            raise ConfigError(f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}")
+            raise ConfigError(
+                f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}"
+            )
     assert ranks is not None
     assert microbatches is not None
     return build(schedule, ranks=ranks, microbatches=microbatches)
@@ -316,26 +322,5 @@ def as_loss(loss_fn: LossLike, dims: SplitDims) -> Loss:
     return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, dims))
 
 
-def _own_stages(schedule: Schedule, world: World) -> list[int]:
+def own_stages(schedule: Schedule, world: World) -> list[int]:
     return [stage for rank in world.ranks for stage in schedule.placement.stages_of(rank)]
-
-
-def _bubble(schedule: Schedule, vectors: Sequence[Tensor]) -> float:
-    """As Timeline.bubble, from the ranks' reports."""
-    times = [v[2 : 2 + 2 * len(p)].reshape(-1, 2) for p, v in zip(schedule.programs, vectors, strict=True)]
-    makespan = max(float(t.max()) for t in times) - min(float(t.min()) for t in times)
-    busy = sum(float((t[:, 1] - t[:, 0]).sum()) for t in times)
-    return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
-
-
-def _fingerprint(
-    schedule: Schedule, batch: Batch, microbatches: Sequence[Microbatch], weight: int
-) -> tuple[int, str]:
-    """A number that is equal on ranks that work on the same step, and what stands behind it."""
-    shapes = [microbatch_key(microbatch) for microbatch in microbatches]
-    sums = {k: float(v.double().sum()) for k, v in batch.items() if isinstance(v, Tensor)}
-    told = f"{schedule.name} with {len(microbatches)} microbatches, " + ", ".join(
-        f"{k} {list(v.shape)}" if isinstance(v, Tensor) else k for k, v in batch.items()
-    )
-    programs = zlib.crc32(str(schedule).encode())
-    return zlib.crc32(repr((programs, shapes, sums, weight)).encode()), f"{told}, sums {sums}"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support.families import ragged_batch, tiny_model
-from support.reference import TOLERANCE, assert_gradients, plain_step
 
 from penstock import AutoPipeline
+from support.families import ragged_batch, tiny_model
+from support.reference import TOLERANCE, assert_gradients, plain_step
 
 Case = tuple[str, int]  # schedule, microbatches
 
@@ -21,7 +21,9 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case]) -> l
     loss, expected = plain_step(model, batch)
     wrong = []
     for schedule, microbatches in cases:
-        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches, timeout=30).build(model)
+        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches, timeout=30).build(
+            model
+        )
         result = pipe.step(batch)
         found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         try:
@@ -37,7 +39,9 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case]) -> l
 
 def results(family: str, ranks: int, microbatches: int, **options: Any) -> Any:
     """Loss, norm and evaluation as this rank sees them."""
-    pipe = AutoPipeline(ranks=ranks, microbatches=microbatches, timeout=30, **options).build(tiny_model(family))
+    pipe = AutoPipeline(ranks=ranks, microbatches=microbatches, timeout=30, **options).build(
+        tiny_model(family)
+    )
     before = pipe.evaluate(ragged_batch())
     result = pipe.step(ragged_batch())
     norm = pipe.clip_grad_norm_(0.5)

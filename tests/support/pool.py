@@ -17,7 +17,7 @@ from typing import Any
 JOB_TIMEOUT = 90.0
 
 
-class JobFailed(AssertionError):
+class JobError(AssertionError):
     pass
 
 
@@ -30,23 +30,24 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `job(*args)` returned on each of `ranks` ranks. Fails with the traceback of the first to fail."""
+        """What `job(*args)` returned on each rank. Fails with the tracebacks of those that failed."""
         if not self._workers:
             self._workers = [self._start(index) for index in range(self._size)]
         self._jobs += 1
         store = str(self._folder / f"store-{self._jobs}")
         for rank, (_, connection) in enumerate(self._workers[:ranks]):
             connection.send((store, rank, ranks, job, args))
-        results, failures = [], []
+        results: list[Any] = []
+        failures: list[str] = []
         for rank, (_, connection) in enumerate(self._workers[:ranks]):
             if not connection.poll(JOB_TIMEOUT):
                 self.close()
-                raise JobFailed(f"rank {rank} did not answer within {JOB_TIMEOUT} s")
+                raise JobError(f"rank {rank} did not answer within {JOB_TIMEOUT} s")
             good, value = connection.recv()
             (results if good else failures).append(value if good else f"rank {rank}:\n{value}")
         if failures:
             self.close()  # what a failed job left in its processes is not to be trusted
-            raise JobFailed("\n".join(failures))
+            raise JobError("\n".join(failures))
         return results
 
     def _start(self, index: int) -> tuple[Any, Connection]:
@@ -69,6 +70,7 @@ def _work(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
     import transformers
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -78,7 +80,7 @@ def _work(connection: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks,
+            dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks,
                                     timeout=datetime.timedelta(seconds=60))  # fmt: skip
             answer: tuple[bool, Any] = (True, job(*args))
         except BaseException:

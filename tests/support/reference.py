@@ -19,7 +19,7 @@ def plain_step(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[flo
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)
                  if p.grad is not None}  # fmt: skip
     model.zero_grad()

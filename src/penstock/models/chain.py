@@ -91,13 +91,13 @@ class _Probe(Placeholder):
     def _pass(self, hidden: Tensor) -> Tensor:
         seen: _Observed = self._seen  # type: ignore[assignment]
         if seen.last_given is not None and hidden is not seen.last_given:
-            raise _NotAChain(f"layer {self._index} does not take what layer {self._index - 1} returned")
+            raise _NotAChainError(f"layer {self._index} does not take what layer {self._index - 1} returned")
         seen.calls.append(self._index)
         seen.last_given = hidden.clone()
         return seen.last_given
 
 
-class _NotAChain(Exception):
+class _NotAChainError(Exception):
     pass
 
 
@@ -108,7 +108,7 @@ def find_chain(model: PreTrainedModel) -> Chain:
     for form in _FORMS:
         try:
             return _probe(model, name, len(layers), form)
-        except _NotAChain as reason:
+        except _NotAChainError as reason:
             refusal = str(reason)
         except Exception as reason:  # whatever the model's own code raises on a wrong form
             refusal = refusal if refusal != "its forward could not be followed" else f"{refusal}: {reason}"
@@ -156,7 +156,7 @@ def _probe(model: PreTrainedModel, layers: str, count: int, form: str) -> Chain:
                 part.register_forward_pre_hook(_note(name, seen))
         probe.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     if seen.calls != list(range(count)):
-        raise _NotAChain(f"the layers run in the order {seen.calls}, not once each from first to last")
+        raise _NotAChainError(f"the layers run in the order {seen.calls}, not once each from first to last")
     return Chain(layers, count, form, *_sides(model, layers, seen))
 
 
@@ -169,15 +169,16 @@ def _note(name: str, seen: _Observed) -> Any:
 
 def _sides(model: nn.Module, layers: str, seen: _Observed) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The siblings with parameters, by the side of the layers on which they run."""
-    before, after = [], []
+    before: list[str] = []
+    after: list[str] = []
     for name, module in siblings(model, layers):
         if not any(True for _ in module.parameters()):
             continue  # nothing to place: every stage keeps it
         if name in seen.before and name in seen.after:
-            raise _NotAChain(f"{name} runs both before and after the layers")
+            raise _NotAChainError(f"{name} runs both before and after the layers")
         (before if name in seen.before else after).append(name)
     placed = {p for side in (*before, *after, layers) for p in model.get_submodule(side).parameters()}
     for name, parameter in model.named_parameters():
         if parameter not in placed:
-            raise _NotAChain(f"the parameter {name} belongs to no module before, in or after the layers")
+            raise _NotAChainError(f"the parameter {name} belongs to no module before, in or after the layers")
     return tuple(before), tuple(after)

@@ -37,7 +37,9 @@ class SavedModel:
         """Write this process's stages into `folder`; process 0 adds index and configs."""
         written = {}
         for index, stage in stages.items():
-            written[self._file(index)] = weights.write(stage.module, folder / self._file(index), set(self.copies))
+            written[self._file(index)] = weights.write(
+                stage.module, folder / self._file(index), set(self.copies)
+            )
         everywhere: dict[str, dict[str, int]] = {}
         for part in processes.gather(written):
             everywhere |= part
@@ -52,7 +54,9 @@ class SavedModel:
         """Read the stages' weights back, in place. Raises CheckpointError."""
         files = weights.weight_files(folder)
         if not files:
-            raise CheckpointError(str(folder), "it holds no weights", "Give a folder that save_pretrained wrote")
+            raise CheckpointError(
+                str(folder), "it holds no weights", "Give a folder that save_pretrained wrote"
+            )
         for stage in stages.values():
             memo: dict[int, Any] = {
                 id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in stage.module.parameters()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -11,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from penstock.errors import ModelError
 from penstock.models.weights import weight_files
 
-ModelLike = PreTrainedModel | PretrainedConfig | str | Path
+ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,9 @@ from penstock.errors import CheckpointError, ModelError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-Ties = tuple[tuple[str, ...], ...]  # each the names under which one weight appears, first the one it is saved by
+Ties = tuple[
+    tuple[str, ...], ...
+]  # each the names under which one weight appears, first the one it is saved by
 
 
 def tied_names(model: nn.Module) -> Ties:
@@ -93,7 +95,7 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     except SafetensorError as cause:
         raise CheckpointError(str(files), f"unreadable: {cause}", "Copy or write it again") from cause
     for file in opened:
-        slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (not a mapping)
+        slices |= {key: file.get_slice(key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     _alias_ties(slices, stage, ties)
     config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(stage), dtype=stage.dtype)
     with _quiet():
@@ -204,14 +206,14 @@ def _materialise(module: nn.Module) -> set[str]:
                     empty = empty.fill_(float("nan")) if value.is_floating_point() else empty.zero_()
                     is_parameter = isinstance(value, nn.Parameter)
                     made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
-                kind[name] = made[id(value)]  # type: ignore[assignment]
+                kind[name] = made[id(value)]
                 fresh.add(f"{prefix}.{name}" if prefix else name)
     return fresh
 
 
 def _alone(whole: PreTrainedModel, name: str) -> nn.Module:
     """The module `name` of `whole`, by itself and with storage."""
-    module = copy.deepcopy(whole.get_submodule(name))
+    module: nn.Module = copy.deepcopy(whole.get_submodule(name))
     _materialise(module)
     return module
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import BatchError, ConfigError, WorldSizeError
@@ -39,8 +40,8 @@ def init_process_group(device: torch.device, timeout: float) -> None:
     if dist.is_initialized():
         return
     limit = datetime.timedelta(seconds=timeout)
-    store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-    attempt = dist.PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
 
@@ -89,7 +90,7 @@ class DistributedTransport:
         self._posted: dict[Message, InFlight] = {}
         self._sending: dict[Message, InFlight] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
-        notes = dist.PrefixStore(f"penstock-watch/{self._token()}", _store())
+        notes = PrefixStore(f"penstock-watch/{self._token()}", _store())
         self.watch = Watch(notes, self.rank, placement.ranks, timeout)
 
     def _token(self) -> int:
@@ -109,9 +110,11 @@ class DistributedTransport:
         Every process of the world makes all of them in one order: torch names a group by how many there
         are, so that groups made by their members alone miss each other.
         """
-        own = None
+        own: dist.ProcessGroup | None = None
         for members in self._pipelines:
-            group = dist.new_group(sorted(members[r] for r in ranks), timeout=self._limit, group_desc=name)
+            group: dist.ProcessGroup = dist.new_group(
+                sorted(members[r] for r in ranks), timeout=self._limit, group_desc=name
+            )
             own = group if members == self._members else own
         assert own is not None
         return own
@@ -215,6 +218,9 @@ class DistributedTransport:
     def reset(self) -> None:
         """A step that failed on one rank cannot be taken up again: buffers may still be written to."""
 
+    def tell_failure(self, reason: str) -> None:
+        self.watch.failed(reason)
+
     def close(self) -> None:
         self.watch.close()
         for group in (*self._channels.values(), *self._sharing.values()):
@@ -248,7 +254,7 @@ def _pipelines(mesh: DeviceMesh) -> list[list[int]]:
     return pipelines
 
 
-def _store() -> dist.Store:
+def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 

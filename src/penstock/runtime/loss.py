@@ -42,7 +42,7 @@ class NextToken:
         return int((labels[:, 1:] != IGNORED).sum())
 
     def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """output: logits (rows, sequence, vocabulary). Half precision is summed in float32, as transformers does."""
+        """output: logits (rows, sequence, vocabulary); half precision is summed in float32, as usual."""
         logits = output[:, :-1]
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
@@ -67,6 +67,6 @@ class MeanOverRows:
             raise BatchError(
                 f"a loss of shape {list(mean.shape)}",
                 "loss_fn returns one number, the mean over the microbatch's rows",
-                "Reduce it in loss_fn, or pass an object with `weight` and `total` (penstock.runtime.loss.Loss)",
+                "Reduce it, or pass an object with `weight` and `total` (penstock.runtime.loss.Loss)",
             )
         return mean * self._rows(microbatch)

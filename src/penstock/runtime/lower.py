@@ -103,8 +103,9 @@ class _Lowering:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._schedule, self._rank = schedule, rank
         self._program = schedule.programs[rank]
-        peers = {schedule.placement.rank_of[t] for s in schedule.placement.stages_of(rank) for t in (s - 1, s + 1)
-                 if 0 <= t < schedule.stages}  # fmt: skip
+        own = schedule.placement.stages_of(rank)
+        beside = {t for s in own for t in (s - 1, s + 1) if 0 <= t < schedule.stages}
+        peers = {schedule.placement.rank_of[stage] for stage in beside}
         self._position = {op: i for peer in peers for i, op in enumerate(schedule.programs[peer])}
         self._arrivals = self._incoming()
         self._posted: set[Message] = set()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import BatchError
-from penstock.runtime.shapes import Microbatch
+from penstock.runtime.shapes import Microbatch, TensorSpec, microbatch_key
 
 Batch = Mapping[str, Any]
 SplitDims = Mapping[str, int | None]
@@ -65,3 +66,21 @@ def split(batch: Batch, count: int, dims: SplitDims) -> list[Microbatch]:
         for piece, part in zip(pieces, parts, strict=True):
             piece[name] = part
     return list(pieces)
+
+
+def fingerprint(microbatches: Sequence[Microbatch], schedule: int) -> tuple[int, str]:
+    """A number that is equal on ranks that work on the same step, and what stands behind it in words.
+
+    schedule: a number that is equal where the schedule is
+    """
+    shapes = [microbatch_key(microbatch) for microbatch in microbatches]
+    sums = [
+        {name: float(value.double().sum()) for name, value in microbatch.items() if isinstance(value, Tensor)}
+        for microbatch in microbatches
+    ]
+    first = ", ".join(
+        f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
+        for name, value in microbatches[0].items()
+    )
+    told = f"schedule {schedule:08x}, {len(microbatches)} microbatches, the first {first}, sums {sums[0]}"
+    return zlib.crc32(repr((schedule, shapes, sums)).encode()), told

@@ -16,7 +16,7 @@ class Processes(Protocol):
     def count(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value (JSON can hold it), in order, on every process. All processes must call it."""
+        """Every process's value (JSON must hold it), in order, on every process. All must call it."""
 
 
 class OneProcess:

@@ -46,6 +46,9 @@ class Transport(Protocol):
     def reset(self) -> None:
         """Forget a step that failed half-way."""
 
+    def tell_failure(self, reason: str) -> None:
+        """Leave word for the other ranks why this one fails."""
+
     def close(self) -> None:
         """Let go of threads and process groups."""
 
@@ -91,6 +94,9 @@ class LocalTransport:
 
     def reset(self) -> None:
         self._mail.clear()
+
+    def tell_failure(self, reason: str) -> None:
+        """Nothing to do: no other process waits."""
 
     def close(self) -> None:
         """Nothing is held."""

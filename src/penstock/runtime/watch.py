@@ -12,7 +12,7 @@ import threading
 import time
 from typing import NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerLostError, StalledPeerError
 
@@ -28,7 +28,7 @@ class Waiting(NamedTuple):
 class Watch:
     """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self._store, self._rank, self._ranks, self.timeout = store, rank, ranks, timeout
         self._waiting: Waiting | None = None
         self._period = min(1.0, timeout / 8)
@@ -63,7 +63,8 @@ class Watch:
             stalled, chain = self._follow(waiting.peer)
             return StalledPeerError(
                 value,
-                f"{stalled} has been silent for {waited:.0f} s, longer than the timeout of {self.timeout:.0f} s{chain}",
+                f"{stalled} has been silent for {waited:.0f} s, longer than the timeout of "
+                f"{self.timeout:.0f} s{chain}",
                 "See what that rank was doing, or give a longer timeout if a step may take that long",
             )
         first = self._first_failure()
