@@ -43,7 +43,7 @@ class Placeholder(nn.Module):
         super().__init__()
         self._form = form
         for name, value in vars(layer).items() if layer is not None else ():
-            if not name.startswith("_") and name not in ("training", "gradient_checkpointing"):
+            if not name.startswith("_") and name not in ("training", "gradient_checkpointing", "forward"):
                 setattr(self, name, copy.copy(value))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -148,7 +148,8 @@ def activation_bytes(
 ) -> int | None:
     """Bytes that one live microbatch of (rows, sequence) holds on a stage made by `cut`.
 
-    Counted, without any values, from what autograd saves; parameters are left out. None where the model's
+    Counted, without any values, from what autograd saves; parameters are left out. It is an upper estimate:
+    where transformers sees no values it makes masks as if documents were packed. None where the model's
     forward cannot run so.
     """
     held: dict[int, UntypedStorage] = {}

@@ -46,6 +46,8 @@ class ProvidedCall:
     def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
         by_name = {name: microbatch[name] for name in self._names[len(received) :] if name in microbatch}
         result = self._module(*received, **by_name)
+        if isinstance(result, Tensor):
+            return (result,)
         outputs = result if isinstance(result, tuple) else (result,)
         for output in outputs:
             if not isinstance(output, Tensor):

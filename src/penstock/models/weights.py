@@ -101,19 +101,19 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     with _quiet():
         info, _ = convert_and_load_state_dict_in_model(stage, slices, config)
     _tie_within(stage, ties)
-    missing = sorted(name for name, p in stage.named_parameters() if p.is_meta)
-    if missing:
-        raise CheckpointError(
-            f"{files[0].parent}",
-            f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}",
-            "Take a checkpoint of this very model, or train from its config alone",
-        )
     if info.mismatched_keys:
         name, found, wanted = sorted(info.mismatched_keys)[0]
         raise CheckpointError(
             f"{name} of shape {list(found)}",
             f"the model's config asks for {list(wanted)}",
             "Use the config that the checkpoint was written with",
+        )
+    missing = sorted(name for name, p in stage.named_parameters() if p.is_meta)
+    if missing:
+        raise CheckpointError(
+            f"{files[0].parent}",
+            f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}",
+            "Take a checkpoint of this very model, or train from its config alone",
         )
 
 
@@ -168,7 +168,7 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
                 source = _alone(whole, owner)
                 _init_module(whole, owner, source, seed)
                 stage.get_parameter(name).copy_(source.get_parameter(names[0].rpartition(".")[2]))
-    values = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
+    values = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers())}
     for name in fresh:
         if values[name].is_floating_point() and values[name].isnan().any():
             raise ModelError(

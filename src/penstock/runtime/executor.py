@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from penstock.runtime.loss import Loss
 from penstock.runtime.lower import Compute, Free, Message, Plan, Post, Send, Wait
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import EdgeSpecs, Microbatch, check, gradient_specs
+from penstock.runtime.shapes import EdgeSpecs, Microbatch, check, gradient_specs, microbatch_key
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule import Op
@@ -30,6 +31,12 @@ class StepInput:
 
     microbatches: Sequence[Microbatch]
     weight: int  # valid items over all microbatches: what the loss is divided by
+
+    @cached_property
+    def shapes(self) -> tuple[int, ...]:
+        """A number for each microbatch, equal where all shapes and dtypes are."""
+        numbers: dict[object, int] = {}
+        return tuple(numbers.setdefault(microbatch_key(mb), len(numbers)) for mb in self.microbatches)
 
 
 @dataclass
@@ -47,21 +54,30 @@ class Executor:
     shares: list[Tensor] = field(default_factory=list)  # of the step's loss, on the last stage's rank
     peak_live: int = 0
     current: Op | None = None
+    expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        return self.plan.schedule.placement.rank_of
+
+    @cached_property
+    def last_stage(self) -> int:
+        return self.plan.schedule.stages - 1
 
     def run(self, step: StepInput) -> Iterator[None]:
         """One step. Yields where another rank of this process must run first."""
         self.recorder.begin_step()
-        self.shares, self.peak_live = [], 0
+        self.shares, self.peak_live, self.expected = [], 0, {}
         for action in self.plan.actions:
             match action:
+                case Compute(op):
+                    self._compute(op, step)
                 case Post(message):
                     self.transport.post(message, self._specs(message, step))
                 case Wait(message):
                     while (tensors := self.transport.receive(message)) is None:
                         yield
                     self.inbox[message.op] = tensors
-                case Compute(op):
-                    self._compute(op, step)
                 case Send(message):
                     tensors = self.outbox.pop(message.op)
                     check(message.op, tensors, self._specs(message, step))
@@ -84,7 +100,7 @@ class Executor:
     def _forward(self, op: Op, step: StepInput) -> tuple[Tensor, ...]:
         stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
         received = self.inbox.pop(Op(op.stage - 1, "F", op.microbatch)) if op.stage else ()
-        last = op.stage == self.plan.schedule.stages - 1
+        last = op.stage == self.last_stage
         if not self.plan.peak_live:  # no backward will come: hold nothing
             outputs = stage.infer(received, microbatch)
             if last:
@@ -101,7 +117,7 @@ class Executor:
         return outputs
 
     def _backward(self, op: Op) -> tuple[Tensor, ...]:
-        if op.stage == self.plan.schedule.stages - 1:
+        if op.stage == self.last_stage:
             gradients: tuple[Tensor, ...] = (torch.ones_like(self.shares[0]),)
         else:
             gradients = self.inbox.pop(Op(op.stage + 1, "B", op.microbatch))
@@ -109,21 +125,23 @@ class Executor:
 
     def _pass_on(self, op: Op, result: tuple[Tensor, ...]) -> None:
         """Where the result goes: to a stage of this rank at once, to another rank when the plan says so."""
-        schedule = self.plan.schedule
         target = op.stage + (1 if op.kind == "F" else -1)
-        if not 0 <= target < schedule.stages:
-            return
-        box = self.inbox if schedule.placement.rank_of[target] == self.plan.rank else self.outbox
-        box[op] = result
+        if 0 <= target <= self.last_stage:
+            box = self.inbox if self.hosts[target] == self.plan.rank else self.outbox
+            box[op] = result
 
     def _specs(self, message: Message, step: StepInput) -> EdgeSpecs:
-        microbatch = step.microbatches[message.op.microbatch]
-        if message.op.kind == "F":
-            return self.edges(message.op.stage, microbatch)
-        return gradient_specs(self.edges(message.target, microbatch))
+        """What the message holds; looked up once a step for all microbatches of one shape."""
+        op = message.op
+        key = (step.shapes[op.microbatch], op.stage, op.kind)
+        if (known := self.expected.get(key)) is not None:
+            return known
+        edge = self.edges(min(op.stage, message.target), step.microbatches[op.microbatch])
+        self.expected[key] = edge if op.kind == "F" else gradient_specs(edge)
+        return self.expected[key]
 
     def _count_live(self) -> None:
-        live = sum(len(stage.live) for stage in self.stages.values())
+        live = sum([len(stage.live) for stage in self.stages.values()])
         self.peak_live = max(self.peak_live, live)
         assert live <= self.plan.peak_live, f"{live} live activations, {self.plan.peak_live} proven"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from penstock.schedule import Op, Schedule, Span, Timeline
+
+Mark = float | torch.cuda.Event  # a point in time
 
 
 class Recorder:
@@ -19,34 +21,30 @@ class Recorder:
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
         self._cuda = device.type == "cuda"
         self._offset = clock_offset
-        self._marks: list[tuple[Op, float, float]] = []
-        self._events: list[tuple[Op, torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks: list[tuple[Op, Mark, Mark]] = []
         self._zero: tuple[float, torch.cuda.Event] | None = None
+        self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._marks, self._events = [], []
+        self._marks = []
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
-    def now(self) -> float | torch.cuda.Event:
-        return _event() if self._cuda else time.perf_counter()
-
-    def add(self, op: Op, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> None:
-        if isinstance(start, float) and isinstance(end, float):
-            self._marks.append((op, start, end))
-        elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            self._events.append((op, start, end))
+    def add(self, op: Op, start: Mark, end: Mark) -> None:
+        self._marks.append((op, start, end))
 
     def marks(self) -> list[tuple[Op, float, float]]:
         """The step's ops in the order in which they ran: op, start, end."""
-        if self._zero is not None:
+        if self._cuda:
             torch.cuda.synchronize()
-            at, zero = self._zero
-            self._marks = [
-                (op, at + zero.elapsed_time(start) / 1e3, at + zero.elapsed_time(end) / 1e3)
-                for op, start, end in self._events
-            ]
-        return [(op, start + self._offset, end + self._offset) for op, start, end in self._marks]
+        return [(op, self._seconds(start), self._seconds(end)) for op, start, end in self._marks]
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark + self._offset
+        assert self._zero is not None
+        at, zero = self._zero
+        return at + zero.elapsed_time(mark) / 1e3 + self._offset
 
 
 def _event() -> torch.cuda.Event:

@@ -46,10 +46,9 @@ def check(op: Op, tensors: Sequence[Tensor], expected: EdgeSpecs) -> None:
     gloo would part-fill a buffer that is too long, reinterpret another dtype, and abort the receiving
     process on one that is too short. Raises ShapeError.
     """
-    found = tuple(TensorSpec.of(tensor) for tensor in tensors)
-    if found != expected:
+    if [(tensor.shape, tensor.dtype) for tensor in tensors] != list(expected):
         raise ShapeError(
-            f"{op} gave {describe(found)}",
+            f"{op} gave {describe([TensorSpec.of(tensor) for tensor in tensors])}",
             f"the next rank expects {describe(expected)}",
             "Make the stage's output follow from its input's shape and the model's dtype",
         )

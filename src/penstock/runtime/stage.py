@@ -28,16 +28,16 @@ class Stage:
 
     def forward(self, number: int, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
         """Run microbatch `number`; keep what its backward needs."""
-        inputs = tuple(leaf(tensor) for tensor in received)
+        inputs = tuple([leaf(tensor) for tensor in received])
         outputs = self._call(inputs, microbatch)
         self.live[number] = hold(inputs, outputs)
-        return tuple(output.detach() for output in outputs)
+        return tuple([output.detach() for output in outputs])
 
     def forward_loss(
         self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss, weight: int
     ) -> Tensor:
         """The last stage's forward: the microbatch's share of the step's loss, its total / `weight`."""
-        inputs = tuple(leaf(tensor) for tensor in received)
+        inputs = tuple([leaf(tensor) for tensor in received])
         outputs = self._call(inputs, microbatch)
         share = loss.total(outputs[0], microbatch) / weight
         self.live[number] = hold(inputs, (share,))

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, T5Config
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from penstock import AutoPipeline
+from penstock.errors import ModelError, PartitionError
+from penstock.models.chain import find_chain
+from penstock.models.hf import Entry, Exit, HFCall, HFEdges, activation_bytes, cut
+from penstock.models.protocol import StageInfo
+from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_a_chain(family: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family, layers=3))
+    chain = find_chain(model)
+    assert chain.count == 3
+    named = {name.rpartition(".")[2] for name in (*chain.before, *chain.after)}
+    assert named & {"embed_tokens", "wte", "embed_in"}
+    assert "lm_head" in named
+    assert "embed_positions" not in chain.after
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
+def test_layers_that_return_tuples(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    assert find_chain(model).form == "tuple"
+    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
+    pipe.verify_against(model.train(), ragged_batch())
+
+
+@pytest.mark.parametrize(
+    ("wire", "told"),
+    [
+        (
+            lambda layers, h: layers[2](layers[1](layers[0](h)) + h),
+            "layer 2 does not take what layer 1 returned",
+        ),
+        (lambda layers, h: layers[1](layers[0](layers[2](h))), r"the layers run in the order \[2, 0, 1\]"),
+        (lambda layers, h: layers[1](layers[0](h)), r"the order \[0, 1\]"),
+        (lambda layers, h: layers[2](layers[1](layers[0](layers[0](h)))), r"the order \[0, 0, 1, 2\]"),
+    ],
+)
+def test_what_is_no_chain(wire: Callable[[Any, Any], Any], told: str) -> None:
+    model = tiny_model("llama", layers=3)
+
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=wire(self.layers, self.embed_tokens(input_ids)))
+
+    inner = type(model.model)
+    model.model.__class__ = type("Rewired", (inner,), {"forward": forward})
+    with pytest.raises(ModelError, match=told):
+        find_chain(model)
+
+
+def test_refusals_by_name() -> None:
+    auto = AutoPipeline(ranks=2, microbatches=2)
+    with pytest.raises(ModelError, match="transformers builds no causal LM from it"):
+        auto.outline(T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2))
+    with pytest.raises(ModelError, match="output_router_logits=True"):
+        auto.outline(tiny_config("mixtral", output_router_logits=True))
+    with pytest.raises(PartitionError, match="6 stages for 4 layers"):
+        AutoPipeline(ranks=6, microbatches=2).outline(tiny_config("llama"))
+    with pytest.raises(ModelError, match="model given as int"):
+        auto.outline(3)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        auto.outline("/nowhere/at/all")
+    with pytest.raises(ModelError, match="taken as it is"):
+        AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).outline(tiny_model("llama"))
+
+
+def test_bert_needs_no_table_of_names() -> None:
+    """A model with other names around its layers."""
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+                        intermediate_size=48, is_decoder=True)  # fmt: skip
+    with torch.device("meta"):
+        chain = find_chain(AutoModelForCausalLM.from_config(config))
+    assert chain.layers == "bert.encoder.layer"
+    assert (chain.before, chain.after) == (("bert.embeddings",), ("cls",))
+
+
+def test_a_stage_holds_its_own_parameters_only() -> None:
+    model = tiny_model("gpt2")
+    chain = find_chain(model)
+    names = []
+    for stage, layers in enumerate((range(1), range(1, 3), range(3, 4))):
+        part = cut(model, chain, layers, StageInfo(stage, 3))
+        names.append({name for name, _ in part.named_parameters()})
+        doors = [type(module) for module in part.modules() if isinstance(module, Entry | Exit)]
+        assert doors == [[Exit], [Entry, Exit], [Entry]][stage]
+    assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert not names[0] & names[1]
+    assert not names[1] & names[2]
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_activation_bytes_are_what_autograd_holds() -> None:
+    """Counted without values, and counted in a real forward of the same stage."""
+    model = tiny_model("llama", layers=2, hidden_size=64)
+    chain, info = find_chain(model), StageInfo(0, 2)
+    stage = cut(model, chain, range(1), info)
+    predicted = activation_bytes(stage, info, HFEdges(model), 4, 32)
+    held: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
+    keep = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        keep.append(tensor)
+        if tensor.untyped_storage().data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = HFCall(stage, info)((), {"input_ids": torch.zeros(4, 32, dtype=torch.long)})
+    assert predicted is not None
+    assert output
+    assert sum(held.values()) <= predicted <= 1.25 * sum(held.values())

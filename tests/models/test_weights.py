@@ -1,0 +1,182 @@
+"""Initial values, files read and written: the same model whatever the split."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock import AutoPipeline
+from penstock.errors import CheckpointError, ModelError
+from penstock.models import weights
+from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
+
+
+def values(ranks: int, source: Any, **options: Any) -> dict[str, Tensor]:
+    pipe = AutoPipeline(ranks=ranks, microbatches=2, **options).build(source)
+    return {name: p.detach() for name, p in pipe.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_values_do_not_depend_on_the_split(family: str, tied: bool) -> None:
+    config = tiny_config(family, tied=tied)
+    expected = values(1, config, seed=3)
+    for ranks in (2, 4):
+        found = values(ranks, config, seed=3)
+        if tied:
+            ties = weights.tied_names(AutoModelForCausalLM.from_config(config))
+            for first, *others in ties:
+                for other in others:
+                    torch.testing.assert_close(found.pop(other), expected[first], rtol=0, atol=0)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    other_seed = values(1, config, seed=4)
+    assert any(not torch.equal(other_seed[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_values_are_spread_as_transformers_spreads_them(family: str) -> None:
+    """Not the same draws, but the same deviation of each weight; and what is not drawn is equal."""
+    config = tiny_config(family, hidden_size=64, intermediate_size=96)
+    reference = AutoModelForCausalLM.from_config(config)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(config)
+    for name, found in pipe.named_parameters():
+        expected = reference.get_parameter(name).detach()
+        if expected.std() == 0:
+            assert torch.equal(found, expected), name
+        elif found.numel() > 50:  # a handful of draws tells nothing of their deviation
+            ratio = float(found.detach().std() / expected.std())
+            assert ratio == pytest.approx(1, abs=4 / found.numel() ** 0.5), name
+    for module in pipe.modules.values():
+        for name, buffer in module.named_buffers():
+            torch.testing.assert_close(buffer, reference.get_buffer(name), msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_there_and_back(tmp_path: Path, family: str, tied: bool) -> None:
+    """transformers writes, a pipeline reads, runs and writes, transformers reads: bit for bit."""
+    model = tiny_model(family, tied=tied).eval()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    pipe = AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "theirs")
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in pipe.named_parameters())
+    pipe.verify_against(model, ragged_batch())
+    pipe.save_pretrained(tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", experts_implementation="eager").eval()
+    ids = ragged_batch()["input_ids"]
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert _stored(tmp_path / "ours") == _stored(tmp_path / "theirs")
+
+
+def _stored(folder: Path) -> set[str]:
+    """The names under which a folder holds its weights."""
+    from safetensors import safe_open
+
+    names = set()
+    for file in weights.weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    return names
+
+
+def test_a_base_model_without_its_prefix(tmp_path: Path) -> None:
+    """Checkpoints of gpt2 are stored without `transformer.`, and its tied head not at all."""
+    model = tiny_model("gpt2", tied=True)
+    model.transformer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}))
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path)
+    found = dict(pipe.named_parameters())
+    assert torch.equal(found["lm_head.weight"], model.transformer.wte.weight)
+    assert torch.equal(found["transformer.h.3.ln_1.weight"], model.transformer.h[3].ln_1.weight)
+
+
+def test_a_stage_reads_its_own_tensors_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mixtral")
+    model.save_pretrained(tmp_path)
+    read: set[str] = set()
+    real: Any = vars(weights)["safe_open"]
+
+    class Noting:
+        """A safetensors file that notes which tensors are read."""
+
+        def __init__(self, file: Path, framework: str) -> None:
+            self._file = real(file, framework=framework)
+
+        def keys(self) -> list[str]:
+            return list(self._file.keys())
+
+        def get_slice(self, key: str) -> Any:
+            return NotingSlice(self._file.get_slice(key), key)
+
+    class NotingSlice:
+        def __init__(self, inner: Any, key: str) -> None:
+            self._inner, self._key = inner, key
+
+        def __getitem__(self, index: Any) -> Any:
+            read.add(self._key)
+            return self._inner[index]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+    monkeypatch.setattr(weights, "safe_open", Noting)
+    outline = AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
+    weights.load(outline.part(1), outline.source.files, ())
+    assert read
+    assert all(
+        key.startswith(("model.layers.2.", "model.layers.3.", "model.norm", "lm_head")) for key in read
+    )
+
+
+def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    auto = AutoPipeline(ranks=2, microbatches=2)
+    shard = next(iter(sorted(tmp_path.glob("model-*"))))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-10])
+    with pytest.raises(CheckpointError, match="its header announces"):
+        auto.outline(tmp_path)
+    shard.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no safetensors header"):
+        auto.outline(tmp_path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="the index names it and it is missing"):
+        auto.outline(tmp_path)
+    (tmp_path / weights.INDEX).write_text("{")
+    with pytest.raises(CheckpointError, match="no index of weight files"):
+        auto.outline(tmp_path)
+
+
+def test_weights_of_another_model(tmp_path: Path) -> None:
+    tiny_model("llama", layers=3).save_pretrained(tmp_path / "short")
+    (tmp_path / "short" / "config.json").write_text(tiny_config("llama", layers=4).to_json_string())
+    with pytest.raises(CheckpointError, match=r"it lacks 9 of the model's weights: model.layers.3"):
+        AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "short")
+    tiny_model("llama").save_pretrained(tmp_path / "thin")
+    (tmp_path / "thin" / "config.json").write_text(
+        tiny_config("llama", intermediate_size=40).to_json_string()
+    )
+    with pytest.raises(CheckpointError, match=r"of shape \[.*\]: the model's config asks for"):
+        AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "thin")
+
+
+def test_a_parameter_that_nobody_initialises() -> None:
+    model_class = type(tiny_model("llama"))
+
+    class Extra(model_class):  # type: ignore[valid-type, misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.norm.extra = torch.nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = Extra(tiny_config("llama"))
+    with pytest.raises(ModelError, match=r"norm\.extra: the model's _init_weights gives it no value"):
+        AutoPipeline(ranks=2, microbatches=2).build(model)

@@ -1,0 +1,156 @@
+"""The executor beside the schedule: what it ran, what it held, what it left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.errors import BatchError, ConfigError, ModelError, ShapeError
+from penstock.models.protocol import StageInfo
+from penstock.runtime.shapes import Microbatch
+from penstock.schedule import Op, Placement, Schedule, build
+
+
+class Chunk(nn.Module):
+    """One linear layer; the first stage reads `x`."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        torch.manual_seed(info.stage)
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.linear(x))
+        return result
+
+
+def squares(output: Tensor, microbatch: Microbatch) -> Tensor:
+    difference: Tensor = output - microbatch["y"]
+    return difference.square().sum() / output.shape[0]
+
+
+def weight(module: nn.Module) -> nn.Parameter:
+    return module.get_parameter("linear.weight")
+
+
+def batch(rows: int = 7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": x.flip(0)}
+
+
+def whole(stages: int) -> nn.Sequential:
+    return nn.Sequential(*(Chunk(StageInfo(stage, stages)) for stage in range(stages)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (2, 1), (3, 2), (4, 7)])
+def test_runs_what_was_proven(name: str, ranks: int, microbatches: int) -> None:
+    schedule = build(name, ranks=ranks, microbatches=microbatches)
+    pipe = Pipeline.from_provider(Chunk, schedule=schedule, loss_fn=squares)
+    result = pipe.step(batch())
+    ran = [[span.op for span in pipe.timeline.of_rank(rank)] for rank in range(ranks)]
+    assert ran == [list(program) for program in schedule.programs]
+    assert pipe.timeline.peak_live == pipe.proof.peak_live
+
+    reference = whole(ranks)
+    loss = squares(reference(batch()["x"]), batch())
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
+    for stage, module in pipe.modules.items():
+        for name_, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference[stage].get_parameter(name_).grad)
+
+
+def test_several_stages_on_a_rank_in_any_order() -> None:
+    """A schedule of one's own on a V placement: rank 0 hosts the first stage and the last."""
+    order = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1 | 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
+    programs = tuple(tuple(map(Op.parse, rank.split())) for rank in order.split("|"))
+    schedule = Schedule("own", Placement((0, 1, 1, 0)), 2, programs)
+    pipe = Pipeline.from_provider(Chunk, schedule=schedule, loss_fn=squares)
+    assert pipe.evaluate(batch()).loss == pytest.approx(pipe.step(batch()).loss, rel=1e-12)
+    reference = whole(4)
+    squares(reference(batch()["x"]), batch()).backward()  # type: ignore[no-untyped-call]
+    for stage, module in pipe.modules.items():
+        torch.testing.assert_close(weight(module).grad, weight(reference[stage]).grad)
+
+
+def test_a_failed_step_leaves_nothing_behind() -> None:
+    class Moody(Chunk):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.device.type != "meta":
+                Moody.calls += 1
+                if Moody.calls == 6:
+                    raise RuntimeError("out of temper")
+            return super().forward(x)
+
+    pipe = Pipeline.from_provider(Moody, schedule="1f1b", ranks=2, microbatches=4, loss_fn=squares)
+    with pytest.raises(RuntimeError, match="out of temper") as error:
+        pipe.step(batch())
+    assert any("penstock: on rank" in note for note in error.value.__notes__)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    pipe.step(batch())
+    reference = whole(2)
+    squares(reference(batch()["x"]), batch()).backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(weight(pipe.modules[1]).grad, weight(reference[1]).grad)
+
+
+def test_a_stage_that_changes_its_shape_is_caught_before_it_sends() -> None:
+    class Growing(Chunk):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out if x.device.type == "meta" else out[:, :2]
+
+    pipe = Pipeline.from_provider(Growing, schedule="1f1b", ranks=2, microbatches=2, loss_fn=squares)
+    with pytest.raises(ShapeError, match=r"0F0 gave float64\[4, 2\]: the next rank expects float64\[4, 3\]"):
+        pipe.step(batch())
+
+
+def test_a_wrong_dtype_is_caught_before_it_is_sent() -> None:
+    class Rounding(Chunk):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x.double())
+            return out if x.device.type == "meta" else out.float()
+
+    pipe = Pipeline.from_provider(Rounding, schedule="gpipe", ranks=2, microbatches=2, loss_fn=squares)
+    with pytest.raises(ShapeError, match=r"gave float32\[4, 3\]: the next rank expects float64\[4, 3\]"):
+        pipe.step(batch())
+
+
+def test_what_a_stage_may_return() -> None:
+    class Lists(Chunk):
+        def forward(self, x: Tensor) -> Tensor:
+            return [x]  # type: ignore[return-value]
+
+    pipe = Pipeline.from_provider(Lists, schedule="1f1b", ranks=1, microbatches=1, loss_fn=squares)
+    with pytest.raises(ModelError, match="Lists returned a list"):
+        pipe.step(batch())
+
+
+def test_refusals_before_the_first_step() -> None:
+    with pytest.raises(ConfigError, match="schedule='1f1b' without microbatches"):
+        Pipeline.from_provider(Chunk, schedule="1f1b", ranks=2, loss_fn=squares)
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    with pytest.raises(ConfigError, match="ranks=3: the schedule given has 2"):
+        Pipeline.from_provider(Chunk, schedule=schedule, ranks=3, loss_fn=squares)
+    pipe = Pipeline.from_provider(
+        Chunk, schedule=build("inference", ranks=2, microbatches=2), loss_fn=squares
+    )
+    with pytest.raises(ConfigError, match="holds no backward"):
+        pipe.step(batch())
+    with pytest.raises(ConfigError, match="before the first step"):
+        _ = pipe.timeline
+    with pytest.raises(ModelError, match="made by from_provider"):
+        pipe.save_pretrained("/nowhere")
+
+
+def test_a_batch_with_fewer_rows_than_microbatches() -> None:
+    pipe = Pipeline.from_provider(Chunk, schedule="1f1b", ranks=2, microbatches=4, loss_fn=squares)
+    with pytest.raises(BatchError, match="a batch of 3 rows"):
+        pipe.step(batch(3))
+    assert pipe.evaluate(batch(3)).tokens == 3  # evaluation takes what there is

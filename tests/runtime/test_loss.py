@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from penstock.errors import BatchError
+from penstock.runtime.loss import MeanOverRows, NextToken
+
+
+def test_next_token_is_the_loss_of_transformers() -> None:
+    logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
+    labels[0, 3:] = -100
+    loss, microbatch = NextToken(), {"labels": labels}
+    mean = loss.total(logits, microbatch) / loss.weight(microbatch)
+    torch.testing.assert_close(mean, ForCausalLMLoss(logits, labels, vocab_size=11))
+
+
+def test_the_first_label_predicts_nothing() -> None:
+    labels = torch.full((2, 5), -100)
+    labels[:, 0] = 3
+    assert NextToken().weight({"labels": labels}) == 0
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    logits, labels = torch.randn(2, 400, 50), torch.randint(0, 50, (2, 400))
+    half = NextToken().total(logits.bfloat16(), {"labels": labels})
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, NextToken().total(logits.bfloat16().float(), {"labels": labels}))
+    assert NextToken().total(logits.double(), {"labels": labels}).dtype == torch.float64
+
+
+def test_labels_are_asked_for() -> None:
+    with pytest.raises(BatchError, match="reads 'labels'"):
+        NextToken().weight({"input_ids": torch.zeros(1, 2)})
+
+
+def test_a_mean_is_weighted_by_its_rows() -> None:
+    loss = MeanOverRows(lambda output, microbatch: output.mean(), lambda microbatch: 5)
+    assert float(loss.total(torch.full((5,), 2.0), {})) == 10.0
+    with pytest.raises(BatchError, match="one number"):
+        MeanOverRows(lambda output, microbatch: output, lambda microbatch: 5).total(torch.zeros(5), {})

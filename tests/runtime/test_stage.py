@@ -1,0 +1,77 @@
+"""What a stage holds between a forward and its backward, and when it lets go."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ShapeError
+from penstock.runtime.shapes import Microbatch, TensorSpec, check, gradient_specs
+from penstock.runtime.stage import Stage
+from penstock.schedule import Op
+
+
+class Residual(nn.Module):
+    """Its output is a sum, which autograd does not save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+
+    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+        (hidden,) = received
+        return (hidden + self.linear(hidden),)
+
+
+def test_a_sent_output_is_not_kept_alive() -> None:
+    stage = Stage(0, module := Residual(), module)
+    (output,) = stage.forward(0, [torch.ones(2, 4, dtype=torch.float64)], {})
+    gone = weakref.ref(output.untyped_storage())
+    del output
+    assert gone() is None
+    (gradient,) = stage.backward(0, [torch.ones(2, 4, dtype=torch.float64)])
+    expected = 1 + module.linear.weight.sum(0)
+    torch.testing.assert_close(gradient, expected.expand(2, 4).detach())
+    assert stage.live == {}
+
+
+def test_a_received_tensor_that_is_passed_on_unchanged() -> None:
+    stage = Stage(1, nn.Identity(), lambda received, microbatch: received)
+    stage.forward(0, [torch.ones(3)], {})
+    (gradient,) = stage.backward(0, [torch.full((3,), 5.0)])
+    assert gradient.tolist() == [5.0] * 3
+
+
+def test_an_input_that_the_output_does_not_use_gets_zeros() -> None:
+    stage = Stage(1, nn.Identity(), lambda received, microbatch: (received[0] * 2,))
+    stage.forward(0, [torch.ones(2), torch.ones(3)], {})
+    used, unused = stage.backward(0, [torch.ones(2)])
+    assert (used.tolist(), unused.tolist()) == ([2.0, 2.0], [0.0, 0.0, 0.0])
+
+
+def test_integers_cross_without_gradients() -> None:
+    stage = Stage(1, nn.Identity(), lambda received, microbatch: (received[0] * received[1], received[1]))
+    outputs = stage.forward(0, [torch.ones(2), torch.tensor([3, 4])], {})
+    assert outputs[1].dtype == torch.int64
+    gradients = stage.backward(0, [torch.ones(2)])
+    assert [g.tolist() for g in gradients] == [[3.0, 4.0]]
+
+
+def test_a_stage_that_trains_nothing() -> None:
+    stage = Stage(0, nn.Identity(), lambda received, microbatch: (microbatch["x"],))
+    stage.forward(0, [], {"x": torch.ones(2)})
+    assert stage.backward(0, [torch.ones(2)]) == ()
+
+
+def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
+    expected = (TensorSpec((2, 3), torch.float32), TensorSpec((2,), torch.int64))
+    check(Op(0, "F", 1), [torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)], expected)
+    assert gradient_specs(expected) == expected[:1]
+    for wrong in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(6)):
+        with pytest.raises(
+            ShapeError, match=r"0F1 gave .*: the next rank expects float32\[2, 3\], int64\[2\]"
+        ):
+            check(Op(0, "F", 1), [wrong, torch.zeros(2, dtype=torch.int64)], expected)
