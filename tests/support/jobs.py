@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline
-from support.families import ragged_batch, tiny_model
+from penstock.errors import PenstockError
+from support.families import ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, plain_step
 
 Case = tuple[str, int]  # schedule, microbatches
@@ -46,3 +51,56 @@ def results(family: str, ranks: int, microbatches: int, **options: Any) -> Any:
     result = pipe.step(ragged_batch())
     norm = pipe.clip_grad_norm_(0.5)
     return before.loss, result.loss, result.tokens, result.bubble, norm, pipe.clip_grad_norm_(0.5)
+
+
+def errors(action: str) -> str:
+    """The typed error that `action` ends in on this rank, in words."""
+    rank = dist.get_rank()
+    try:
+        if action == "world":
+            AutoPipeline(ranks=3, microbatches=2, timeout=20).build(tiny_config("llama"))
+        elif action == "mesh":
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+            AutoPipeline(ranks=4, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
+        elif action == "axis":
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            AutoPipeline(ranks=2, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
+        else:
+            pipe = AutoPipeline(ranks=2, microbatches=2, timeout=20).build(tiny_config("llama"))
+            pipe.step(ragged_batch())
+            pipe.step(
+                {"other length": ragged_batch(8, 10 + rank), "other tokens": other_tokens(rank)}[action]
+            )
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_tokens(rank: int) -> dict[str, Tensor]:
+    batch = ragged_batch()
+    batch["input_ids"][3, 4] += rank
+    return batch
+
+
+def two_pipelines(dp: int) -> list[Any]:
+    """A mesh of `dp` pipelines of two ranks: each gives the numbers of a plain process on its own batch."""
+    mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp_replicate", "pp"))
+    model = tiny_model("llama", tied=True)
+    pipe = AutoPipeline(ranks=2, microbatches=3, mesh=mesh, timeout=30).build(model)
+    batch = ragged_batch(6 + mesh.get_local_rank("dp_replicate"))
+    result = pipe.step(batch)
+    loss, expected = plain_step(model, batch)
+    assert abs(result.loss - loss) < 1e-5
+    gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert_gradients(gradients, expected, 1e-5)
+    return pipe.processes.gather([result.loss, dist.get_rank()])
+
+
+def clock() -> tuple[float, float, list[int]]:
+    """Offset of this rank's clock, makespan of a step, and the ranks that computed."""
+    pipe = AutoPipeline(ranks=2, microbatches=2, timeout=30).build(tiny_config("llama"))
+    start = time.perf_counter()
+    pipe.step(ragged_batch())
+    wall = time.perf_counter() - start
+    assert pipe.timeline.makespan <= wall
+    return wall, pipe.timeline.makespan, sorted({span.rank for span in pipe.timeline.spans})

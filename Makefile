@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+
+.PHONY: help env train test lint types tests sweep bench pictures clean
+.DEFAULT_GOAL := help
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+
+env: .venv/ready  ## Make .venv with everything that the other targets need
+
+# torch first and alone: with it in place no other package's open range pulls in another build of it
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+train: env  ## Train a small Qwen3 on the Python standard library's source, over two ranks
+	$(BIN)/penstock train configs/stdlib.yaml data.path="$(STDLIB)"
+
+test: lint types tests  ## All checks
+
+lint: env  ## Style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env  ## Static types, strict
+	$(BIN)/mypy
+
+tests: env  ## The test suite, on two processes
+	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+
+sweep: env  ## The whole equivalence matrix over real processes: many minutes
+	$(BIN)/pytest -m sweep --timeout 900
+
+bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
+	$(BIN)/python -m benchmarks
+
+pictures: env  ## Draw the README's pictures from a real run
+	$(BIN)/python docs/pictures.py
+
+clean:  ## Remove what the other targets made
+	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,137 @@
+"""Real processes over gloo: what they agree on, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import jobs
+from support.pool import Pool
+
+
+def test_a_world_that_does_not_fit(pool: Pool) -> None:
+    told = pool.run(2, jobs.errors, "world")
+    assert told == ["WorldSizeError: a world of 2 processes: a pipeline of 3 ranks runs in 3 processes, or all in one "
+                    "plain process. Start it with torchrun --nproc-per-node 3, or set ranks to 2"] * 2  # fmt: skip
+    assert "mesh with pp=2: the pipeline has 4 ranks" in pool.run(2, jobs.errors, "mesh")[1]
+    assert "the pipeline's ranks come from the axis named 'pp'" in pool.run(2, jobs.errors, "axis")[0]
+
+
+@pytest.mark.parametrize("action", ["other length", "other tokens"])
+def test_ranks_that_were_given_other_batches(pool: Pool, action: str) -> None:
+    """Raw gloo would part-fill a buffer, or train on nonsense."""
+    told = pool.run(2, jobs.errors, action)
+    assert told[0] == told[1]
+    assert told[0].startswith("BatchError: rank 0: schedule")
+    assert "all ranks of a pipeline step on the same batch" in told[0]
+    if action == "other length":
+        assert "input_ids int64[4, 10]" in told[0]
+        assert "input_ids int64[4, 11]" in told[0]
+
+
+def test_two_pipelines_side_by_side(pool: Pool) -> None:
+    answers = pool.run(4, jobs.two_pipelines, 2)
+    assert answers[0] == answers[1]
+    assert answers[2] == answers[3]
+    assert [rank for _, rank in answers[2]] == [2, 3]
+    assert answers[0][0][0] != answers[2][0][0]
+
+
+def test_one_timeline_for_all_ranks(pool: Pool) -> None:
+    for wall, makespan, ranks in pool.run(2, jobs.clock):
+        assert 0 < makespan <= wall
+        assert ranks == [0, 1]
+
+
+SCRIPT = """
+import os, sys, time, torch, signal
+from penstock import Pipeline
+torch.set_num_threads(1)
+rank, deed, when = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+
+class Chunk(torch.nn.Module):
+    def __init__(self, info):
+        super().__init__()
+        self.info, self.linear, self.calls = info, torch.nn.Linear(4, 4), 0
+    def forward(self, x):
+        if x.device.type != "meta" and self.info.stage == 2:
+            self.calls += 1
+            if f"{self.calls}" == when:
+                if deed == "raise":
+                    raise ValueError("this layer gave up")
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+        return self.linear(x)
+
+loss = lambda output, batch: output.square().mean()
+pipe = Pipeline.from_provider(Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[3]))
+print("ready", flush=True)
+try:
+    for _ in range(3):
+        pipe.step({"x": torch.ones(12, 4)})
+except Exception as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    os._exit(3)
+"""
+
+
+def run_ranks(tmp_path: Path, deed: str, when: int, timeout: float, limit: float) -> tuple[list[str], float]:
+    """Four ranks without a launcher; what each wrote, and seconds from the first to the last end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    port = str(20000 + os.getpid() % 20000)
+    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    processes = [
+        subprocess.Popen([sys.executable, str(script), deed, str(when), str(timeout)], text=True,
+                         env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        for rank in range(4)
+    ]  # fmt: skip
+    try:
+        deadline = time.monotonic() + limit
+        while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        first = time.monotonic()
+        waited_for = [p for rank, p in enumerate(processes) if not (deed == "stop" and rank == 2)]
+        while any(p.poll() is None for p in waited_for) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        seconds = time.monotonic() - first
+        assert all(p.poll() is not None for p in waited_for), "a rank hangs"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+    return [process.communicate()[1] for process in processes], seconds
+
+
+@pytest.mark.parametrize("when", [1, 4, 8])  # in the warm-up, in the steady phase, in the second step
+def test_a_rank_that_raises_ends_the_others_and_is_named(tmp_path: Path, when: int) -> None:
+    told, seconds = run_ranks(tmp_path, "raise", when, timeout=60, limit=60)
+    assert seconds < 5
+    assert "ValueError: this layer gave up" in told[2]
+    for rank in (0, 1, 3):
+        assert "PeerLostError" in told[rank]
+        assert f"rank 2 failed first: 2F{(when - 1) % 6}: ValueError: this layer gave up" in told[rank]
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    told, seconds = run_ranks(tmp_path, "kill", 4, timeout=60, limit=60)
+    assert seconds < 5
+    assert "from rank 2: rank 2 died or closed its connection" in told[1] + told[3]
+    assert all("PeerLostError" in told[rank] for rank in (0, 1, 3))
+
+
+def test_a_rank_that_stalls_is_named_by_all(tmp_path: Path) -> None:
+    told, _ = run_ranks(tmp_path, "stop", 4, timeout=3, limit=60)
+    for rank in (0, 1, 3):
+        assert "StalledPeerError" in told[rank] or "PeerLostError" in told[rank]
+    stalled = [line for rank in (0, 1, 3) for line in told[rank].splitlines() if "StalledPeerError" in line]
+    assert stalled
+    for line in stalled:
+        assert "rank 2 has been silent for" in line
+        assert "longer than the timeout of 3 s" in line

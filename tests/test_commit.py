@@ -1,0 +1,182 @@
+"""A folder is complete or absent, whatever fails while it is written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.commit import MANIFEST, check_folder, write_folder
+from penstock.errors import CheckpointError, RunError
+from penstock.runtime.processes import OneProcess, Processes
+
+
+class Threads:
+    """Processes that are threads: enough to try what is collective."""
+
+    def __init__(self, index: int, count: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.index, self.count, self._barrier, self._slots = index, count, barrier, slots
+
+    def gather(self, value: Any) -> list[Any]:
+        self._slots[self.index] = value
+        self._barrier.wait()
+        values = list(self._slots)
+        self._barrier.wait()
+        return values
+
+
+def on_threads(count: int, work: Callable[[Processes], None]) -> list[BaseException | None]:
+    """Run `work` on `count` processes; what each raised."""
+    barrier, slots = threading.Barrier(count, timeout=10), [None] * count
+    raised: list[BaseException | None] = [None] * count
+
+    def run(index: int) -> None:
+        try:
+            work(Threads(index, count, barrier, slots))
+        except BaseException as error:
+            raised[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def write_two(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"w" * 100)
+    (folder / "inner").mkdir(exist_ok=True)
+    (folder / "inner" / "config.json").write_text("{}")
+
+
+def test_a_written_folder_checks_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "checkpoint"
+    write_folder(target, write_two, OneProcess())
+    check_folder(target)
+    assert [entry.name for entry in target.parent.iterdir()] == ["checkpoint"]
+    assert sorted(json.loads((target / MANIFEST).read_text())["files"]) == [
+        "inner/config.json",
+        "weights.bin",
+    ]
+    (target / "notes.txt").write_text("an extra file is nobody's business")
+    check_folder(target)
+
+
+def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    write_folder(target, write_two, OneProcess())
+    write_folder(target, lambda folder: (folder / "new").touch(), OneProcess())
+    check_folder(target)
+    assert sorted(entry.name for entry in target.iterdir()) == [MANIFEST, "new"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_other_people_s_files_are_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        write_folder(tmp_path / "home", write_two, OneProcess())
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(CheckpointError, match="holds file"):
+        write_folder(tmp_path / "file", write_two, OneProcess())
+    assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "home"]
+
+
+def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_folder(tmp_path / "file" / "checkpoint", write_two, OneProcess())
+
+
+def test_processes_write_one_folder_together(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+
+    def work(processes: Processes) -> None:
+        def write(folder: Path) -> None:
+            (folder / f"part-{processes.index}").write_bytes(b"x")
+
+        write_folder(target, write, processes)
+
+    assert on_threads(3, work) == [None, None, None]
+    check_folder(target)
+    assert sorted(entry.name for entry in target.iterdir()) == [MANIFEST, "part-0", "part-1", "part-2"]
+
+
+def test_a_failure_on_one_process_fails_all_and_keeps_the_old_folder(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    write_folder(target, write_two, OneProcess())
+
+    def work(processes: Processes) -> None:
+        def write(folder: Path) -> None:
+            if processes.index == 1:
+                raise OSError("disk full")
+            (folder / "part").touch()
+
+        write_folder(target, write, processes)
+
+    first, second, third = on_threads(3, work)
+    assert isinstance(second, OSError)
+    for other in (first, third):
+        assert isinstance(other, RunError)
+        assert "process 1: it could not write its part of the folder: OSError: disk full" in str(other)
+    check_folder(target)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_crash_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        write_two(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path / "checkpoint", write, OneProcess())
+    assert list(tmp_path.iterdir()) == []
+
+
+def damage(folder: Path, how: str) -> None:
+    weights, manifest = folder / "weights.bin", folder / MANIFEST
+    match how:
+        case "missing":
+            weights.unlink()
+        case "truncated":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "altered":
+            weights.write_bytes(b"v" + weights.read_bytes()[1:])
+        case "no manifest":
+            manifest.unlink()
+        case "damaged manifest":
+            manifest.write_text(manifest.read_text()[:-20])
+        case "manifest of another kind":
+            manifest.write_text('{"files": ["weights.bin"]}')
+
+
+@pytest.mark.parametrize(
+    ("how", "rule"),
+    [
+        ("missing", r"weights\.bin: .*missing"),
+        ("truncated", "99 bytes and was written with 100"),
+        ("altered", "contents differ"),
+        ("no manifest", "has a manifest and this folder has none"),
+        ("damaged manifest", "manifest itself is damaged"),
+        ("manifest of another kind", "manifest itself is damaged"),
+    ],
+)
+def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
+    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    damage(tmp_path / "checkpoint", how)
+    with pytest.raises(CheckpointError, match=rule) as caught:
+        check_folder(tmp_path / "checkpoint")
+    assert str(tmp_path / "checkpoint") in caught.value.value
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+
+
+def test_no_folder_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        check_folder(tmp_path / "nowhere")

@@ -1,0 +1,41 @@
+"""The examples run plainly, draw what ran, and refuse what cannot be run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / name), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("afab.py", "gpipe"), ("one_f_one_b.py", "1f1b")])
+def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
+    name: str, schedule: str, tmp_path: Path
+) -> None:
+    sizes = ("--ranks", "2", "--microbatches", "3", "--pseudo-computation-time", "0.01")
+    done = run(name, *sizes, "--out", str(tmp_path / "new"))
+    assert done.returncode == 0, done.stderr
+    assert "predicted bubble 25.0%" in done.stdout
+    assert "measured bubble" in done.stdout
+    assert "<svg" in (tmp_path / "new" / f"{schedule}.svg").read_text()
+    assert "rank 1 | .  F0" in (tmp_path / "new" / f"{schedule}.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--microbatches", "0"), ("--ranks", "0"), ("--ranks", "two"), ("--pseudo-computation-time", "-1")],
+)
+def test_wrong_options_end_in_one_line(options: tuple[str, str]) -> None:
+    done = run("afab.py", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert options[0] in done.stderr
+    assert options[1] in done.stderr

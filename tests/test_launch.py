@@ -1,0 +1,185 @@
+"""Ranks under torchrun's launcher: one cause, first and once, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError, PeerLostError
+from penstock.launch import describe, exit_code, launch, under_torchrun
+
+PRELUDE = """
+import os, sys, time, signal
+from penstock.errors import ConfigError, PeerLostError, StalledPeerError
+from penstock.launch import fail, follow_parent
+follow_parent()
+rank = int(os.environ["RANK"])
+"""
+
+
+def script(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "rank.py"
+    file.write_text(PRELUDE + text)
+    return [sys.executable, str(file)]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(alive(pid) for pid in pids):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+def test_all_ranks_run_and_what_they_print_passes_through(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = signal.getsignal(signal.SIGTERM)
+    text = (
+        """os.write(1, f"{rank} of {os.environ['WORLD_SIZE']} {os.environ['OMP_NUM_THREADS']}\\n".encode())"""
+    )
+    assert launch(3, script(tmp_path, text)) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["0 of 3 1", "1 of 3 1", "2 of 3 1"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "OMP_NUM_THREADS" not in os.environ
+    assert not under_torchrun()
+
+
+def test_the_first_cause_is_shown_once_and_all_ranks_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+if rank == 2:
+    fail(ConfigError("a=1", "it is wrong", "Give 2"))
+cause = os.environ["TORCHELASTIC_ERROR_FILE"].replace(f"/{rank}/", "/2/")
+while not os.path.exists(cause):
+    time.sleep(0.01)
+if rank == 1:  # the launcher may well notice this one first
+    fail(PeerLostError("rank 2", "it is gone", "Look at its output"))
+time.sleep(60)
+"""
+    started = time.monotonic()
+    assert launch(3, script(tmp_path, text)) == 2
+    assert time.monotonic() - started < 10
+    assert capfd.readouterr().err == "penstock: error: rank 2: a=1: it is wrong. Give 2\n"
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == "penstock: error: rank 1 was killed by signal 9 (SIGKILL)\n"
+
+
+def test_an_error_that_nobody_foresaw_keeps_its_traceback(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+try:
+    1 / (0 if rank == 0 else 1)
+except Exception as error:
+    fail(error)
+time.sleep(60)
+"""
+    assert launch(2, script(tmp_path, text)) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("penstock: error: rank 0: ZeroDivisionError: division by zero\n")
+    assert err.count("Traceback") == err.count("penstock: error") == 1
+
+
+def test_a_rank_that_ends_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(2, script(tmp_path, "os._exit(7) if rank else time.sleep(60)")) == 7
+    assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+
+
+def test_a_rank_that_is_stopped_is_ended_too_and_not_blamed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+if rank == 0:
+    time.sleep(1)
+    fail(StalledPeerError("rank 0 waiting", "rank 1 has been silent for 1 s", "See what it was doing"))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    started = time.monotonic()
+    assert launch(2, script(tmp_path, text)) == 1
+    assert time.monotonic() - started < 10
+    assert capfd.readouterr().err.startswith(
+        "penstock: error: rank 0: rank 0 waiting: rank 1 has been silent"
+    )
+
+
+def test_relaunch_runs_the_same_script_with_its_arguments(tmp_path: Path) -> None:
+    file = tmp_path / "example.py"
+    file.write_text("""
+import os, sys, time
+from penstock.launch import relaunch
+from penstock.errors import ConfigError
+relaunch(2)
+os.write(1, f"{os.environ['RANK']} {sys.argv[1:]}\\n".encode())
+if os.environ["RANK"] == "1":
+    raise ConfigError("--depth=0", "it is too small", "Give 1")
+time.sleep(60)
+""")
+    run = subprocess.run([sys.executable, str(file), "--depth=0"], capture_output=True, text=True, timeout=60)
+    assert sorted(run.stdout.splitlines()) == ["0 ['--depth=0']", "1 ['--depth=0']"]
+    assert run.stderr == "penstock: error: rank 1: --depth=0: it is too small. Give 1\n"
+    assert run.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "penstock: interrupted\n"),
+        (signal.SIGTERM, 143, "penstock: ended by SIGTERM\n"),
+        (signal.SIGKILL, -9, ""),
+    ],
+)
+def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
+    text = """
+open(f"started-{rank}", "w").write(str(os.getpid()))
+try:
+    time.sleep(60)
+except KeyboardInterrupt as error:
+    fail(error)
+"""
+    command = script(tmp_path, text)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import sys, penstock.launch as l; sys.exit(l.launch(2, {command!r}))"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    files = [tmp_path / "started-0", tmp_path / "started-1"]
+    end = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < end:
+        time.sleep(0.05)
+    pids = [int(file.read_text()) for file in files]
+    parent.send_signal(number)
+    _, err = parent.communicate(timeout=20)
+    assert (parent.returncode, err) == (code, said)
+    assert wait_until_gone(pids, 5) == []
+
+
+def test_what_stderr_says() -> None:
+    error = ConfigError("a=1", "it is wrong", "Give 2")
+    assert describe(error) == "penstock: error: a=1: it is wrong. Give 2"
+    assert describe(error, 3) == "penstock: error: rank 3: a=1: it is wrong. Give 2"
+    lost = PeerLostError("rank 1", "gone", "Look")
+    assert [exit_code(e) for e in (error, lost, KeyboardInterrupt(), OSError())] == [2, 1, 130, 1]

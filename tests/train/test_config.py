@@ -1,0 +1,116 @@
+"""Every key is known, typed and within its limits, or the error says what to write instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.train.config import TrainConfig, load_config
+
+MINIMAL = """
+model: {config: {model_type: qwen3, hidden_size: 64}}
+data: {path: text.txt, tokenizer: bytes}
+"""
+
+
+def load(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> TrainConfig:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    return load_config(file, overrides)
+
+
+def refused(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, *overrides)
+    assert caught.value.exit_code == 2
+    assert caught.value.value
+    assert caught.value.rule
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def test_what_is_left_out_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.pipeline.ranks == 1
+    assert config.train.clip_norm == 1.0
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
+def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, MINIMAL, "train.steps=7", "optimizer.learning_rate=3e-4", "train.clip_norm=null",
+        "data.include=['*.py', '*.txt']", "model.config.hidden_size=32", "data.path=a=b",
+    )  # fmt: skip
+    assert config.train.steps == 7
+    assert config.optimizer.learning_rate == 3e-4
+    assert config.train.clip_norm is None
+    assert config.data.include == ("*.py", "*.txt")
+    assert config.model.config == {"model_type": "qwen3", "hidden_size": 32}
+    assert config.data.path == "a=b"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stps=3", "train.stps=3: section train has no such key. Did you mean train.steps?"),
+        ("train.learning_rate=1e-3", "Did you mean optimizer.learning_rate?"),
+        ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
+        ("train.qqqq=3", "Take one of steps, batch_size"),
+        ("train.steps=ten", "train.steps='ten': it should be a valid integer. Write a whole number"),
+        ("train.steps=2.5", "train.steps=2.5: it should be a valid integer"),
+        ("train.steps=true", "train.steps=True: it should be a valid integer"),
+        ("train.steps=0", "train.steps=0: it should be greater than or equal to 1. Give 1 or more"),
+        ("train.clip_norm=.inf", "it should be a finite number"),
+        ("train.activation_checkpointing=3", "Write true or false"),
+        ("data.kind=csv", "data.kind='csv': it should be 'auto', 'text', 'jsonl' or 'dataset'. Take"),
+        ("data.held_out=1", "it should be less than 1. Give less than 1"),
+        ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("model.path=there", "exactly one of model.path and model.config is given, and here both"),
+        ("model.config=null", "here neither is"),
+        ("model.config={hidden_size: 3}", "names its model_type"),
+        ("train.batch_size=3", "train.batch_size=3 rows cannot be split into pipeline.microbatches=4"),
+        ("optimizer.warmup_steps=101", "optimizer.warmup_steps=101 is more than train.steps=100"),
+        ("data.tokenizer=null", "data.tokenizer is missing"),
+        ("data.path=null", "data.path=None: it should be a valid string. Write text"),
+        ("train=3", "what follows the config file is section.key=value"),
+        ("train.steps", "what follows the config file is section.key=value"),
+        ("train.steps=[", "its value is not YAML"),
+        ("data.path.x=1", "path holds a str and no keys"),
+    ],
+)
+def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    assert message in refused(tmp_path, MINIMAL, override)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    message = refused(tmp_path, MINIMAL + "train: {stps: 3, batch_size: x}\nnope: 1\n")
+    assert "3 things are wrong with it" in message
+    for part in ("train.stps=3", "train.batch_size='x'", "nope=1"):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it holds sections of keys, and here is nothing"),
+        ("- a\n", "here is a list"),
+        ("model: [", "it is not YAML"),
+        (MINIMAL + "data: {}\n", "key 'data' is given twice"),
+        ("data: {path: x, tokenizer: bytes}\n", "model is missing: the run needs it"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refused(tmp_path, text)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="it is not YAML"):
+        load_config(tmp_path / "binary.yaml")

@@ -1,0 +1,171 @@
+"""Which rows a step sees, and every kind of data that is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+
+from penstock.errors import DataError
+from penstock.train.config import TrainConfig
+from penstock.train.data import Rows, load_rows
+from penstock.train.documents import documents
+from penstock.train.tokenizer import Bytes
+
+
+def config(path: Path, **data: Any) -> TrainConfig:
+    section = {"path": str(path), "tokenizer": "bytes", "sequence_length": 4, **data}
+    train = {"batch_size": 2, "seed": 3}
+    model = {"config": {"model_type": "qwen3"}}
+    return TrainConfig.model_validate(
+        {"model": model, "data": section, "train": train, "pipeline": {"microbatches": 2}}
+    )
+
+
+def load(path: Path, vocabulary: int = 256, **data: Any) -> Rows:
+    return load_rows(config(path, **data), Bytes(), vocabulary)
+
+
+def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load(path, vocabulary, **data)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Rows:
+    tokens = np.arange(count * 3, dtype=np.uint8).reshape(count, 3)
+    return Rows(tokens, held_out, 2, seed)
+
+
+def test_an_epoch_sees_every_row_once_and_none_that_is_held_out() -> None:
+    rows = rows_of(11)  # 9 rows to train on, in batches of 2: epochs end within a batch
+    seen = torch.cat([rows.batch(step)["input_ids"] for step in range(1, 10)])
+    first, second = seen[:9], seen[9:]
+    expected = torch.arange(27).reshape(9, 3)
+    for epoch in (first, second):
+        assert torch.equal(epoch[epoch[:, 0].argsort()], expected)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, expected)
+
+
+def test_a_batch_follows_from_its_step_alone() -> None:
+    forwards = [rows_of(11).batch(step)["input_ids"] for step in range(1, 20)]
+    rows = rows_of(11)
+    for step in reversed(range(1, 20)):
+        assert torch.equal(rows.batch(step)["input_ids"], forwards[step - 1])
+    assert not torch.equal(rows_of(11, seed=1).batch(1)["input_ids"], forwards[0])
+
+
+def test_a_batch_is_what_transformers_takes() -> None:
+    batch = rows_of(11).batch(1)
+    assert batch["input_ids"].shape == (2, 3)
+    assert batch["input_ids"].dtype == torch.int64
+    assert torch.equal(batch["input_ids"], batch["labels"])
+    assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
+
+
+def test_held_out_batches_are_spread_over_the_held_out_rows() -> None:
+    rows = rows_of(20, held_out=9)
+    (batch,) = rows.held_out_batches(1)
+    assert batch["input_ids"][:, 0].tolist() == [33, 57]
+    assert len(rows.held_out_batches(100)) == 4
+    starts = torch.cat([batch["input_ids"][:, 0] for batch in rows.held_out_batches(100)])
+    assert starts.min() == 33
+    assert len(set(starts.tolist())) == 8
+
+
+def test_a_text_file_is_cut_into_rows_and_the_rest_is_left(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefghijklmnopqrstuvwxyz")
+    rows = load(tmp_path / "a.txt")
+    assert [bytes(row) for row in rows.tokens] == [b"abcd", b"efgh", b"ijkl", b"mnop", b"qrst", b"uvwx"]
+    assert rows.held_out == 2
+
+
+def test_a_folder_is_read_in_sorted_order_within_its_patterns(tmp_path: Path) -> None:
+    for name in ("b/a.py", "a.py", "b.py", "b/skip/x.py", "skip.py", "notes.md", "b/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    section = config(tmp_path, include=["*.py"], exclude=["skip", "skip.py"]).data
+    found = [
+        (Path(name).relative_to(tmp_path).as_posix(), text.decode()) for name, text in documents(section)
+    ]
+    assert found == [(n, n) for n in ("a.py", "b/a.py", "b/c.py", "b.py")]
+    rows = load(tmp_path, include=["*.py"], exclude=["skip", "skip.py"])
+    assert rows.tokens.tobytes() == b"a.py\0b/a.py\0b/c.py\0b.py"[:20]
+
+
+def test_jsonl_and_a_dataset_give_the_same_rows(tmp_path: Path) -> None:
+    texts = ["first document", "", "zweites Döküment"]
+    lines = "\n\n".join(json.dumps({"id": 1, "body": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines, encoding="utf-8")
+    datasets.Dataset.from_dict({"body": texts}).save_to_disk(tmp_path / "set")
+    rows = load(tmp_path / "a.jsonl", text_field="body")
+    again = load(tmp_path / "set", text_field="body")
+    assert rows.tokens.tobytes() == again.tokens.tobytes() == "\0".join(texts).encode()[:32]
+
+
+def test_what_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
+    assert "there is no such file or folder" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").touch()
+    assert "it holds no text" in refused(tmp_path / "empty")
+    (tmp_path / "folder").mkdir()
+    assert "no file below it matches" in refused(tmp_path / "folder")
+    (tmp_path / "folder" / "a.txt").write_text("text")
+    assert "matches data.include=['*.py']" in refused(tmp_path / "folder", include=["*.py"])
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    assert "it holds no text" in refused(tmp_path / "empty.jsonl")
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 15)
+    assert "of 15 tokens: it gives 3 rows of 4" in refused(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"x" * 16)
+    assert len(load(tmp_path / "a").tokens) == 4
+
+
+def test_an_id_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x" * 16)
+    assert "token id 120 and the model has ids 0 to 119" in refused(tmp_path / "a", vocabulary=120)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"\xff\x00\x01\x80", "line 2: it is not JSON"),
+        (b'{"text": ', "line 2: it is not JSON"),
+        (b'"text"', "line 2: each line is a JSON object"),
+        (b'{"texts": "x"}', "line 2: it has no field 'text', only 'texts'"),
+        (b'{"text": 3}', "line 2: text holds a int and no text"),
+        (b'{"text": "\\ud800"}', "line 2: it is not JSON"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line)
+    assert message in refused(tmp_path / "a.jsonl")
+
+
+def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = datasets.Dataset.from_dict({"text": ["x"]})
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "splits")
+    assert "it holds several splits (train, test)" in refused(tmp_path / "splits")
+    assert "it has no field 'body', only 'text'" in refused(tmp_path / "splits" / "train", text_field="body")
+    (tmp_path / "splits" / "train" / "state.json").write_text("{")
+    assert "datasets cannot load it" in refused(tmp_path / "splits" / "train")
+    assert "this is a folder" in refused(tmp_path, kind="jsonl")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'penstock[datasets]'" in refused(tmp_path / "splits")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x" * 16)
+    (tmp_path / "a").chmod(0)
+    assert "it cannot be read (Permission denied)" in refused(tmp_path / "a")

@@ -1,0 +1,43 @@
+"""A model section becomes a config or a folder, and a mistyped key of a model is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, Qwen3Config
+
+from penstock.errors import ConfigError, ModelError
+from penstock.train.config import ModelSection
+from penstock.train.model import inline_config, named_model
+
+
+def test_inline_keys_make_the_config_of_their_type() -> None:
+    config = inline_config({"model_type": "qwen3", "hidden_size": 32, "rope_theta": 5e4})
+    assert isinstance(config, Qwen3Config)
+    assert config.hidden_size == 32
+    assert config.rope_parameters["rope_theta"] == 5e4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "qwen3", "hiden_size": 32}, "Qwen3Config has no such key. Did you mean hidden_size?"),
+        ({"model_type": "gpt2", "n_layers": 2}, "Did you mean n_layer?"),
+        ({"model_type": "qwen33"}, "transformers knows no such model type. Did you mean qwen3?"),
+        ({"model_type": "qwen3", "hidden_size": "many"}, "transformers refuses it"),
+    ],
+)  # fmt: skip
+def test_wrong_keys_are_refused(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inline_config(keys)
+    assert message in str(caught.value)
+
+
+def test_a_folder_is_read_for_its_weights_or_for_its_config_alone(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(tmp_path)
+    assert named_model(ModelSection(path=str(tmp_path))) == tmp_path
+    config = named_model(ModelSection(path=str(tmp_path), weights="random"))
+    assert isinstance(config, Qwen3Config)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        named_model(ModelSection(path=str(tmp_path / "nowhere"), weights="random"))
