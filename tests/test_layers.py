@@ -35,9 +35,8 @@ HELPERS = {
     "launch": (frozenset({"train", "cli"}), frozenset({"errors", "commit"})),
 }
 
-Import = tuple[
-    Path, int, str
-]  # file, line, what of penstock it imports: "schedule", or "" for the front door
+# file, line, what of penstock it imports: "schedule", or "" for the front door
+Import = tuple[Path, int, str]
 
 
 def part_of(path: Path) -> str:
@@ -46,6 +45,8 @@ def part_of(path: Path) -> str:
 
 
 def part_named(module: str) -> str:
+    if module == "__main__":  # `python -m penstock` is the command by another way
+        return "cli"
     return "pipeline" if module in PIPELINE else module
 
 

@@ -103,7 +103,9 @@ def test_verify_against_finds_what_differs() -> None:
     assert all(torch.equal(kept[n], p.grad) for n, p in pipe.named_parameters() if p.grad is not None)
 
     hook = pipe.modules[1].get_parameter("model.norm.weight").register_hook(lambda grad: grad * 1.001)
-    with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight: it differs by [^;]*: the split model"):
+    with pytest.raises(
+        EquivalenceError, match=r"^gradient model\.norm\.weight: it differs by [^;]*: the split model"
+    ):
         pipe.verify_against(model, batch)
     hook.remove()
     with torch.no_grad():

@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -27,7 +27,8 @@ from penstock.errors import PeerLostError, PenstockError
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_GRACE_SECONDS = 4
+_PROCESS_FILE = "process"  # beside the error file: the rank's process id
+_GRACE_SECONDS = 3
 _INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
 
 
@@ -58,7 +59,13 @@ def launch(ranks: int, command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="penstock-") as logs, _quiet(), _environment(), _signals():
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-") as logs,
+        _quiet(),
+        _environment(),
+        _signals(),
+        _end_stragglers(Path(logs)),
+    ):
         try:
             elastic_launch(_launch_config(ranks, logs), command[0])(*command[1:])
         except ChildFailedError as failed:
@@ -87,25 +94,28 @@ def relaunch(ranks: int) -> None:
 def follow_parent() -> None:
     """In a rank that `launch` started: end when the launcher is gone, so that none is left behind."""
     parent = int(os.environ.get(LAUNCHER, 0))
+    if not parent or not under_torchrun():
+        return
+    if file := os.environ.get(_ERROR_FILE):
+        Path(file).with_name(_PROCESS_FILE).write_text(str(os.getpid()))
 
     def follow() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         os._exit(128 + signal.SIGTERM)
 
-    if parent:
-        threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
 
 
-def fail(error: BaseException) -> NoReturn:
+def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
     """End this rank at once with the exit code of `error`, having recorded it for the launcher.
 
-    Under `launch` nothing is printed here, since the launcher prints the first cause. Exits without the
+    Under `launch`, or where `quiet`, nothing is printed here: another does, once. Exits without the
     interpreter's own shutdown, which would wait for the peers of a process group.
     """
     code = exit_code(error)
     _record(error)
-    if LAUNCHER not in os.environ and code != _INTERRUPTED:
+    if not quiet and LAUNCHER not in os.environ and code != _INTERRUPTED:
         print(describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
     leave(code)
 
@@ -159,7 +169,9 @@ def _record(error: BaseException) -> None:
 
 def _report(failures: Mapping[int, Any]) -> int:
     """Print the first cause among torchrun's `ProcessFailure`s by rank; its exit code."""
-    first = min(_cause(rank, failure) for rank, failure in failures.items())
+    causes = [_cause(rank, failure) for rank, failure in failures.items()]
+    noticed = min(cause.time for cause in causes)
+    first = min(_unless_late(cause, noticed) for cause in causes)
     print(f"{first.traceback}penstock: error: {first.message}", file=sys.stderr, flush=True)
     return first.exit_code
 
@@ -188,6 +200,12 @@ def _cause(rank: int, failure: Any) -> Cause:
         message = f"rank {rank} was killed by signal {-code} ({number.name})"
         return Cause(order, failure.timestamp, rank, message, "", 128 - code)
     return Cause(2, failure.timestamp, rank, f"rank {rank} ended with exit code {code}", "", code)
+
+
+def _unless_late(cause: Cause, noticed: float) -> Cause:
+    """A rank that was killed well after the first failure was a straggler, and we killed it."""
+    late = cause.order == 0 and cause.time > noticed + _GRACE_SECONDS / 2
+    return cause._replace(order=5) if late else cause
 
 
 def _launch_config(ranks: int, logs: str) -> Any:
@@ -220,6 +238,31 @@ def _environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextmanager
+def _end_stragglers(logs: Path) -> Iterator[None]:
+    """Kill what is left a while after a rank told of its failure: a stopped process heeds no SIGTERM.
+
+    The launcher itself would wait half a minute.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            if any(logs.rglob("error.json")) and not over.wait(_GRACE_SECONDS):
+                for file in logs.rglob(_PROCESS_FILE):
+                    with suppress(ProcessLookupError, ValueError):
+                        os.killpg(int(file.read_text()), signal.SIGKILL)
+                return
+
+    watcher = threading.Thread(target=watch, name="end-stragglers", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
 
 
 @contextmanager

@@ -35,14 +35,15 @@ class SavedModel:
 
     def write(self, folder: Path, stages: Mapping[int, Stage], processes: Processes) -> None:
         """Write this process's stages into `folder`; process 0 adds index and configs."""
-        written = {}
-        for index, stage in stages.items():
-            written[self._file(index)] = weights.write(
-                stage.module, folder / self._file(index), set(self.copies)
-            )
+        mine = {
+            self._file(index): weights.stored(stage.module, self.copies) for index, stage in stages.items()
+        }
+        sizes = {file: {name: value.nbytes for name, value in held.items()} for file, held in mine.items()}
         everywhere: dict[str, dict[str, int]] = {}
-        for part in processes.gather(written):
+        for part in processes.gather(sizes):  # before anything that can fail on one process alone
             everywhere |= part
+        for file, held in mine.items():
+            weights.write(held, folder / file)
         if processes.index == 0:
             if self.stages > 1:
                 weights.write_index(folder, everywhere)

@@ -12,7 +12,7 @@ import json
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -239,12 +239,15 @@ def _init_module(owner: PreTrainedModel, name: str, module: nn.Module, seed: int
         owner._init_weights(module)
 
 
-def write(stage: PreTrainedModel, file: Path, left_out: set[str]) -> dict[str, int]:
-    """Write the stage's weights but those `left_out`; return the names written, with their bytes."""
+def stored(stage: PreTrainedModel, left_out: Collection[str]) -> dict[str, Tensor]:
+    """The stage's weights but those `left_out`, as the model's files hold them."""
     state = {name: value for name, value in stage.state_dict().items() if name not in left_out}
     state = revert_weight_conversion(stage, state)
-    save_file({k: v.contiguous() for k, v in state.items()}, file, metadata={"format": "pt"})
-    return {name: value.nbytes for name, value in state.items()}
+    return {name: value.contiguous() for name, value in state.items()}
+
+
+def write(weights: dict[str, Tensor], file: Path) -> None:
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def write_index(folder: Path, written: Mapping[str, Mapping[str, int]]) -> None:

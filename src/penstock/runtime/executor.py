@@ -51,7 +51,8 @@ class Executor:
     recorder: Recorder
     inbox: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict)  # by the op that made it
     outbox: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict)
-    shares: list[Tensor] = field(default_factory=list)  # of the step's loss, on the last stage's rank
+    totals: list[Tensor] = field(default_factory=list)  # loss of each microbatch, on the last stage's rank
+    shares: list[Tensor] = field(default_factory=list)  # those of the step's loss, once it has ended
     peak_live: int = 0
     current: Op | None = None
     expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
@@ -67,7 +68,7 @@ class Executor:
     def run(self, step: StepInput) -> Iterator[None]:
         """One step. Yields where another rank of this process must run first."""
         self.recorder.begin_step()
-        self.shares, self.peak_live, self.expected = [], 0, {}
+        self.totals, self.shares, self.peak_live, self.expected = [], [], 0, {}
         for action in self.plan.actions:
             match action:
                 case Compute(op):
@@ -84,6 +85,8 @@ class Executor:
                     self.transport.send(message, tensors)
                 case Free(message):
                     self.transport.free(message)
+        if self.totals:
+            self.shares = list(torch._foreach_div(self.totals, step.weight))
 
     def _compute(self, op: Op, step: StepInput) -> None:
         self.current = op
@@ -92,7 +95,7 @@ class Executor:
             case "F":
                 result = self._forward(op, step)
             case "B":
-                result = self._backward(op)
+                result = self._backward(op, step)
         self.recorder.add(op, start, self.recorder.now())
         self._pass_on(op, result)
         self.current = None
@@ -105,20 +108,20 @@ class Executor:
             outputs = stage.infer(received, microbatch)
             if last:
                 with torch.no_grad():
-                    self.shares.append(self.loss.total(outputs[0], microbatch) / step.weight)
+                    self.totals.append(self.loss.total(outputs[0], microbatch))
             return outputs
         if last:
-            share = stage.forward_loss(op.microbatch, received, microbatch, self.loss, step.weight)
-            self.shares.append(share)
-            outputs = (share,)
+            total = stage.forward_loss(op.microbatch, received, microbatch, self.loss)
+            self.totals.append(total)
+            outputs = (total,)
         else:
             outputs = stage.forward(op.microbatch, received, microbatch)
         self._count_live()
         return outputs
 
-    def _backward(self, op: Op) -> tuple[Tensor, ...]:
-        if op.stage == self.last_stage:
-            gradients: tuple[Tensor, ...] = (torch.ones_like(self.shares[0]),)
+    def _backward(self, op: Op, step: StepInput) -> tuple[Tensor, ...]:
+        if op.stage == self.last_stage:  # the step's loss is the sum of the totals, divided by the weight
+            gradients: tuple[Tensor, ...] = (torch.full_like(self.totals[0], 1 / step.weight),)
         else:
             gradients = self.inbox.pop(Op(op.stage + 1, "B", op.microbatch))
         return self.stages[op.stage].backward(op.microbatch, gradients)

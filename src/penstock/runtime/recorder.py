@@ -44,11 +44,11 @@ class Recorder:
             return mark + self._offset
         assert self._zero is not None
         at, zero = self._zero
-        return at + zero.elapsed_time(mark) / 1e3 + self._offset
+        return at + float(zero.elapsed_time(mark)) / 1e3 + self._offset
 
 
 def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

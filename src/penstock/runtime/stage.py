@@ -34,14 +34,14 @@ class Stage:
         return tuple([output.detach() for output in outputs])
 
     def forward_loss(
-        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss, weight: int
+        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss
     ) -> Tensor:
-        """The last stage's forward: the microbatch's share of the step's loss, its total / `weight`."""
+        """The last stage's forward: the microbatch's total loss."""
         inputs = tuple([leaf(tensor) for tensor in received])
         outputs = self._call(inputs, microbatch)
-        share = loss.total(outputs[0], microbatch) / weight
-        self.live[number] = hold(inputs, (share,))
-        return share.detach()
+        total = loss.total(outputs[0], microbatch)
+        self.live[number] = hold(inputs, (total,))
+        return total.detach()
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Whole backward of microbatch `number`; lets its activations go."""

@@ -85,7 +85,6 @@ def run(prepared: Prepared) -> None:
             Run(config, pipe, prepared.rows, optimizer, prepared.tokenizer, display, metrics, prepared.done)
         )
     if metrics:
-        metrics.close()
         tell(outcome, pipe.schedule, config, output)
     pipe.processes.gather(None)  # nobody leaves while process 0 still writes
     if dist.is_initialized():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from transformers import AutoConfig, PreTrainedModel
 
-import penstock
 from penstock.commit import check_folder, write_folder
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties
@@ -57,7 +57,7 @@ def save_checkpoint(
         )
         if processes.index == 0:
             tokenizer.save(folder)
-            versions = {"penstock": penstock.__version__, "torch": torch.__version__}
+            versions = {"penstock": version("penstock"), "torch": torch.__version__}
             state = {"step": step, "config": config.model_dump(mode="json"), "versions": versions}
             (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
@@ -149,8 +149,11 @@ def _unfit(path: Path, found: str, rule: str) -> CheckpointError:
 
 
 def _placed(part: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """As AdamW keeps it: counters on the CPU, moments where the parameter is."""
-    return value if part == "step" else value.to(parameter.device)
+    """As AdamW keeps it: counters on the CPU, moments where the parameter is.
+
+    Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
+    """
+    return value.clone() if part == "step" else value.to(parameter.device, copy=True)
 
 
 def _optimizer_tensors(pipe: Pipeline, optimizer: AdamW) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import AdamW
 
 from penstock.errors import RunError
-from penstock.pipeline import Pipeline, StepResult
+from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.train.checkpoint import checkpoint_folder, save_checkpoint
 from penstock.train.config import TrainConfig
@@ -67,7 +67,7 @@ def train(run: Run) -> Outcome:
 
 
 def seed_step(seed: int, step: int, process: int) -> None:
-    """Make what a step draws at random (dropout) follow from the step, so that a resumed run needs no state."""
+    """Make what a step draws at random (dropout) follow from the step: a resumed run needs no state of it."""
     torch.manual_seed(int(np.random.SeedSequence((seed, step, process)).generate_state(1)[0]))
 
 
@@ -80,7 +80,7 @@ def _step(run: Run, step: int) -> None:
     run.optimizer.zero_grad()
     result = run.pipe.step(run.rows.batch(step))
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
-    _check_finite(step, result, norm)
+    _check_finite(step, loss=result.loss, grad_norm=norm)
     run.optimizer.step()
     seconds = time.perf_counter() - started
     row: Row = {
@@ -98,12 +98,12 @@ def _step(run: Run, step: int) -> None:
         run.metrics.write(row)
 
 
-def _check_finite(step: int, result: StepResult, norm: float) -> None:
+def _check_finite(step: int, **values: float) -> None:
     """Before the optimizer spoils the weights with it."""
-    if not (math.isfinite(result.loss) and math.isfinite(norm)):
+    if not all(math.isfinite(value) for value in values.values()):
         raise RunError(
-            f"step {step}: loss={result.loss} with a gradient norm of {norm}",
-            "both are finite numbers while a model trains",
+            f"step {step}: {', '.join(f'{name}={value}' for name, value in values.items())}",
+            "these are finite numbers while a model trains",
             "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32",
         )
 
@@ -115,6 +115,7 @@ def _evaluate(run: Run, step: int) -> None:
     results = [run.pipe.evaluate(batch) for batch in batches]
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
+    _check_finite(step, held_out_loss=loss)
     if run.metrics:
         seconds = time.perf_counter() - started
         run.metrics.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})

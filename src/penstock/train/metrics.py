@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 Row = dict[str, Any]
 
@@ -22,15 +22,13 @@ class Metrics:
         fresh = path.with_name(f".{path.name}.new")
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = path
 
     def write(self, row: Row) -> None:
         # a NaN would not be JSON; the loop ends the run before it would write one
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        line = json.dumps(row, allow_nan=False) + "\n"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line)
 
 
 def _rows_until(path: Path, step: int) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from penstock.schedule import Costs, Schedule, render, simulate
 from penstock.train.config import OutputSection, TrainConfig
@@ -31,9 +32,11 @@ def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path
 
 
 def sample(checkpoint: Path, section: OutputSection, seed: int) -> str:
-    """The prompt and what the saved model makes of it: a plain `generate` on the CPU, at a low temperature."""
+    """The prompt and what the saved model makes of it: plain `generate`, at a low temperature."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    logging.disable_progress_bar()  # "Loading weights", in the middle of the summary
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    logging.enable_progress_bar()
     encoded = tokenizer(section.sample_prompt, return_tensors="pt")
     torch.manual_seed(seed)
     made = model.generate(

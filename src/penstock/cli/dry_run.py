@@ -1,0 +1,82 @@
+"""What ``penstock train --dry-run`` shows: all that is known of a run before it runs."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.schedule import Costs, render, simulate
+from penstock.train.assemble import Prepared
+
+
+def show(prepared: Prepared) -> None:
+    """Print config, stages, schedule, predicted bubble and memory a rank."""
+    console = Console(highlight=False)
+    schedule = prepared.outline.schedule
+    costs = stage_costs(prepared)
+    predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
+    console.print(prepared.config.to_yaml(), markup=False, soft_wrap=True)
+    console.print(_stages(prepared))
+    console.print(render(schedule), markup=False, soft_wrap=True)
+    console.print(
+        f"predicted bubble {predicted.bubble:.1%}, each stage taking time in proportion to its parameters\n"
+    )
+    console.print(_memory(prepared))
+    for note in prepared.notes:
+        console.print(note, markup=False)
+
+
+def stage_costs(prepared: Prepared) -> list[float]:
+    """A stage's forward: its parameters but the embedding's, a look-up, as a share of the largest."""
+    stages = prepared.outline.stages
+    costs = [float(stage.parameters) for stage in stages]
+    costs[0] -= prepared.outline.source.model.get_input_embeddings().weight.numel()
+    return [cost / max(costs) for cost in costs]
+
+
+def memory(prepared: Prepared) -> list[tuple[int, int, int, int | None]]:
+    """Per rank, in bytes: parameters, gradients, AdamW's two moments, live activations (None: unknown)."""
+    config, outline = prepared.config, prepared.outline
+    rows = math.ceil(config.train.batch_size / config.pipeline.microbatches)
+    held = None  # recomputing layers changes what is held by an amount that only a run shows
+    if not config.train.activation_checkpointing:
+        held = outline.activation_bytes((rows, config.data.sequence_length))
+    needs = []
+    for rank, peak in enumerate(outline.proof.peak_live):
+        own = [stage for stage in outline.stages if stage.rank == rank]
+        weights = sum(stage.parameter_bytes for stage in own)
+        # a rank's live activations may be of any of its stages: the largest bounds them
+        live = None if held is None else peak * max(held[stage.stage] for stage in own)
+        needs.append((weights, weights, 2 * weights, live))
+    return needs
+
+
+def _stages(prepared: Prepared) -> Table:
+    table = Table(title="stages", title_justify="left")
+    for name in ("rank", "stage", "layers", "parameters"):
+        table.add_column(name, justify="right")
+    for stage in prepared.outline.stages:
+        layers = f"{stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "none"
+        table.add_row(str(stage.rank), str(stage.stage), layers, f"{stage.parameters:,}")
+    return table
+
+
+def _memory(prepared: Prepared) -> Table:
+    table = Table(title="predicted memory a rank, MiB, without the framework's own", title_justify="left")
+    for name in ("rank", "parameters", "gradients", "AdamW", "live", "activations", "together"):
+        table.add_column(name, justify="right")
+    peaks = prepared.outline.proof.peak_live
+    for rank, (weights, gradients, moments, live) in enumerate(memory(prepared)):
+        together = weights + gradients + moments + (live or 0)
+        table.add_row(
+            str(rank), _mib(weights), _mib(gradients), _mib(moments), str(peaks[rank]),
+            "unknown" if live is None else _mib(live),
+            _mib(together) + (" and more" if live is None else ""),
+        )  # fmt: skip
+    return table
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"

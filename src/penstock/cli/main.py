@@ -1,0 +1,116 @@
+"""The command ``penstock``: parse, call, exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import penstock
+from penstock import launch
+
+if TYPE_CHECKING:
+    from penstock.train.assemble import Prepared
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+
+def main() -> None:
+    """Run the command and exit: 0, 2 for what the user can mend, 1 for a failed run, 130 after Ctrl-C."""
+    try:
+        app(prog_name="penstock")
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and stop.")] = False,
+) -> None:
+    """Pipeline-parallel training for PyTorch."""
+    if version:
+        print(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config file.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show config, stages, schedule, bubble and memory, and stop.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the checkpoint whose path follows, or else the newest whole one."
+        ),
+    ] = False,
+) -> None:
+    """Train a Hugging Face model through a pipeline.
+
+    Started plainly it starts one process a rank; started under torchrun each process is one rank.
+    """
+    try:
+        prepared = _prepare(config, arguments or [], resume)
+        if dry_run:
+            from penstock.cli.dry_run import show
+
+            return show(prepared)
+        ranks = prepared.config.pipeline.ranks
+        if ranks > 1 and not launch.under_torchrun():
+            command = [sys.executable, "-m", "penstock", *sys.argv[1:]]
+            raise typer.Exit(launch.launch(ranks, command))
+        return _train(prepared)
+    except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
+        _end(error)
+
+
+def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
+    launch.follow_parent()
+    overrides, checkpoint = _sort_arguments(arguments, resume)
+    from penstock.train.assemble import preflight  # torch and transformers: seconds that --help need not take
+    from penstock.train.config import load_config
+
+    try:
+        return preflight(load_config(config, overrides), checkpoint)
+    except Exception as error:
+        if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
+            # every rank of this machine finds the same, and one of them says so
+            launch.fail(error, quiet=True)
+        raise
+
+
+def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str | None]:
+    """The overrides, and what to resume from: a path, the word for the newest, or None."""
+    overrides = [argument for argument in arguments if re.match(r"\w+(\.\w+)+=", argument)]
+    others = [argument for argument in arguments if argument not in overrides]
+    if not resume or len(others) > 1:
+        return arguments, None  # others among the overrides are refused there, by name
+    return overrides, others[0] if others else "newest"
+
+
+def _train(prepared: Prepared) -> None:
+    from penstock.train.assemble import run
+
+    try:
+        run(prepared)
+    except (Exception, KeyboardInterrupt) as error:
+        _end(error)
+
+
+def _end(error: BaseException) -> None:
+    """Say what went wrong, once, and exit with its code."""
+    if launch.under_torchrun():
+        launch.fail(error)
+    if isinstance(error, KeyboardInterrupt):
+        print("penstock: interrupted", file=sys.stderr)
+    else:
+        print(launch.describe(error), file=sys.stderr)
+    sys.exit(launch.exit_code(error))
