@@ -102,7 +102,8 @@ def test_verify_against_finds_what_differs() -> None:
     pipe.verify_against(model, batch)
     assert all(torch.equal(kept[n], p.grad) for n, p in pipe.named_parameters() if p.grad is not None)
 
-    hook = pipe.modules[1].get_parameter("model.norm.weight").register_hook(lambda grad: grad * 1.001)
+    norm = pipe.modules[1].get_parameter("model.norm.weight")
+    hook = norm.register_hook(lambda grad: grad * 1.001)  # type: ignore[no-untyped-call]
     with pytest.raises(
         EquivalenceError, match=r"^gradient model\.norm\.weight: it differs by [^;]*: the split model"
     ):

@@ -17,8 +17,11 @@ from support.pool import Pool
 
 def test_a_world_that_does_not_fit(pool: Pool) -> None:
     told = pool.run(2, jobs.errors, "world")
-    assert told == ["WorldSizeError: a world of 2 processes: a pipeline of 3 ranks runs in 3 processes, or all in one "
-                    "plain process. Start it with torchrun --nproc-per-node 3, or set ranks to 2"] * 2  # fmt: skip
+    assert told[0] == told[1]
+    assert told[0].startswith(
+        "WorldSizeError: a world of 2 processes: a pipeline of 3 ranks runs in 3 processes"
+    )
+    assert told[0].endswith("Start it with torchrun --nproc-per-node 3, or set ranks to 2")
     assert "mesh with pp=2: the pipeline has 4 ranks" in pool.run(2, jobs.errors, "mesh")[1]
     assert "the pipeline's ranks come from the axis named 'pp'" in pool.run(2, jobs.errors, "axis")[0]
 
@@ -69,7 +72,9 @@ class Chunk(torch.nn.Module):
         return self.linear(x)
 
 loss = lambda output, batch: output.square().mean()
-pipe = Pipeline.from_provider(Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[3]))
+pipe = Pipeline.from_provider(
+    Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[3])
+)
 print("ready", flush=True)
 try:
     for _ in range(3):
@@ -85,13 +90,15 @@ def run_ranks(tmp_path: Path, deed: str, when: int, timeout: float, limit: float
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     port = str(20000 + os.getpid() % 20000)
-    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    processes = [
-        subprocess.Popen([sys.executable, str(script), deed, str(when), str(timeout)], text=True,
-                         env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        for rank in range(4)
-    ]  # fmt: skip
+    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, str(script), deed, str(when), str(timeout)]
+    processes = []
+    for rank in range(4):
+        own = {**environment, "RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(command, env=own, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        )
     try:
         deadline = time.monotonic() + limit
         while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
