@@ -40,8 +40,11 @@ sweep: env  ## The whole equivalence matrix over real processes: many minutes
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-pictures: env  ## Draw the README's pictures from a real run
-	$(BIN)/python docs/pictures.py
+pictures: env  ## Draw the README's pictures; `make train` draws the first
+	$(BIN)/python examples/afab.py --ranks 4 --out docs/pictures
+	$(BIN)/python examples/one_f_one_b.py --ranks 4 --out docs/pictures
+	rm docs/pictures/*.txt
+	cp runs/stdlib/timeline.svg docs/pictures/train.svg
 
 clean:  ## Remove what the other targets made
 	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

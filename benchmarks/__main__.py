@@ -1,0 +1,41 @@
+"""Run the benchmarks: ``python -m benchmarks [--only NAME ...] [--repeats N]``."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from benchmarks import memory, overhead, report, steptime, throughput
+
+BENCHMARKS = {
+    "steptime": steptime.measure,
+    "overhead": overhead.measure,
+    "memory": memory.measure,
+    "throughput": throughput.measure,
+}
+WIDTH = 150  # of the tables where the output is no terminal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="may be given more than once")
+    parser.add_argument("--repeats", type=int, default=7, help="measurements a number is the median of")
+    options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats}: give 1 or more")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    missed = 0
+    for name in options.only or BENCHMARKS:
+        found = BENCHMARKS[name](options.repeats)
+        report.show(found, console)
+        report.write(found)
+        missed += found.missed
+    report.summarise()
+    console.print(f"{missed} bars missed" if missed else "every bar met")
+
+
+if __name__ == "__main__":
+    main()
