@@ -261,7 +261,8 @@ class Pipeline:
         if weight == 0:
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         try:
-            transport.agree(*fingerprint(microbatches, number))
+            if self.processes.count > 1:
+                transport.agree(*fingerprint(batch, microbatches, number))
             run_together(executors, StepInput(microbatches, weight))
             reports = transport.exchange([report.report(executor) for executor in executors])
         except BaseException as error:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.errors import BatchError
-from penstock.runtime.microbatch import batch_rows, fingerprint, split
+from penstock.runtime.microbatch import batch_rows, checksum, fingerprint, split
 
 
 def test_uneven_rows_go_to_the_first_microbatches() -> None:
@@ -48,16 +48,29 @@ def test_negative_dimensions_count_from_the_end() -> None:
     assert batch_rows({"x": torch.zeros(2, 7)}, {"x": -1}) == 7
 
 
-def test_fingerprints_tell_batches_apart() -> None:
-    one = split({"x": torch.arange(6)}, 2, {})
-    same = split({"x": torch.arange(6)}, 2, {})
+def test_fingerprints_tell_steps_apart() -> None:
+    def number(batch: dict[str, torch.Tensor], count: int = 2, schedule: int = 1) -> int:
+        return fingerprint(batch, split(batch, count, {}), schedule)[0]
+
+    one = {"x": torch.arange(6)}
+    assert number(one) == number({"x": torch.arange(6)})
     others = [
-        (split({"x": torch.arange(6)}, 3, {}), 1),
-        (split({"x": torch.arange(6) + 1}, 2, {}), 1),
-        (split({"x": torch.arange(6).float()}, 2, {}), 1),
-        (split({"x": torch.arange(6).flip(0)}, 2, {}), 1),
-        (split({"y": torch.arange(6)}, 2, {}), 1),
-        (one, 2),
+        {"x": torch.arange(6) + 1},
+        {"x": torch.arange(6).float()},
+        {"x": torch.arange(8)},
+        {"y": torch.arange(6)},
     ]
-    assert fingerprint(one, 1) == fingerprint(same, 1)
-    assert all(fingerprint(*other)[0] != fingerprint(one, 1)[0] for other in others)
+    assert all(number(other) != number(one) for other in others)
+    assert number(one, count=3) != number(one)
+    assert number(one, schedule=2) != number(one)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+def test_checksums_are_exact_and_take_any_dtype(dtype: torch.dtype) -> None:
+    values = torch.randn(50, 3).to(dtype)
+    assert checksum(values) == checksum(values.flip(0))
+    other = values.clone()
+    other[7, 1] = 1 - other[7, 1] if dtype != torch.bool else ~other[7, 1]
+    assert checksum(other) != checksum(values)

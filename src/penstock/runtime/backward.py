@@ -24,8 +24,8 @@ class Live(NamedTuple):
 
 
 def leaf(received: Tensor) -> Tensor:
-    """`received` as the start of a graph of its own, sharing its storage."""
-    return received.detach().requires_grad_(received.is_floating_point() or received.is_complex())
+    """`received`, which no graph holds yet, as the start of one."""
+    return received.requires_grad_(received.is_floating_point() or received.is_complex())
 
 
 def hold(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Live:

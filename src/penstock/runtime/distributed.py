@@ -1,6 +1,8 @@
 """One rank a process: channels, agreement and sums over torch.distributed (gloo or NCCL).
 
-Each channel has a process group of its own, so what pairs up on it depends on nothing else.
+What pairs up on a channel depends on nothing else: on gloo each channel has a tag of its own, on NCCL, which
+has no tags, a process group of its own. (On gloo groups would do too, but each keeps a thread that wakes a
+hundred times a second, in the middle of what the rank computes.)
 """
 
 from __future__ import annotations
@@ -20,11 +22,20 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import BatchError, ConfigError, WorldSizeError
+from penstock.errors import BatchError, ConfigError, RunError, WorldSizeError
 from penstock.runtime.lower import Channel, Message
 from penstock.runtime.shapes import EdgeSpecs
 from penstock.runtime.watch import Watch
 from penstock.schedule import Placement
+
+
+class Lane(NamedTuple):
+    """How a channel is addressed: in `group`, from rank `source` of it to rank `target`, under `tag`."""
+
+    group: dist.ProcessGroup
+    source: int
+    target: int
+    tag: int
 
 
 class InFlight(NamedTuple):
@@ -85,7 +96,7 @@ class DistributedTransport:
         self._hosts = placement.rank_of
         self._device = device
         self._limit = datetime.timedelta(seconds=timeout)
-        self._channels = {channel: self._open(channel) for channel in channels}
+        self._channels = {channel: self._open(channel, tag) for tag, channel in enumerate(channels, start=1)}
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._posted: dict[Message, InFlight] = {}
         self._sending: dict[Message, InFlight] = {}
@@ -100,9 +111,12 @@ class DistributedTransport:
         work.wait(self._limit)
         return int(everyone[0])
 
-    def _open(self, channel: Channel) -> dist.ProcessGroup:
-        ends = [self._hosts[channel.source], self._hosts[channel.target]]
-        return self._new_group(ends, f"pp channel {channel.source} to {channel.target}")
+    def _open(self, channel: Channel, tag: int) -> Lane:
+        source, target = self._hosts[channel.source], self._hosts[channel.target]
+        if dist.get_backend(self._group) == "gloo":
+            return Lane(self._group, source, target, tag)
+        group = self._new_group((source, target), f"pp channel {channel.source} to {channel.target}")
+        return Lane(group, int(source > target), int(target > source), 0)
 
     def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
         """A group of these ranks in each pipeline of the mesh; returns the one of this pipeline.
@@ -120,34 +134,44 @@ class DistributedTransport:
         return own
 
     def post(self, message: Message, specs: EdgeSpecs) -> None:
-        buffers = tuple(torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs)
-        source = self._members[self._hosts[message.op.stage]]
-        group = self._channels[message.channel]
-        works = [work for b in buffers if (work := dist.irecv(b, source, group)) is not None]
-        self._posted[message] = InFlight(works, buffers)
+        group, source, _, tag = self._channels[message.channel]
+        buffers = tuple([torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs])
+        self._posted[message] = InFlight([group.recv([buffer], source, tag) for buffer in buffers], buffers)
 
     def receive(self, message: Message) -> tuple[Tensor, ...]:
-        self._settle()
+        if self._agreement is not None:
+            self._settle()
         works, buffers = self._posted.pop(message)
-        with self._waiting(str(message.op), self._hosts[message.op.stage]):
-            for work in works:
-                work.wait(self._limit)
+        self._finish(works, message, self._hosts[message.op.stage])
         return buffers
 
     def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        self._settle()
-        tensors = tuple(tensor.contiguous() for tensor in tensors)
-        target = self._members[self._hosts[message.target]]
-        group = self._channels[message.channel]
-        with self._waiting(f"{message} to be taken", self._hosts[message.target]):
-            works = [work for t in tensors if (work := dist.isend(t, target, group)) is not None]
+        if self._agreement is not None:
+            self._settle()
+        group, _, target, tag = self._channels[message.channel]
+        tensors = tuple([tensor.contiguous() for tensor in tensors])
+        try:
+            works = [group.send([tensor], target, tag) for tensor in tensors]
+        except RuntimeError as cause:
+            raise self._broken(cause, message, self._hosts[message.target]) from cause
         self._sending[message] = InFlight(works, tensors)
 
     def free(self, message: Message) -> None:
-        works, _ = self._sending.pop(message)
-        with self._waiting(f"{message} to be taken", self._hosts[message.target]):
+        self._finish(self._sending.pop(message).works, message, self._hosts[message.target])
+
+    def _finish(self, works: list[dist.Work], message: Message, peer: int) -> None:
+        """Wait for `works`, which move `message` from or to `peer`."""
+        self.watch.begin(message, peer)
+        try:
             for work in works:
                 work.wait(self._limit)
+        except RuntimeError as cause:
+            raise self._broken(cause, message, peer) from cause
+        self.watch.end()
+
+    def _broken(self, cause: RuntimeError, message: Message, peer: int) -> RunError:
+        self.watch.begin(message, peer)
+        return self.watch.error(cause)
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here and read before the first message goes out or is waited for: it costs no time."""
@@ -156,8 +180,7 @@ class DistributedTransport:
             self._agreement = (*self._all_gather(mine), description)
 
     def _settle(self) -> None:
-        if self._agreement is None:
-            return
+        assert self._agreement is not None
         work, everyone, description = self._agreement
         self._agreement = None
         with self._waiting("the start of the step", None):
@@ -172,7 +195,8 @@ class DistributedTransport:
         )
 
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        self._settle()
+        if self._agreement is not None:
+            self._settle()
         (mine,) = vectors
         with self._waiting("the end of the step", None):
             work, everyone = self._all_gather(mine.to(self._device))
@@ -223,7 +247,8 @@ class DistributedTransport:
 
     def close(self) -> None:
         self.watch.close()
-        for group in (*self._channels.values(), *self._sharing.values()):
+        groups = {lane.group for lane in self._channels.values()} | set(self._sharing.values())
+        for group in groups - {self._group}:
             if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
                 dist.destroy_process_group(group)
 

@@ -53,6 +53,7 @@ class Executor:
     outbox: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict)
     totals: list[Tensor] = field(default_factory=list)  # loss of each microbatch, on the last stage's rank
     shares: list[Tensor] = field(default_factory=list)  # those of the step's loss, once it has ended
+    seed: Tensor | None = None  # the loss's own gradient, 1 / weight
     peak_live: int = 0
     current: Op | None = None
     expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
@@ -68,7 +69,7 @@ class Executor:
     def run(self, step: StepInput) -> Iterator[None]:
         """One step. Yields where another rank of this process must run first."""
         self.recorder.begin_step()
-        self.totals, self.shares, self.peak_live, self.expected = [], [], 0, {}
+        self.totals, self.shares, self.seed, self.peak_live, self.expected = [], [], None, 0, {}
         for action in self.plan.actions:
             match action:
                 case Compute(op):
@@ -121,7 +122,9 @@ class Executor:
 
     def _backward(self, op: Op, step: StepInput) -> tuple[Tensor, ...]:
         if op.stage == self.last_stage:  # the step's loss is the sum of the totals, divided by the weight
-            gradients: tuple[Tensor, ...] = (torch.full_like(self.totals[0], 1 / step.weight),)
+            if self.seed is None:
+                self.seed = torch.full_like(self.totals[0], 1 / step.weight)
+            gradients: tuple[Tensor, ...] = (self.seed,)
         else:
             gradients = self.inbox.pop(Op(op.stage + 1, "B", op.microbatch))
         return self.stages[op.stage].backward(op.microbatch, gradients)
@@ -130,8 +133,10 @@ class Executor:
         """Where the result goes: to a stage of this rank at once, to another rank when the plan says so."""
         target = op.stage + (1 if op.kind == "F" else -1)
         if 0 <= target <= self.last_stage:
-            box = self.inbox if self.hosts[target] == self.plan.rank else self.outbox
-            box[op] = result
+            if self.hosts[target] == self.plan.rank:
+                self.inbox[op] = tuple([tensor.detach() for tensor in result])
+            else:
+                self.outbox[op] = result
 
     def _specs(self, message: Message, step: StepInput) -> EdgeSpecs:
         """What the message holds; looked up once a step for all microbatches of one shape."""

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.errors import BatchError
@@ -68,19 +69,26 @@ def split(batch: Batch, count: int, dims: SplitDims) -> list[Microbatch]:
     return list(pieces)
 
 
-def fingerprint(microbatches: Sequence[Microbatch], schedule: int) -> tuple[int, str]:
+def fingerprint(batch: Batch, microbatches: Sequence[Microbatch], schedule: int) -> tuple[int, str]:
     """A number that is equal on ranks that work on the same step, and what stands behind it in words.
 
     schedule: a number that is equal where the schedule is
     """
     shapes = [microbatch_key(microbatch) for microbatch in microbatches]
-    sums = [
-        {name: float(value.double().sum()) for name, value in microbatch.items() if isinstance(value, Tensor)}
-        for microbatch in microbatches
-    ]
+    sums = {name: checksum(value) for name, value in batch.items() if isinstance(value, Tensor)}
     first = ", ".join(
         f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
         for name, value in microbatches[0].items()
     )
-    told = f"schedule {schedule:08x}, {len(microbatches)} microbatches, the first {first}, sums {sums[0]}"
+    told = f"schedule {schedule:08x}, {len(microbatches)} microbatches, the first {first}, checksums {sums}"
     return zlib.crc32(repr((schedule, shapes, sums)).encode()), told
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of the entries' bits as whole numbers: exact, so any device and order gives the same."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return int(tensor.contiguous().view(_SAME_SIZE[tensor.element_size()]).sum())

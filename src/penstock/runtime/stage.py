@@ -27,11 +27,15 @@ class Stage:
         self.live: dict[int, Live] = {}  # by microbatch; empty after every step
 
     def forward(self, number: int, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
-        """Run microbatch `number`; keep what its backward needs."""
+        """Run microbatch `number`; keep what its backward needs.
+
+        received: tensors that are this stage's alone. The outputs are still part of its graph: what is sent
+        to another process needs no detaching, and each call between two ops counts.
+        """
         inputs = tuple([leaf(tensor) for tensor in received])
         outputs = self._call(inputs, microbatch)
         self.live[number] = hold(inputs, outputs)
-        return tuple([output.detach() for output in outputs])
+        return outputs
 
     def forward_loss(
         self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss

@@ -22,7 +22,7 @@ class Transport(Protocol):
         """The message's tensors; None means that other ranks of this process must run first."""
 
     def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending. Never waits for the receiver."""
+        """Start sending; never waits for the receiver. What arrives is no part of the sender's graph."""
 
     def free(self, message: Message) -> None:
         """Let go of tensors whose arrival the plan has proven."""
@@ -66,7 +66,7 @@ class LocalTransport:
         return self._mail.pop(message, None)
 
     def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        self._mail[message] = tensors
+        self._mail[message] = tuple([tensor.detach() for tensor in tensors])
 
     def free(self, message: Message) -> None:
         """Nothing to do: the receiver took the tensors over."""

@@ -15,14 +15,18 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerLostError, StalledPeerError
+from penstock.runtime.lower import Message
 
 
 class Waiting(NamedTuple):
-    """What this rank waits for: `what` from rank `peer` (None: from all), since `since`."""
+    """What this rank waits for: `what`, named in words only when told, from or to rank `peer` (None: all)."""
 
-    what: str
+    what: Message | str
     peer: int | None
     since: float
+
+    def __str__(self) -> str:
+        return str(self.what.op) if isinstance(self.what, Message) else self.what
 
 
 class Watch:
@@ -36,7 +40,7 @@ class Watch:
         self._thread = threading.Thread(target=self._publish, name="penstock-watch", daemon=True)
         self._thread.start()
 
-    def begin(self, what: str, peer: int | None) -> None:
+    def begin(self, what: Message | str, peer: int | None) -> None:
         self._waiting = Waiting(what, peer, time.monotonic())
 
     def end(self) -> None:
@@ -57,7 +61,7 @@ class Watch:
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
         waited = time.monotonic() - waiting.since
         peer = "the other ranks" if waiting.peer is None else f"rank {waiting.peer}"
-        value = f"rank {self._rank} waiting for {waiting.what} from {peer}"
+        value = f"rank {self._rank} waiting for {waiting} from {peer}"
         if "timed out" in str(cause).lower():
             time.sleep(2 * self._period)  # let the others' notes come in
             stalled, chain = self._follow(waiting.peer)
@@ -81,7 +85,7 @@ class Watch:
             long = waiting is not None and time.monotonic() - waiting.since > self._period
             if long == told and not long:
                 continue
-            note = json.dumps([waiting.what, waiting.peer]) if waiting is not None and long else ""
+            note = json.dumps([str(waiting), waiting.peer]) if waiting is not None and long else ""
             try:
                 self._store.set(f"waits/{self._rank}", note)
             except RuntimeError:
