@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
@@ -69,6 +70,18 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
+
+    def pause(self) -> None:
+        """Stop the processes, threads that only poll included, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.pid is not None:
+                os.kill(process.pid, number)
 
     def run(
         self, function: Callable[..., Any], *args: Any, on: Sequence[int] | None = None, timeout: float = 60.0

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from penstock import Pipeline
+from penstock.runtime.shapes import Microbatch
 
 SCHEDULES = ("gpipe", "1f1b")
 _TORCH: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
@@ -29,11 +30,24 @@ class Work(NamedTuple):
     microbatches: int
 
 
+class Mean:
+    """The mean over the microbatches of what the work's loss gives for each, as torch makes it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._function = function
+
+    def weight(self, microbatch: Microbatch) -> int:
+        return 1
+
+    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+        return self._function(output, microbatch["target"])
+
+
 def ours(work: Work, schedule: str, ranks: int) -> tuple[Pipeline, Callable[[], object]]:
     """penstock's pipeline and its step: of this process's rank, or of all ranks where no other process is."""
     pipe = Pipeline.from_provider(
         lambda stage: work.module(), schedule=schedule, ranks=ranks, microbatches=work.microbatches,
-        loss_fn=lambda output, microbatch: work.loss(output, microbatch["target"]), device="cpu", timeout=60,
+        loss_fn=Mean(work.loss), device="cpu", timeout=60,
     )  # fmt: skip
     batch = {"x": work.batch, "target": work.target}
     return pipe, lambda: pipe.step(batch)

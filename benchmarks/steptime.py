@@ -53,44 +53,54 @@ def first(output: Tensor, target: Tensor) -> Tensor:
     return output[0, 0, 0]
 
 
-def prepare(rank: Rank) -> None:
+def prepare(rank: Rank, library: str) -> None:
     torch.manual_seed(0)
     shape = (HIDDEN[0] * MICROBATCHES, *HIDDEN[1:])
     work = Work(Sleeper, first, torch.randn(shape), torch.randn(shape), MICROBATCHES)
     for schedule in SCHEDULES:
-        pipe, step = ours(work, schedule, rank.count)
-        rank.kept["pipe", schedule] = pipe
-        rank.kept["penstock", schedule] = step
-        rank.kept["torch", schedule] = theirs(work, schedule, rank.index, rank.count)[1]
-        rank.kept["penstock", schedule]()  # the first step of either makes what later ones reuse
-        rank.kept["torch", schedule]()
+        if library == "penstock":
+            rank.kept["pipe", schedule], rank.kept[schedule] = ours(work, schedule, rank.count)
+        else:
+            rank.kept[schedule] = theirs(work, schedule, rank.index, rank.count)[1]
+        rank.kept[schedule]()  # the first step makes what later ones reuse
 
 
-def timed(rank: Rank, library: str, schedule: str) -> tuple[float, float, Timeline | None]:
+def timed(rank: Rank, schedule: str) -> tuple[float, float, Timeline | None]:
     """Start and end of one step on this rank, and the timeline where the library has one."""
-    step = rank.kept[library, schedule]
     dist.barrier()
     start = time.perf_counter()
-    step()
+    rank.kept[schedule]()
     end = time.perf_counter()
-    return start, end, rank.kept["pipe", schedule].timeline if library == "penstock" else None
+    pipe = rank.kept.get(("pipe", schedule))
+    return start, end, None if pipe is None else pipe.timeline
 
 
-def ping_pong(rank: Rank, rounds: int) -> float:
-    """One-way latency between ranks 0 and 1, in a group of the kind that penstock's channels have."""
-    group = dist.new_group([0, 1])
-    if rank.index > 1:
-        return 0.0
-    message, peer = torch.zeros(HIDDEN), 1 - rank.index
-    times = []
+def stamps(rank: Rank, rounds: int, pause: float) -> list[float]:
+    """Rank 0 sends to rank 1 every `pause` seconds; when each send was started, and when it was there."""
+    message, times = torch.zeros(HIDDEN), []
     for _ in range(rounds):
-        start = time.perf_counter()
-        for sends in (rank.is_first, not rank.is_first):
-            work = dist.isend(message, peer, group) if sends else dist.irecv(message, peer, group)
-            assert work is not None
-            work.wait()
-        times.append((time.perf_counter() - start) / 2)
-    return median(times)
+        if rank.index == 0:
+            time.sleep(pause)
+            times.append(time.perf_counter())
+            work = dist.isend(message, 1)
+        elif rank.index == 1:
+            work = dist.irecv(message, 0)
+        else:
+            time.sleep(pause)  # as the other ranks of a step would
+            continue
+        assert work is not None
+        work.wait()
+        if rank.index == 1:
+            times.append(time.perf_counter())
+    dist.barrier()
+    return times
+
+
+def latency(pool: Pool, pause: float) -> float:
+    """One-way latency of a message where the ends do something else for `pause` seconds in between."""
+    sent, arrived, *_ = pool.run(stamps, 40, pause)
+    found: float = median(there - here for here, there in zip(sent, arrived, strict=True))
+    return found
 
 
 def oversleep(_: Rank) -> float:
@@ -104,26 +114,37 @@ def oversleep(_: Rank) -> float:
 
 
 def measure(repeats: int) -> Found:
-    walls: dict[tuple[str, str], list[float]] = {
-        (lib, s): [] for s in SCHEDULES for lib in ("penstock", "torch")
-    }
+    walls: dict[tuple[str, str], list[float]] = {}
     timelines: dict[str, list[Timeline]] = {schedule: [] for schedule in SCHEDULES}
-    latencies = []
-    with Pool(RANKS) as pool:
-        pool.run(prepare)
-        late = median(pool.run(oversleep))
+    latencies, hot = [], []
+    with Pool(RANKS) as mine, Pool(RANKS) as other:
+        pools = {"penstock": mine, "torch": other}
+        for library, pool in pools.items():
+            pool.run(prepare, library)
+            pool.pause()
         for _ in range(repeats):
-            latencies.append(pool.run(ping_pong, 200)[0])
-            for library, schedule in walls:
-                results = pool.run(timed, library, schedule)
-                walls[library, schedule].append(max(r[1] for r in results) - min(r[0] for r in results))
+            for library, pool in pools.items():
+                pool.resume()
+                for schedule in SCHEDULES:
+                    results = pool.run(timed, schedule)
+                    wall = max(r[1] for r in results) - min(r[0] for r in results)
+                    walls.setdefault((library, schedule), []).append(wall)
+                    if library == "penstock":
+                        timelines[schedule].append(results[0][2])
                 if library == "penstock":
-                    timelines[schedule].append(results[0][2])
+                    latencies.append(latency(pool, SECONDS))
+                    hot.append(latency(pool, 0.0))
+                    late = median(pool.run(oversleep))
+                pool.pause()
+        mine.resume()
+        other.resume()
     rows = [row for s in SCHEDULES for row in _rows(s, walls, timelines[s], median(latencies))]
     notes = [
         "a step's time: from its first start to its last end over the ranks, after a barrier; median of "
-        f"{repeats}, the libraries in turn; one-way latency of {torch.zeros(HIDDEN).nbytes // 1024} KiB "
-        f"between two ranks, by ping-pong: {median(latencies) * 1e6:.0f} µs",
+        f"{repeats}, the libraries in turn, each in processes of its own, the other's stopped meanwhile",
+        f"one-way latency of {torch.zeros(HIDDEN).nbytes // 1024} KiB between two ranks that do something "
+        f"else for {SECONDS * 1e3:.0f} ms before, as in the step: {median(latencies) * 1e6:.0f} µs, which "
+        f"`simulate` is given; of messages that follow at once: {median(hot) * 1e6:.0f} µs",
         f"a sleep of {SECONDS * 1e3:.0f} ms takes {late * 1e6:.0f} µs longer than asked, all ranks at it; "
         "nothing is subtracted",
         "recorded: from the first op's start to the last op's end; ops as long as they really were: "
@@ -131,7 +152,7 @@ def measure(repeats: int) -> Found:
     ]
     raw = {f"{lib} {s}": times for (lib, s), times in walls.items()}
     raw |= {f"recorded {s}": [timeline.makespan for timeline in timelines[s]] for s in SCHEDULES}
-    raw |= {"latency": latencies, "oversleep": [late]}
+    raw |= {"latency": latencies, "latency without a pause": hot, "oversleep": [late]}
     title = f"Step time, P={RANKS}, m={MICROBATCHES}, computing emulated by sleeping"
     return Found("steptime", title, rows, notes, raw)
 

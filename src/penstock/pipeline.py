@@ -71,7 +71,7 @@ class Pipeline:
         self._split_dims: SplitDims = split_dims or {}
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._evaluations: dict[int, _Lowered] = {}  # by number of microbatches
-        self._last: tuple[Schedule, list[Tensor]] | None = None
+        self._last: tuple[Schedule, report.Reports] | None = None
         self._proof = verify(schedule)
         self._training = self._lower(self._proof)
 
@@ -137,7 +137,11 @@ class Pipeline:
 
     def microbatches(self, batch: Batch, count: int | None = None) -> list[Microbatch]:
         """`batch` on this process's device, split as a step does, or into `count`. Raises BatchError."""
-        here = {k: v.to(self._world.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+        device = self._world.device
+        here = {
+            name: value.to(device) if isinstance(value, Tensor) and value.device != device else value
+            for name, value in batch.items()
+        }
         return split(here, count or self.schedule.microbatches, self._split_dims)
 
     @torch.no_grad()
@@ -264,12 +268,13 @@ class Pipeline:
             if self.processes.count > 1:
                 transport.agree(*fingerprint(batch, microbatches, number))
             run_together(executors, StepInput(microbatches, weight))
-            reports = transport.exchange([report.report(executor) for executor in executors])
+            told = transport.exchange([report.report(executor) for executor in executors])
         except BaseException as error:
             self._give_up(executors, error)
             raise
         left = transport.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
+        reports = [vector.tolist() for vector in told]
         self._last = schedule, reports
         return StepResult(report.total_loss(reports), weight, report.bubble(schedule, reports))
 

@@ -74,3 +74,12 @@ def test_checksums_are_exact_and_take_any_dtype(dtype: torch.dtype) -> None:
     other = values.clone()
     other[7, 1] = 1 - other[7, 1] if dtype != torch.bool else ~other[7, 1]
     assert checksum(other) != checksum(values)
+
+
+def test_a_checksum_of_much_data_takes_a_part_of_it_from_everywhere() -> None:
+    values = torch.randint(0, 1000, (700, 1000))
+    for part in (slice(0, 10), slice(345, 355), slice(690, 700)):
+        other = values.clone()
+        other[part] += 1
+        assert checksum(other) != checksum(values)
+    assert checksum(torch.zeros(0)) == 0

@@ -201,10 +201,10 @@ class DistributedTransport:
         with self._waiting("the end of the step", None):
             work, everyone = self._all_gather(mine.to(self._device))
             work.wait(self._limit)
-        return [vector.cpu() for vector in everyone]
+        return everyone
 
     def _all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
-        everyone = [torch.empty_like(mine) for _ in self._members]
+        everyone = list(mine.new_empty((len(self._members), *mine.shape)).unbind())
         work = dist.all_gather(everyone, mine, self._group, async_op=True)
         assert work is not None
         return work, everyone

@@ -87,7 +87,9 @@ class Executor:
                 case Free(message):
                     self.transport.free(message)
         if self.totals:
-            self.shares = list(torch._foreach_div(self.totals, step.weight))
+            with torch.no_grad():
+                self.shares = list(torch._foreach_div(self.totals, step.weight))
+            self.totals = []
 
     def _compute(self, op: Op, step: StepInput) -> None:
         self.current = op
