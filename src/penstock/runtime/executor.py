@@ -87,8 +87,7 @@ class Executor:
                 case Free(message):
                     self.transport.free(message)
         if self.totals:
-            with torch.no_grad():
-                self.shares = list(torch._foreach_div(self.totals, step.weight))
+            self.shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
 
     def _compute(self, op: Op, step: StepInput) -> None:

@@ -45,7 +45,7 @@ class Stage:
         outputs = self._call(inputs, microbatch)
         total = loss.total(outputs[0], microbatch)
         self.live[number] = hold(inputs, (total,))
-        return total
+        return total.detach()  # kept to the end of the step, and its graph would keep the inputs
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Whole backward of microbatch `number`; lets its activations go."""
