@@ -23,6 +23,7 @@ def test_a_world_that_does_not_fit(pool: Pool) -> None:
     )
     assert told[0].endswith("Start it with torchrun --nproc-per-node 3, or set ranks to 2")
     assert "mesh with pp=2: the pipeline has 4 ranks" in pool.run(2, jobs.errors, "mesh")[1]
+    assert "Lay the mesh out so that ranks rise along its pp axis" in pool.run(2, jobs.errors, "order")[1]
     assert "the pipeline's ranks come from the axis named 'pp'" in pool.run(2, jobs.errors, "axis")[0]
 
 
@@ -38,6 +39,11 @@ def test_ranks_that_were_given_other_batches(pool: Pool, action: str) -> None:
         assert "input_ids int64[4, 11]" in told[0]
 
 
+def test_a_process_group_for_each_channel(pool: Pool) -> None:
+    """What NCCL needs; on gloo each channel has a tag."""
+    assert pool.run(4, jobs.group_per_channel, 4) == [[]] * 4
+
+
 def test_two_pipelines_side_by_side(pool: Pool) -> None:
     answers = pool.run(4, jobs.two_pipelines, 2)
     assert answers[0] == answers[1]
@@ -47,9 +53,10 @@ def test_two_pipelines_side_by_side(pool: Pool) -> None:
 
 
 def test_one_timeline_for_all_ranks(pool: Pool) -> None:
-    for wall, makespan, ranks in pool.run(2, jobs.clock):
-        assert 0 < makespan <= wall
-        assert ranks == [0, 1]
+    starts, ends, makespans, ranks = zip(*pool.run(2, jobs.clock), strict=True)
+    assert makespans[0] == makespans[1]
+    assert 0 < makespans[0] <= max(ends) - min(starts)
+    assert ranks == ([0, 1], [0, 1])
 
 
 SCRIPT = """
