@@ -102,7 +102,7 @@ def two_pipelines(dp: int) -> list[Any]:
 
 
 def clock() -> tuple[float, float, float, list[int]]:
-    """Start and end of a step on the clock that all processes share, makespan, and the ranks that computed."""
+    """Start and end of a step on the clock that all share, its makespan, and the ranks that computed."""
     pipe = AutoPipeline(ranks=2, microbatches=2, timeout=30).build(tiny_config("llama"))
     start = time.perf_counter()
     pipe.step(ragged_batch())

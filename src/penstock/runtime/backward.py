@@ -47,9 +47,10 @@ def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...
         Variable._execution_engine.run_backward(
             roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    results = []
-    for received in live.inputs:
-        if received.requires_grad:
-            results.append(torch.zeros_like(received) if received.grad is None else received.grad)
-            received.grad = None
-    return tuple(results)
+    return tuple(
+        [
+            torch.zeros_like(received) if received.grad is None else received.grad
+            for received in live.inputs
+            if received.requires_grad
+        ]
+    )
