@@ -76,6 +76,69 @@ def test_evaluate_before_the_first_step_touches_nothing() -> None:
     assert all(torch.equal(before[name], p.grad) for name, p in pipe.named_parameters() if p.grad is not None)
 
 
+def test_evaluate_puts_everything_back() -> None:
+    """0.1.0: parts in evaluation mode came back in training mode, and the timeline was the evaluation's."""
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama"))
+    frozen = pipe.modules[1].get_submodule("model.norm")
+    frozen.eval()
+    pipe.step(ragged_batch())
+    before = pipe.timeline
+    pipe.evaluate(ragged_batch())
+    assert pipe.timeline == before
+    assert not frozen.training
+    assert pipe.modules[1].training
+
+
+def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
+    """0.1.0: from_pretrained gives evaluation mode, in which transformers checkpoints no activations."""
+    pipe = AutoPipeline(ranks=2, microbatches=2, activation_checkpointing=True).build(
+        tiny_model("llama").eval()
+    )
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
+        pipe.step(ragged_batch())
+    kept: list[int] = []
+    plain = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
+        plain.step(ragged_batch())
+    assert len(saved) < len(kept)
+
+
+def test_a_refused_batch_costs_no_gradient() -> None:
+    """0.1.0: tied weights lost what earlier steps had accumulated."""
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama", tied=True))
+    pipe.step(ragged_batch())
+    before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    with pytest.raises(BatchError):
+        pipe.step(ragged_batch(2))
+    assert all(p.grad is not None and torch.equal(p.grad, before[n]) for n, p in pipe.named_parameters())
+
+
+def test_a_tied_weight_that_is_unfrozen_later() -> None:
+    """0.1.0: what was frozen when the pipeline was built was never summed."""
+    model = tiny_model("llama", tied=True)
+    model.lm_head.weight.requires_grad_(False)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    pipe.step(ragged_batch())
+    assert all(p.grad is None for name, p in pipe.named_parameters() if "embed" in name or "head" in name)
+    for parameter in (*pipe.parameters(), *model.parameters()):
+        parameter.requires_grad_(True)
+    pipe.verify_against(model, ragged_batch())
+
+
+def test_a_step_turns_gradients_on() -> None:
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
+    with torch.no_grad():
+        pipe.step(ragged_batch())
+    assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_verify_against_leaves_dropout_out() -> None:
+    model = tiny_model("gpt2", resid_pdrop=0.5)
+    AutoPipeline(ranks=2, microbatches=2).build(model).verify_against(model, ragged_batch())
+    assert model.training
+
+
 def test_evaluate_turns_dropout_off() -> None:
     model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)

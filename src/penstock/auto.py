@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ModelError
 from penstock.models import weights
 from penstock.models.chain import Chain, find_chain
-from penstock.models.hf import HFCall, HFEdges, activation_bytes, cut, refuse_hidden_losses
+from penstock.models.hf import HFCall, HFEdges, activation_bytes, cut, refuse_what_would_not_show
 from penstock.models.partition import even_split
 from penstock.models.protocol import StageInfo
 from penstock.models.saved import SavedModel
@@ -109,7 +109,7 @@ class AutoPipeline:
         schedule = named_schedule(self.schedule, self.ranks, self.microbatches)
         proof = verify(schedule)
         source = open_source(model, self.dtype, self.attention)
-        refuse_hidden_losses(source.model)
+        refuse_what_would_not_show(source.model)
         chain = find_chain(source.model)
         shares = even_split(chain.count, schedule.stages, self.embedding_weight, self.head_weight)
         stages = tuple(
@@ -124,6 +124,7 @@ class AutoPipeline:
         A model with values is copied, stage by stage, and left as it was; a folder's weights are read, each
         rank its own; a config or a folder without weights gets initial values from `seed`. Under torchrun
         this process becomes one rank; otherwise it holds them all.
+        A model in evaluation mode, as from_pretrained gives it, becomes a pipeline in training mode.
         Raises what `outline` raises, and WorldSizeError.
         """
         outline = self.outline(model)
@@ -136,6 +137,8 @@ class AutoPipeline:
             self._fill(part, source, ties)
             if self.activation_checkpointing:
                 checkpoint_layers(part)
+            if not part.training:
+                part.train()
             call = HFCall(part.to(world.device), StageInfo(index, schedule.stages))
             stages.append(Stage(index, part, call))
         generation = getattr(source.model, "generation_config", None)

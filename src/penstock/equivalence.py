@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,10 @@ from transformers import PreTrainedModel
 
 from penstock.errors import EquivalenceError
 from penstock.models.protocol import ProvidedCall
+from penstock.pipeline import Pipeline, evaluating
 from penstock.runtime.loss import Loss
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.shapes import Microbatch
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
 
 # largest difference, relative to the largest entry of the tensor compared
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -37,8 +34,9 @@ def compare(pipe: Pipeline, model: nn.Module, batch: Batch, loss: Loss) -> None:
     for parameter, _ in laid_aside:
         parameter.grad = None
     try:
-        found = pipe.step(batch).loss
-        expected = whole_backward(model, pipe.microbatches(batch), loss)
+        with evaluating(model, *pipe.modules.values()):
+            found = pipe.step(batch).loss
+            expected = whole_backward(model, pipe.microbatches(batch), loss)
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
         if abs(found - expected) > tolerance * max(1.0, abs(expected)):
             problems.append(f"loss: {found} split, {expected} whole")
@@ -59,7 +57,9 @@ def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: L
     """
     weight = sum(loss.weight(microbatch) for microbatch in microbatches)
     total = 0.0
+    device = next(model.parameters()).device
     for microbatch in microbatches:
+        microbatch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in microbatch.items()}
         if isinstance(model, PreTrainedModel):
             inputs = {name: value for name, value in microbatch.items() if name != "labels"}
             output = model(**inputs, use_cache=False).logits

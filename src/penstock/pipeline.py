@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.commit import write_folder
-from penstock.errors import BatchError, ConfigError, ModelError, PeerLostError, StalledPeerError
+from penstock.errors import BatchError, ConfigError, ModelError, PeerLostError, RunError, StalledPeerError
 from penstock.models.protocol import ProvidedCall, ProvidedEdges, Provider, StageInfo
 from penstock.models.saved import SavedModel
 from penstock.runtime import report
@@ -71,7 +72,8 @@ class Pipeline:
         self._split_dims: SplitDims = split_dims or {}
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._evaluations: dict[int, _Lowered] = {}  # by number of microbatches
-        self._last: tuple[Schedule, report.Reports] | None = None
+        self._last: _Told | None = None
+        self._failed = False
         self._proof = verify(schedule)
         self._training = self._lower(self._proof)
 
@@ -119,21 +121,20 @@ class Pipeline:
                 f"step() with schedule {self.schedule.name!r}", "it holds no backward", "Call evaluate()"
             )
         self._shared.begin_step()
-        result = self._run(self._training, batch)
+        try:
+            with torch.enable_grad():
+                result, self._last = self._run(self._training, batch)
+        except BaseException:
+            self._shared.restore()
+            raise
         self._shared.end_step()
         return result
 
     def evaluate(self, batch: Batch) -> StepResult:
         """Loss of one batch of any number of rows, in evaluation mode, without gradients."""
         count = min(self.schedule.microbatches, batch_rows(batch, self._split_dims))
-        modes = [(stage.module, stage.module.training) for stage in self._stages.values()]
-        for module, _ in modes:
-            module.eval()
-        try:
-            return self._run(self._evaluation(max(count, 1)), batch)
-        finally:
-            for module, training in modes:
-                module.train(training)
+        with evaluating(*self.modules.values()):
+            return self._run(self._evaluation(max(count, 1)), batch)[0]
 
     def microbatches(self, batch: Batch, count: int | None = None) -> list[Microbatch]:
         """`batch` on this process's device, split as a step does, or into `count`. Raises BatchError."""
@@ -212,7 +213,7 @@ class Pipeline:
         """Every process writes its weights into `folder`, process 0 index and configs besides."""
         self._needs_saved().write(folder, self._stages, self.processes)
 
-    def load_weights(self, folder: Path) -> None:
+    def load_weights(self, folder: str | Path) -> None:
         """Read this process's weights back from a folder that write_weights or save_pretrained wrote."""
         self._needs_saved().load(folder, self._stages)
 
@@ -222,6 +223,8 @@ class Pipeline:
 
     def verify_against(self, model: nn.Module, batch: Batch) -> None:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
+
+        In evaluation mode, so that dropout does not count.
 
         Raises EquivalenceError that names what differs where.
         """
@@ -257,14 +260,20 @@ class Pipeline:
             self._evaluations[microbatches] = self._lower(proof)
         return self._evaluations[microbatches]
 
-    def _run(self, lowered: _Lowered, batch: Batch) -> StepResult:
+    def _run(self, lowered: _Lowered, batch: Batch) -> tuple[StepResult, _Told]:
         schedule, executors, number = lowered
         transport = self._world.transport
-        microbatches = self.microbatches(batch, schedule.microbatches)
-        weight = sum(self._loss.weight(microbatch) for microbatch in microbatches)
-        if weight == 0:
-            raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
+        if self._failed:
+            raise RunError(
+                "a step after one that failed",
+                "other ranks may still send what was meant for that one",
+                "Build the pipeline again, best in fresh processes",
+            )
         try:
+            microbatches = self.microbatches(batch, schedule.microbatches)
+            weight = sum(self._loss.weight(microbatch) for microbatch in microbatches)
+            if weight == 0:
+                raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
             if self.processes.count > 1:
                 transport.agree(*fingerprint(batch, microbatches, number))
             run_together(executors, StepInput(microbatches, weight))
@@ -275,8 +284,8 @@ class Pipeline:
         left = transport.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
         reports = [vector.tolist() for vector in told]
-        self._last = schedule, reports
-        return StepResult(report.total_loss(reports), weight, report.bubble(schedule, reports))
+        result = StepResult(report.total_loss(reports), weight, report.bubble(schedule, reports))
+        return result, (schedule, reports)
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException) -> None:
         """Say where it happened, tell the other ranks, and leave nothing half-done behind."""
@@ -287,8 +296,26 @@ class Pipeline:
                 error.add_note(f"penstock: on rank {executor.plan.rank}, in {executor.current}")
             executor.reset()
         self._world.transport.reset()
+        # a batch that cannot be stepped on is found before anything is sent
+        self._failed = self.processes.count > 1 and not isinstance(error, BatchError)
         if not isinstance(error, PeerLostError | StalledPeerError):
             self._world.transport.tell_failure(f"{where}{type(error).__name__}: {error}")
+
+
+_Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode for a while, each part of them put back into its own afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 class _Lowered(NamedTuple):

@@ -77,6 +77,38 @@ def test_refusals_by_name() -> None:
         AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).outline(tiny_model("llama"))
 
 
+def test_a_layer_that_takes_more_than_the_hidden_states() -> None:
+    """0.1.0: zamba2 hands the embeddings to its layers; later stages would have used those of a dummy."""
+    config = AutoConfig.for_model("zamba2", hidden_size=32, num_hidden_layers=4, vocab_size=64,
+                                  layer_types=["mamba", "hybrid", "mamba", "hybrid"])  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ModelError, match=r"layer \d takes, beside the hidden states, something made of trained"
+    ):
+        find_chain(model)
+
+
+def test_a_model_that_writes_into_its_embeddings() -> None:
+    """0.1.0: ctrl scales them in place, which on later stages scaled what had been received."""
+    config = AutoConfig.for_model("ctrl", vocab_size=64, n_embd=32, dff=48, n_layer=3, n_head=4,
+                                  resid_pdrop=0.0, embd_pdrop=0.0)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    AutoPipeline(ranks=3, microbatches=4).build(model).verify_against(model, ragged_batch())
+
+
+def test_layers_dropped_at_random_are_refused() -> None:
+    """0.1.0: a door that was passed by gave a loss without gradients."""
+    with pytest.raises(ModelError, match=r"layerdrop=0.3: .* Set layerdrop=0"):
+        AutoPipeline(ranks=2, microbatches=2).build(tiny_config("opt", layerdrop=0.3))
+    model = tiny_model("opt")
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    for module in pipe.modules.values():
+        module.model.decoder.layerdrop = 1.0  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="Set the config's layer dropping to 0"):
+        pipe.step(ragged_batch())
+
+
 def test_bert_needs_no_table_of_names() -> None:
     """A model with other names around its layers."""
     config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,

@@ -155,6 +155,20 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
         auto.outline(tmp_path)
 
 
+def test_weights_in_a_form_that_is_not_read(tmp_path: Path) -> None:
+    """0.1.0: a folder of pickled weights, or of shards without their index, gave random weights."""
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / weights.INDEX).unlink()
+    with pytest.raises(CheckpointError, match="neither is here"):
+        AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
+    for shard in tmp_path.glob("model-*"):
+        shard.unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+        AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
+
+
 def test_weights_of_another_model(tmp_path: Path) -> None:
     tiny_model("llama", layers=3).save_pretrained(tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text(tiny_config("llama", layers=4).to_json_string())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline
-from penstock.errors import PenstockError
+from penstock.errors import BatchError, PenstockError
 from penstock.runtime import distributed
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, plain_step
@@ -73,9 +73,12 @@ def errors(action: str) -> str:
         else:
             pipe = AutoPipeline(ranks=2, microbatches=2, timeout=20).build(tiny_config("llama"))
             pipe.step(ragged_batch())
-            pipe.step(
-                {"other length": ragged_batch(8, 10 + rank), "other tokens": other_tokens(rank)}[action]
-            )
+            batches = {"other length": ragged_batch(8, 10 + rank), "other tokens": other_tokens(rank)}
+            try:
+                pipe.step(batches[action])
+            except BatchError:
+                pipe.step(ragged_batch())  # nothing of the refused one is left on the way
+                raise
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

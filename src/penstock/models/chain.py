@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
@@ -88,6 +89,15 @@ class _Probe(Placeholder):
         object.__setattr__(self, "_seen", seen)
         self._index = index
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_of(args, kwargs)
+        for other in tree_leaves((args, kwargs)):
+            if isinstance(other, Tensor) and other.requires_grad and other is not hidden:
+                raise _NotAChainError(
+                    f"layer {self._index} takes, beside the hidden states, something made of trained weights"
+                )
+        return super().forward(*args, **kwargs)
+
     def _pass(self, hidden: Tensor) -> Tensor:
         seen: _Observed = self._seen  # type: ignore[assignment]
         if seen.last_given is not None and hidden is not seen.last_given:
@@ -145,7 +155,6 @@ def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
         prefix += part + "."
 
 
-@torch.no_grad()
 def _probe(model: PreTrainedModel, layers: str, count: int, form: str) -> Chain:
     seen = _Observed()
     children = enumerate(model.get_submodule(layers).children())
@@ -154,6 +163,8 @@ def _probe(model: PreTrainedModel, layers: str, count: int, form: str) -> Chain:
         for name, module in siblings(probe, layers):
             for part in module.modules():
                 part.register_forward_pre_hook(_note(name, seen))
+        for parameter in probe.parameters():  # so that whatever is made of them can be told
+            parameter.requires_grad_(parameter.is_floating_point())
         probe.eval()(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=False)
     if seen.calls != list(range(count)):
         raise _NotAChainError(f"the layers run in the order {seen.calls}, not once each from first to last")

@@ -31,9 +31,7 @@ class Entry(Placeholder):
     def _pass(self, hidden: Tensor) -> Tensor:
         received, self.received = self.received, None
         if received is None:
-            raise ModelError(
-                "a layer before the stage's own", "each layer runs once in a forward", "Use another model"
-            )
+            raise skipped("a layer before the stage's own, run twice")
         return received
 
 
@@ -72,6 +70,17 @@ class Before(nn.Module):
 class After(nn.Module):
     """Stands for a module that runs after the layers, on a stage whose forward never gets there."""
 
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise skipped("a stage before the last")
+
+
+def skipped(where: str) -> ModelError:
+    return ModelError(
+        where,
+        "the forward passed by the placeholder of a layer, and each layer runs once in a forward",
+        "Set the config's layer dropping to 0",
+    )
+
 
 def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) -> PreTrainedModel:
     """A copy of `model` that holds the parameters of one stage only; `model` is left as it was.
@@ -104,21 +113,17 @@ class HFCall:
             (hidden,) = received
             self._entry.received = hidden
             arguments.pop("input_ids", None)
-            arguments["inputs_embeds"] = hidden.detach()  # the dummy: right in shape, dtype and device
+            arguments["inputs_embeds"] = torch.zeros_like(hidden)  # the dummy; the model may write into it
         try:
             result = self._model(**arguments, use_cache=False)
         except _StageDone as done:
-            return (done.hidden,)
-        finally:
-            if self._entry is not None:
-                self._entry.received = None
-        if not self._info.is_last:
-            raise ModelError(
-                f"stage {self._info.stage} of {type(self._model).__name__}",
-                "the forward ended before it reached the next stage's layers, so it skips layers at random",
-                "Set the config's layer dropping to 0",
-            )
-        return (result.logits,)
+            outputs: tuple[Tensor, ...] = (done.hidden,)
+        else:
+            outputs = (result.logits,)
+        if self._entry is not None and self._entry.received is not None:
+            self._entry.received = None
+            raise skipped(f"stage {self._info.stage} of {type(self._model).__name__}")
+        return outputs
 
 
 class HFEdges:
@@ -133,8 +138,13 @@ class HFEdges:
         return (TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),)
 
 
-def refuse_hidden_losses(model: PreTrainedModel) -> None:
-    """Refuse what would change the loss without showing. Raises ModelError."""
+def refuse_what_would_not_show(model: PreTrainedModel) -> None:
+    """Refuse what would change loss or gradients in silence. Raises ModelError."""
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if value := getattr(model.config.get_text_config(), name, 0):
+            raise ModelError(
+                f"{name}={value}", "a layer that is dropped at random may be a stage's door", f"Set {name}=0"
+            )
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ModelError(
             "output_router_logits=True",

@@ -51,8 +51,9 @@ class SavedModel:
             if self.generation_config is not None:
                 self.generation_config.save_pretrained(folder)
 
-    def load(self, folder: Path, stages: Mapping[int, Stage]) -> None:
+    def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Read the stages' weights back, in place. Raises CheckpointError."""
+        folder = Path(folder)
         files = weights.weight_files(folder)
         if not files:
             raise CheckpointError(
@@ -64,9 +65,10 @@ class SavedModel:
             }
             fresh = copy.deepcopy(stage.module, memo)
             weights.load(fresh, files, self.ties)
+            read = fresh.state_dict()
             with torch.no_grad():
-                for own, read in zip(stage.module.parameters(), fresh.parameters(), strict=True):
-                    own.copy_(read)
+                for name, own in stage.module.state_dict().items():
+                    own.copy_(read[name])
 
     def _file(self, stage: int) -> str:
         if self.stages == 1:

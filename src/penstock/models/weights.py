@@ -59,6 +59,13 @@ def weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in sorted(set(listed))]
     else:
         files = [folder / SINGLE] if (folder / SINGLE).is_file() else []
+        others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
+        if others and not files:  # random weights in their stead would be a silent loss
+            raise CheckpointError(
+                str(others[0]),
+                f"weights are read from {SINGLE}, or from shards that {INDEX} lists, and neither is here",
+                "Complete the folder or save it as safetensors; give its config alone for random weights",
+            )
     for file in files:
         if not file.is_file():
             raise CheckpointError(str(file), "the index names it and it is missing", "Copy the folder again")

@@ -148,13 +148,17 @@ class DistributedTransport:
         return own
 
     def post(self, message: Message, specs: EdgeSpecs) -> None:
+        if self._agreement is not None:  # before anything is posted: a refused batch leaves nothing behind
+            self._settle()
         group, source, _, tag = self._channels[message.channel]
         buffers = tuple([torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs])
-        self._posted[message] = InFlight([group.recv([buffer], source, tag) for buffer in buffers], buffers)
+        try:
+            works = [group.recv([buffer], source, tag) for buffer in buffers]
+        except RuntimeError as cause:
+            raise self._broken(cause, message, self._hosts[message.op.stage]) from cause
+        self._posted[message] = InFlight(works, buffers)
 
     def receive(self, message: Message) -> tuple[Tensor, ...]:
-        if self._agreement is not None:
-            self._settle()
         works, buffers = self._posted.pop(message)
         self._finish(works, message, self._hosts[message.op.stage])
         return buffers

@@ -29,16 +29,26 @@ class SharedGradients:
     def __init__(self, shared: Sequence[SharedWeight], transport: Transport) -> None:
         for weight in shared:
             transport.share(weight.ranks)
-        self._shared = [weight for weight in shared if weight.copies and weight.copies[0].requires_grad]
+        self._held = [weight for weight in shared if weight.copies]
+        self._shared: list[SharedWeight] = []  # those of this step: the user may freeze and unfreeze
         self._transport = transport
         self._before: list[Tensor | None] = []
 
     def begin_step(self) -> None:
         """Lay aside what earlier steps accumulated: it is summed already."""
+        self._shared = [weight for weight in self._held if weight.copies[0].requires_grad]
         self._before = [copy.grad for weight in self._shared for copy in weight.copies]
         for weight in self._shared:
             for copy in weight.copies:
                 copy.grad = None
+
+    def restore(self) -> None:
+        """After a step that failed: what earlier steps accumulated is there again."""
+        earlier = iter(self._before)
+        for weight in self._shared:
+            for copy in weight.copies:
+                copy.grad = next(earlier)
+        self._before = []
 
     def end_step(self) -> None:
         earlier = iter(self._before)

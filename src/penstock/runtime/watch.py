@@ -112,7 +112,8 @@ class Watch:
             seen.add(peer)
             steps.append(f"rank {peer} waits for {note[0]} from rank {note[1]}")
             peer = note[1]
-        return f"rank {peer}", "".join(f"; {step}" for step in steps)
+        named = f"rank {peer}" if peer != self._rank else "every rank"
+        return named, "".join(f"; {step}" for step in steps)
 
     def _first_failure(self) -> str | None:
         for _ in range(10):

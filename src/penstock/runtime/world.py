@@ -48,6 +48,8 @@ def open_world(
     if timeout <= 0:
         raise ConfigError(f"timeout={timeout}", "a rank waits for a while before it gives up", "Give seconds")
     chosen = torch.device(device) if device is not None else _default_device()
+    if chosen == torch.device("cuda"):
+        chosen = _default_device()  # the one of this process
     if not one_rank_per_process(mesh):
         return World(tuple(range(schedule.ranks)), chosen, LocalTransport(), OneProcess())
     if chosen.type == "cuda":

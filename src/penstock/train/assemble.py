@@ -58,10 +58,10 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     _check_output(Path(config.output.folder).expanduser())
     model, auto = named_model(config.model), make_auto(config)
     outline = auto.outline(model)
-    longest = _check_length(config, outline)
+    vocabulary = _check_model(config, outline)
     checkpoint, done, notes = _find_checkpoint(config, outline, resume)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
-    rows = load_rows(config, tokenizer, longest)
+    rows = load_rows(config, tokenizer, vocabulary)
     return Prepared(config, auto, model, outline, tokenizer, rows, checkpoint, done, notes)
 
 
@@ -128,7 +128,7 @@ def _check_output(output: Path) -> None:
         raise ConfigError(f"output.folder={output}", rule, "Name a folder that you may write")
 
 
-def _check_length(config: TrainConfig, outline: Outline) -> int:
+def _check_model(config: TrainConfig, outline: Outline) -> int:
     """The model's vocabulary; raises ConfigError where a row has more positions than the model."""
     text = outline.source.model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)

@@ -57,7 +57,7 @@ class DataSection(Section):
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: no file below, or of, one of these names
     tokenizer: str | None = None  # "bytes", a local tokenizer's folder, or none: the one in model.path
-    sequence_length: Count = 128  # tokens a row
+    sequence_length: Annotated[int, Field(ge=2)] = 128  # tokens a row; the first one predicts nothing
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the rows, the last ones, never trained on
 
 

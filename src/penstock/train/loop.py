@@ -56,14 +56,12 @@ def train(run: Run) -> Outcome:
         _evaluate(run, 0)
     for step in range(run.done + 1, section.steps + 1):
         _step(run, step)
-        timeline = run.pipe.timeline if step == section.steps else None  # before an evaluation replaces it
         if step % section.evaluate_every == 0 or step == section.steps:
             _evaluate(run, step)
         if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
             path = checkpoint_folder(run.output, step)
             save_checkpoint(path, step, run.pipe, run.optimizer, run.tokenizer, run.config)
-    assert timeline is not None
-    return Outcome(path, timeline)
+    return Outcome(path, run.pipe.timeline)
 
 
 def seed_step(seed: int, step: int, process: int) -> None:
