@@ -20,11 +20,13 @@ from penstock.models.partition import even_split
 from penstock.models.protocol import StageInfo
 from penstock.models.saved import SavedModel
 from penstock.models.source import ModelLike, Source, open_source
-from penstock.pipeline import LossLike, Pipeline, as_loss, named_schedule, own_stages
+from penstock.pipeline import Pipeline, own_stages
+from penstock.runtime.loss import LossLike, as_loss
 from penstock.runtime.shared import SharedWeight
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import open_world
 from penstock.schedule import Proof, Schedule, verify
+from penstock.schedule.builders import named_schedule
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,13 @@ from transformers import PreTrainedModel
 
 from penstock.errors import EquivalenceError
 from penstock.models.protocol import ProvidedCall
-from penstock.pipeline import Pipeline, evaluating
 from penstock.runtime.loss import Loss
 from penstock.runtime.microbatch import Batch
 from penstock.runtime.shapes import Microbatch
+from penstock.runtime.stage import evaluating
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
 
 # largest difference, relative to the largest entry of the tensor compared
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}

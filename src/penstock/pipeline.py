@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,19 +17,18 @@ from penstock.models.protocol import ProvidedCall, ProvidedEdges, Provider, Stag
 from penstock.models.saved import SavedModel
 from penstock.runtime import report
 from penstock.runtime.executor import EdgeShapes, Executor, StepInput, run_together
-from penstock.runtime.loss import Loss, MeanOverRows, NextToken
+from penstock.runtime.loss import Loss, LossLike, as_loss
 from penstock.runtime.lower import lower
 from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, fingerprint, split
 from penstock.runtime.processes import Processes
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.shared import SharedGradients, SharedWeight
-from penstock.runtime.stage import Stage
+from penstock.runtime.stage import Stage, evaluating
 from penstock.runtime.world import World, open_world
-from penstock.schedule import Proof, Schedule, Timeline, build, verify
+from penstock.schedule import Proof, Schedule, Timeline, verify
+from penstock.schedule.builders import named_schedule
 from penstock.schedule.builders.inference import forwards
-
-LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
 
 
 class StepResult(NamedTuple):
@@ -296,26 +294,14 @@ class Pipeline:
                 error.add_note(f"penstock: on rank {executor.plan.rank}, in {executor.current}")
             executor.reset()
         self._world.transport.reset()
-        # a batch that cannot be stepped on is found before anything is sent
-        self._failed = self.processes.count > 1 and not isinstance(error, BatchError)
+        if isinstance(error, BatchError):
+            return  # found before anything was sent, so that the next batch may do
+        self._failed = self.processes.count > 1
         if not isinstance(error, PeerLostError | StalledPeerError):
             self._world.transport.tell_failure(f"{where}{type(error).__name__}: {error}")
 
 
 _Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
-
-
-@contextmanager
-def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Modules in evaluation mode for a while, each part of them put back into its own afterwards."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
-    for module in modules:
-        module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 class _Lowered(NamedTuple):
@@ -326,34 +312,6 @@ class _Lowered(NamedTuple):
     number: int
 
 
-def named_schedule(schedule: str | Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
-    """The schedule itself, or the one of that name. Raises ConfigError."""
-    if isinstance(schedule, Schedule):
-        own_numbers = (
-            ("ranks", ranks, schedule.ranks),
-            ("microbatches", microbatches, schedule.microbatches),
-        )
-        for name, given, own in own_numbers:
-            if given not in (None, own):
-                raise ConfigError(f"{name}={given}", f"the schedule given has {own}", "Leave it out")
-        return schedule
-    for name, given in (("ranks", ranks), ("microbatches", microbatches)):
-        if given is None:
-            raise ConfigError(
-                f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}"
-            )
-    assert ranks is not None
-    assert microbatches is not None
-    return build(schedule, ranks=ranks, microbatches=microbatches)
-
-
-def as_loss(loss_fn: LossLike, dims: SplitDims) -> Loss:
-    if loss_fn is None:
-        return NextToken()
-    if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
-        return loss_fn
-    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, dims))
-
-
 def own_stages(schedule: Schedule, world: World) -> list[int]:
+    """The stages that this process hosts."""
     return [stage for rank in world.ranks for stage in schedule.placement.stages_of(rank)]

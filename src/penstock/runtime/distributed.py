@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import BatchError, ConfigError, RunError, WorldSizeError
+from penstock.errors import BatchError, RunError
 from penstock.runtime.lower import Channel, Message
+from penstock.runtime.mesh import pipelines
 from penstock.runtime.shapes import EdgeSpecs
 from penstock.runtime.watch import Watch
 from penstock.schedule import Placement
@@ -44,52 +45,6 @@ class InFlight(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
-def init_process_group(device: torch.device, timeout: float) -> None:
-    """Initialise torch.distributed from torchrun's environment, unless the caller has done so.
-
-    Each restart of a job has keys of its own in the store: gloo may hang on those of the last attempt.
-    """
-    if dist.is_initialized():
-        return
-    limit = datetime.timedelta(seconds=timeout)
-    store, rank, world = next(rendezvous("env://", timeout=limit))
-    attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
-
-
-def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:
-    """`mesh`, or one over the whole world. Raises WorldSizeError where its `pp` axis is not `ranks` long."""
-    if mesh is None:
-        if dist.get_world_size() != ranks:
-            raise WorldSizeError(
-                f"a world of {dist.get_world_size()} processes",
-                f"a pipeline of {ranks} ranks runs in {ranks} processes, or all in one plain process",
-                f"Start it with torchrun --nproc-per-node {ranks}, or set ranks to {dist.get_world_size()}",
-            )
-        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("pp",))
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        raise ConfigError(
-            f"a mesh with the axes {mesh.mesh_dim_names}",
-            "the pipeline's ranks come from the axis named 'pp'",
-            "Name that axis 'pp' in init_device_mesh(..., mesh_dim_names=...)",
-        )
-    size = mesh["pp"].size()
-    if size != ranks:
-        raise WorldSizeError(
-            f"a mesh with pp={size}",
-            f"the pipeline has {ranks} ranks",
-            f"Make the mesh's pp axis {ranks} long, or set ranks to {size}",
-        )
-    if any(members != sorted(members) for members in _pipelines(mesh)):
-        raise ConfigError(
-            f"a mesh whose pp axis runs over the ranks {_pipelines(mesh)[0]}",
-            "torch numbers the members of a process group in rising order",
-            "Lay the mesh out so that ranks rise along its pp axis",
-        )
-    return mesh
-
-
 class DistributedTransport:
     """The transport of one rank on the `pp` axis of `mesh`."""
 
@@ -99,7 +54,7 @@ class DistributedTransport:
         self.rank = pipeline.get_local_rank()
         self._group = pipeline.get_group()
         self._members = dist.get_process_group_ranks(self._group)
-        self._pipelines = _pipelines(mesh)
+        self._pipelines = pipelines(mesh)
         self._hosts = placement.rank_of
         self._device = device
         self._limit = datetime.timedelta(seconds=timeout)
@@ -292,14 +247,6 @@ class DistributedTransport:
 def has_tags(group: dist.ProcessGroup) -> bool:
     """Whether messages between the same two ranks of `group` can be told apart."""
     return dist.get_backend(group) == "gloo"
-
-
-def _pipelines(mesh: DeviceMesh) -> list[list[int]]:
-    """The world ranks of every pipeline of the mesh, in the order of its other axes."""
-    names = mesh.mesh_dim_names or ()
-    grid = mesh.mesh.movedim(names.index("pp"), -1)
-    pipelines: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
-    return pipelines
 
 
 def _store() -> Store:

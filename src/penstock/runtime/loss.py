@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import BatchError
+from penstock.runtime.microbatch import SplitDims, batch_rows
 from penstock.runtime.shapes import Microbatch
 
 IGNORED = -100  # the label that transformers leaves out of the loss
@@ -70,3 +71,14 @@ class MeanOverRows:
                 "Reduce it, or pass an object with `weight` and `total` (penstock.runtime.loss.Loss)",
             )
         return mean * self._rows(microbatch)
+
+
+LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
+
+
+def as_loss(loss_fn: LossLike, dims: SplitDims) -> Loss:
+    if loss_fn is None:
+        return NextToken()
+    if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
+        return loss_fn
+    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, dims))

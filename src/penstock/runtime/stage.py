@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -55,3 +56,16 @@ class Stage:
     def infer(self, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
         """A forward that holds nothing."""
         return self._call(tuple(received), microbatch)
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Modules in evaluation mode for a while, each part of them put back into its own afterwards."""
+    modes = [(part, part.training) for module in modules for part in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training

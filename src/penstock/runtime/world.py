@@ -10,13 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
-from penstock.runtime.distributed import (
-    DistributedTransport,
-    clock_offset,
-    init_process_group,
-    pipeline_mesh,
-)
+from penstock.runtime.distributed import DistributedTransport, clock_offset
 from penstock.runtime.lower import channels
+from penstock.runtime.mesh import init_process_group, pipeline_mesh
 from penstock.runtime.processes import OneProcess, Processes
 from penstock.runtime.transport import LocalTransport, Transport
 from penstock.schedule import Schedule

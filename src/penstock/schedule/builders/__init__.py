@@ -44,4 +44,25 @@ def build(name: str, *, ranks: int, microbatches: int, **options: int) -> Schedu
     return builder(ranks=ranks, microbatches=microbatches, **options)
 
 
-__all__ = ["BUILDERS", "build"]
+def named_schedule(schedule: str | Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
+    """The schedule itself, or the one of that name. Raises ConfigError."""
+    if isinstance(schedule, Schedule):
+        own_numbers = (
+            ("ranks", ranks, schedule.ranks),
+            ("microbatches", microbatches, schedule.microbatches),
+        )
+        for name, given, own in own_numbers:
+            if given not in (None, own):
+                raise ConfigError(f"{name}={given}", f"the schedule given has {own}", "Leave it out")
+        return schedule
+    for name, given in (("ranks", ranks), ("microbatches", microbatches)):
+        if given is None:
+            raise ConfigError(
+                f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}"
+            )
+    assert ranks is not None
+    assert microbatches is not None
+    return build(schedule, ranks=ranks, microbatches=microbatches)
+
+
+__all__ = ["BUILDERS", "build", "named_schedule"]

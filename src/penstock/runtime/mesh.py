@@ -1,0 +1,67 @@
+"""The processes that a pipeline may use, and which of them make up one pipeline."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.errors import ConfigError, WorldSizeError
+
+
+def init_process_group(device: torch.device, timeout: float) -> None:
+    """Initialise torch.distributed from torchrun's environment, unless the caller has done so.
+
+    Each restart of a job has keys of its own in the store: gloo may hang on those of the last attempt.
+    """
+    if dist.is_initialized():
+        return
+    limit = datetime.timedelta(seconds=timeout)
+    store, rank, world = next(rendezvous("env://", timeout=limit))
+    attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
+
+
+def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:
+    """`mesh`, or one over the whole world. Raises WorldSizeError where its `pp` axis is not `ranks` long."""
+    if mesh is None:
+        if dist.get_world_size() != ranks:
+            raise WorldSizeError(
+                f"a world of {dist.get_world_size()} processes",
+                f"a pipeline of {ranks} ranks runs in {ranks} processes, or all in one plain process",
+                f"Start it with torchrun --nproc-per-node {ranks}, or set ranks to {dist.get_world_size()}",
+            )
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("pp",))
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        raise ConfigError(
+            f"a mesh with the axes {mesh.mesh_dim_names}",
+            "the pipeline's ranks come from the axis named 'pp'",
+            "Name that axis 'pp' in init_device_mesh(..., mesh_dim_names=...)",
+        )
+    size = mesh["pp"].size()
+    if size != ranks:
+        raise WorldSizeError(
+            f"a mesh with pp={size}",
+            f"the pipeline has {ranks} ranks",
+            f"Make the mesh's pp axis {ranks} long, or set ranks to {size}",
+        )
+    if any(members != sorted(members) for members in pipelines(mesh)):
+        raise ConfigError(
+            f"a mesh whose pp axis runs over the ranks {pipelines(mesh)[0]}",
+            "torch numbers the members of a process group in rising order",
+            "Lay the mesh out so that ranks rise along its pp axis",
+        )
+    return mesh
+
+
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """The world ranks of every pipeline of the mesh, in the order of its other axes."""
+    names = mesh.mesh_dim_names or ()
+    grid = mesh.mesh.movedim(names.index("pp"), -1)
+    pipelines: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
+    return pipelines
