@@ -34,7 +34,7 @@ types: env  ## Static types, strict
 tests: env  ## The test suite, on two processes
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
-sweep: env  ## The whole equivalence matrix over real processes: many minutes
+sweep: env  ## The whole equivalence matrix over real processes: some minutes
 	$(BIN)/pytest -m sweep --timeout 900
 
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/

@@ -78,7 +78,7 @@ def test_gloo_families(pool: Pool, family: str) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gloo_everything(pool: Pool, family: str, tied: bool) -> None:
-    """The whole product over real processes; minutes long, so `make sweep` runs it."""
+    """The whole product over real processes; minutes long, so it has a target of its own."""
     wrong = []
     for ranks in (2, 3, 4):
         for lines in pool.run(ranks, jobs.equivalence, family, tied, ranks, ALL):
