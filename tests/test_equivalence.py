@@ -110,6 +110,10 @@ def test_another_shape_in_the_next_step() -> None:
         assert_equal(model, pipe, ragged_batch(rows, length), 1e-5)
 
 
+def test_gloo_another_shape_in_the_next_step(pool: Pool) -> None:
+    assert pool.run(3, jobs.shapes, 3) == [[]] * 3
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_activation_checkpointing(family: str) -> None:
     model, batch = tiny_model(family), ragged_batch()

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
-from penstock.errors import BatchError, ConfigError, EquivalenceError
+from penstock.errors import BatchError, CheckpointError, ConfigError, EquivalenceError
 from support import jobs
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.pool import Pool
@@ -41,6 +41,19 @@ def test_the_four_lines(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(saved(batch["input_ids"]).logits, reference(batch["input_ids"]).logits)
+
+
+def test_a_saved_folder_that_was_altered_is_refused(tmp_path: Path) -> None:
+    """A flipped bit would load without a word."""
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_config("llama"))
+    pipe.save_pretrained(tmp_path / "model")
+    AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "model")
+    shard = tmp_path / "model" / "model-00002-of-00002.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-50] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its contents differ from what was written"):
+        AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "model")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from penstock.commit import MANIFEST, check_folder
 from penstock.errors import ModelError
 from penstock.models import weights
 from penstock.models.chain import Chain, find_chain
@@ -110,6 +112,8 @@ class AutoPipeline:
         """
         schedule = named_schedule(self.schedule, self.ranks, self.microbatches)
         proof = verify(schedule)
+        if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
+            check_folder(model)  # written by penstock: an altered file can be told, and would load in silence
         source = open_source(model, self.dtype, self.attention)
         refuse_what_would_not_show(source.model)
         chain = find_chain(source.model)

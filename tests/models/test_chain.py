@@ -75,6 +75,8 @@ def test_refusals_by_name() -> None:
         auto.outline("/nowhere/at/all")
     with pytest.raises(ModelError, match="taken as it is"):
         AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).outline(tiny_model("llama"))
+    with pytest.raises(ModelError, match="attention=eager for a model object with sdpa"):
+        AutoPipeline(ranks=2, microbatches=2, attention="eager").outline(tiny_model("llama"))
 
 
 def test_a_layer_that_takes_more_than_the_hidden_states() -> None:

@@ -44,6 +44,26 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case]) -> l
     return wrong
 
 
+def shapes(ranks: int) -> list[str]:
+    """Steps and an evaluation of other shapes one after the other; what went wrong on this rank."""
+    model = tiny_model("llama")
+    pipe = AutoPipeline(ranks=ranks, microbatches=4, timeout=30).build(model)
+    wrong = []
+    for rows, length in ((8, 10), (5, 7), (9, 16), (8, 10)):
+        batch = ragged_batch(rows, length)
+        loss, expected = plain_step(model, batch)
+        pipe.zero_grad()
+        found = pipe.step(batch).loss
+        gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        try:
+            assert abs(found - loss) < 1e-5
+            assert abs(pipe.evaluate(ragged_batch(3, length)).loss) > 0
+            assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+        except AssertionError as difference:
+            wrong.append(f"{rows} rows of {length}: {difference}")
+    return wrong
+
+
 def results(family: str, ranks: int, microbatches: int, **options: Any) -> Any:
     """Loss, norm and evaluation as this rank sees them."""
     pipe = AutoPipeline(ranks=ranks, microbatches=microbatches, timeout=30, **options).build(

@@ -86,7 +86,7 @@ class _Probe(Placeholder):
 
     def __init__(self, layer: nn.Module, form: str, index: int, seen: _Observed) -> None:
         super().__init__(layer, form)
-        object.__setattr__(self, "_seen", seen)
+        self._seen = seen
         self._index = index
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ class _Probe(Placeholder):
         return super().forward(*args, **kwargs)
 
     def _pass(self, hidden: Tensor) -> Tensor:
-        seen: _Observed = self._seen  # type: ignore[assignment]
+        seen = self._seen
         if seen.last_given is not None and hidden is not seen.last_given:
             raise _NotAChainError(f"layer {self._index} does not take what layer {self._index - 1} returned")
         seen.calls.append(self._index)

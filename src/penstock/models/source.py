@@ -28,7 +28,7 @@ class Source:
 def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
     """Find the model without reading any weight. Raises ModelError, CheckpointError."""
     if isinstance(given, PreTrainedModel):
-        return Source(given if dtype in (None, given.dtype) else _cast(given, dtype))
+        return _taken_as_it_is(given, dtype, attention)
     files: tuple[Path, ...] = ()
     if isinstance(given, str | Path):
         files = tuple(weight_files(Path(given))) if Path(given).is_dir() else ()
@@ -52,12 +52,19 @@ def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | No
     return Source(model, files)
 
 
-def _cast(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    raise ModelError(
-        f"dtype={dtype} for a model object of {model.dtype}",
-        "a model object is taken as it is",
-        "Convert it first (model.to(dtype)), or give its config or folder",
-    )
+def _taken_as_it_is(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> Source:
+    """A model object; raises ModelError where another dtype or attention is asked for than it has."""
+    for option, wanted, own in (
+        ("dtype", dtype, model.dtype),
+        ("attention", attention, model.config._attn_implementation),
+    ):
+        if wanted not in (None, own):
+            raise ModelError(
+                f"{option}={wanted} for a model object with {own}",
+                "a model object is taken as it is",
+                "Build the object so, or give its config or folder in its place",
+            )
+    return Source(model)
 
 
 def _config_of(folder: Path) -> PretrainedConfig:
