@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: help env train test lint types tests sweep bench pictures clean
+.PHONY: help env train test lint types tests sweep bench docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -40,11 +40,16 @@ sweep: env  ## The whole equivalence matrix over real processes: some minutes
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-pictures: env  ## Draw the README's pictures; `make train` draws the first
+docs: env  ## Write docs/schedules.md from the builders
+	$(BIN)/python docs/schedules.py
+
+pictures: env  ## Draw the README's pictures and check the HTML page in Chromium; `make train` draws the first
 	$(BIN)/python examples/afab.py --ranks 4 --out docs/pictures
 	$(BIN)/python examples/one_f_one_b.py --ranks 4 --out docs/pictures
 	rm docs/pictures/*.txt
 	cp runs/stdlib/timeline.svg docs/pictures/train.svg
+	PYTHONPATH=examples $(BIN)/python docs/measure.py runs/measured.html
+	$(BIN)/python docs/draw.py docs/pictures --measured runs/measured.html
 
 clean:  ## Remove what the other targets made
 	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

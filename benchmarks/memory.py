@@ -95,7 +95,7 @@ def peak(rank: Rank, library: str, schedule: str) -> tuple[int, int]:
             step()
             step()
             return pipe.timeline.peak_live[rank.index], watch.peak
-        stage, step = theirs(work, schedule, rank.index, rank.count)
+        (stage,), _, step = theirs(work, schedule, rank.index, rank.count)
         cache = stage.fwd_cache = Most()
         step()
         step()

@@ -87,7 +87,7 @@ def in_process(_: Rank, schedule: str, ranks: int) -> tuple[float, float]:
     spent, other = [], 0.0
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        stage, step = theirs(work(), schedule, rank, ranks)
+        (stage,), _, step = theirs(work(), schedule, rank, ranks)
         # the ranks' vote on how shapes are learnt, which the fake group does not deliver
         stage._warmup_backward_result = _static  # type: ignore[method-assign]
         loops = [bare(r, ranks) for r in range(ranks)]
@@ -106,7 +106,7 @@ def _static(received_result: Any = None) -> Tensor:
 def prepare(rank: Rank) -> None:
     for schedule in SCHEDULES:
         rank.kept["penstock", schedule] = ours(work(), schedule, rank.count)[1]
-        rank.kept["torch", schedule] = theirs(work(), schedule, rank.index, rank.count)[1]
+        rank.kept["torch", schedule] = theirs(work(), schedule, rank.index, rank.count).step
 
 
 def over_gloo(rank: Rank, schedule: str) -> list[float]:

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from penstock import Pipeline
 from penstock.runtime.shapes import Microbatch
+from penstock.schedule import Op, Placement, Schedule, loop, wave
+from penstock.schedule.config import ScheduleLike
 
 SCHEDULES = ("gpipe", "1f1b")
-_TORCH: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+TORCH: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zb_v": ScheduleZBVZeroBubble,
+    "dualpipe_v": ScheduleDualPipeV,
+}
+
+
+def placement(schedule: str, ranks: int) -> Placement:
+    """Of torch's schedules, and of penstock's of the same name."""
+    if schedule in SCHEDULES:
+        return loop(ranks)
+    return wave(ranks) if schedule in ("zb_v", "dualpipe_v") else loop(ranks, 2)
 
 
 class Work(NamedTuple):
@@ -43,7 +66,7 @@ class Mean:
         return self._function(output, microbatch["target"])
 
 
-def ours(work: Work, schedule: str, ranks: int) -> tuple[Pipeline, Callable[[], object]]:
+def ours(work: Work, schedule: ScheduleLike, ranks: int) -> tuple[Pipeline, Callable[[], object]]:
     """penstock's pipeline and its step: of this process's rank, or of all ranks where no other process is."""
     pipe = Pipeline.from_provider(
         lambda stage: work.module(), schedule=schedule, ranks=ranks, microbatches=work.microbatches,
@@ -53,19 +76,56 @@ def ours(work: Work, schedule: str, ranks: int) -> tuple[Pipeline, Callable[[], 
     return pipe, lambda: pipe.step(batch)
 
 
-def theirs(work: Work, schedule: str, rank: int, ranks: int) -> tuple[PipelineStage, Callable[[], object]]:
-    """torch's stage and its step, told the shapes that cross its edges, and not asked to keep outputs."""
+class Torch(NamedTuple):
+    """torch's stages of one rank, its runner, and its step."""
+
+    stages: list[PipelineStage]
+    runner: Any
+    step: Callable[[], object]
+
+
+def theirs(work: Work, schedule: str, rank: int, ranks: int) -> Torch:
+    """torch's, told the shapes that cross its edges, and not asked to keep outputs."""
     row = work.batch[: len(work.batch) // work.microbatches]
-    received = torch.empty_like(row).requires_grad_(rank > 0)
-    given = torch.empty_like(row).requires_grad_()
-    stage = PipelineStage(
-        work.module(), rank, ranks, torch.device("cpu"), input_args=received, output_args=given
-    )
-    runner = _TORCH[schedule](stage, work.microbatches, loss_fn=work.loss)
+    placed = placement(schedule, ranks)
+    stages = [
+        PipelineStage(
+            work.module(),
+            stage,
+            placed.stages,
+            torch.device("cpu"),
+            input_args=torch.empty_like(row).requires_grad_(stage > 0),
+            output_args=torch.empty_like(row).requires_grad_(),
+        )
+        for stage in placed.stages_of(rank)
+    ]
+    of_rank: Any = stages[0] if schedule in SCHEDULES else stages
+    runner = TORCH[schedule](of_rank, work.microbatches, loss_fn=work.loss)
 
     def step() -> None:
-        inputs = (work.batch,) if rank == 0 else ()
-        target = work.target if rank == ranks - 1 else None
+        inputs = (work.batch,) if placed.rank_of[0] == rank else ()
+        target = work.target if placed.rank_of[-1] == rank else None
         runner.step(*inputs, target=target, return_outputs=False)
 
-    return stage, step
+    return Torch(stages, runner, step)
+
+
+def torch_programs(runner: Any) -> list[list[str]] | None:
+    """The ops of torch's order, by rank, as text; None where the runner has none written down."""
+    order = getattr(runner, "pipeline_order", None)
+    if not order:
+        return None
+    return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
+
+
+def as_schedule(name: str, programs: list[list[str]], ranks: int, microbatches: int) -> Schedule:
+    """torch's order as a schedule; overlapped pairs one after the other, as torch runs them."""
+    ops = [
+        [
+            Op.parse(part)
+            for text in program
+            for part in text.removesuffix("OVERLAP_F_B").strip("()").split(";")
+        ]
+        for program in programs
+    ]
+    return Schedule(name, placement(name, ranks), microbatches, tuple(map(tuple, ops)))

@@ -67,7 +67,7 @@ def test_the_norm_counts_a_tied_weight_once(ranks: int) -> None:
     pipe.step(ragged_batch())
     assert pipe.clip_grad_norm_(0.1) == pytest.approx(float(expected), rel=1e-9)
     assert pipe.clip_grad_norm_(1.0) == pytest.approx(0.1, rel=1e-4)
-    assert pipe.owned_names() == set(dict(model.named_parameters()))
+    assert {name for name, _ in pipe.owned_parameters()} == set(dict(model.named_parameters()))
 
 
 def test_evaluate_before_the_first_step_touches_nothing() -> None:
@@ -221,7 +221,7 @@ def test_options_that_do_not_fit() -> None:
     with pytest.raises(ConfigError, match="schedule='1f1b' without ranks"):
         AutoPipeline(microbatches=2).build(tiny_config("llama"))
     with pytest.raises(ConfigError, match=r"Did you mean '1f1b'"):
-        AutoPipeline(ranks=2, microbatches=2, schedule="1F1B").build(tiny_config("llama"))
+        AutoPipeline(ranks=2, microbatches=2, schedule="1F1").build(tiny_config("llama"))
     with pytest.raises(ConfigError, match=r"timeout=-1"):
         AutoPipeline(ranks=2, microbatches=2, timeout=-1).build(tiny_config("llama"))
 

@@ -29,12 +29,12 @@ def compare(pipe: Pipeline, model: nn.Module, batch: Batch, loss: Loss) -> None:
     Weights must be equal to begin with. The gradients of both are put back as they were.
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
-    own = dict(pipe.named_parameters())
-    problems = [_missing(name) for name in own if name not in whole]
-    problems += [f"weight {name}: it differs before any step" for name, p in own.items()
+    own = list(pipe.named_parameters())  # a name stands twice where there are two copies of the model
+    problems = [_missing(name) for name, _ in own if name not in whole]
+    problems += [f"weight {name}: it differs before any step" for name, p in own
                  if name in whole and not torch.equal(p.cpu(), whole[name].cpu())]  # fmt: skip
     _raise_together(pipe, problems)
-    laid_aside = [(p, p.grad) for p in {*own.values(), *whole.values()}]
+    laid_aside = [(p, p.grad) for p in {*(p for _, p in own), *whole.values()}]
     for parameter, _ in laid_aside:
         parameter.grad = None
     try:
@@ -45,7 +45,7 @@ def compare(pipe: Pipeline, model: nn.Module, batch: Batch, loss: Loss) -> None:
         if abs(found - expected) > tolerance * max(1.0, abs(expected)):
             problems.append(f"loss: {found} split, {expected} whole")
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
-        for name, parameter in own.items():
+        for name, parameter in own:
             problems += _difference(name, parameter.grad, whole[name].grad, tolerance, largest)
     finally:
         for parameter, gradient in laid_aside:

@@ -23,12 +23,12 @@ from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, fingerprin
 from penstock.runtime.processes import Processes
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import Microbatch
-from penstock.runtime.shared import SharedGradients, SharedWeight
+from penstock.runtime.shared import SharedGradients, SharedWeights, of_replicas
 from penstock.runtime.stage import Stage, evaluating
 from penstock.runtime.world import World, open_world
 from penstock.schedule import Proof, Schedule, Timeline, verify
-from penstock.schedule.builders import named_schedule
 from penstock.schedule.builders.inference import forwards
+from penstock.schedule.config import ScheduleLike, chosen_schedule
 
 
 class StepResult(NamedTuple):
@@ -58,7 +58,7 @@ class Pipeline:
         edges: EdgeShapes,
         loss: Loss,
         *,
-        shared: Sequence[SharedWeight] = (),
+        shared: Sequence[SharedWeights] = (),
         saved: SavedModel | None = None,
         split_dims: SplitDims | None = None,
     ) -> None:
@@ -80,7 +80,7 @@ class Pipeline:
         cls,
         provider: Provider,
         *,
-        schedule: str | Schedule,
+        schedule: ScheduleLike,
         ranks: int | None = None,
         microbatches: int | None = None,
         loss_fn: LossLike = None,
@@ -97,15 +97,20 @@ class Pipeline:
         stage's output and the microbatch and returns the mean over its rows (None: next-token cross-entropy).
         timeout: seconds that a rank waits for another.
         """
-        chosen = named_schedule(schedule, ranks, microbatches)
+        chosen = chosen_schedule(schedule, ranks, microbatches)
         dims = split_dims or {}
         world = open_world(chosen, mesh, device, timeout)
+        depth = chosen.placement.depth
         stages = []
         for index in own_stages(chosen, world):
-            module = provider(StageInfo(index, chosen.stages)).to(world.device)
+            module = provider(StageInfo(index % depth, depth)).to(world.device)
             stages.append(Stage(index, module, ProvidedCall(module)))
-        edges = ProvidedEdges(provider, chosen.stages)
-        return cls(chosen, world, stages, edges, as_loss(loss_fn, dims), split_dims=dims)
+        shared = list(of_replicas(chosen.placement, {stage.index: stage.module for stage in stages}))
+        edges = ProvidedEdges(provider, depth)
+        loss = as_loss(loss_fn, dims)
+        pipe = cls(chosen, world, stages, edges, loss, shared=shared, split_dims=dims)
+        pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
+        return pipe
 
     def step(self, batch: Batch) -> StepResult:
         """Forward and backward of one batch: every parameter's gradient is added to its `.grad`.
@@ -149,8 +154,7 @@ class Pipeline:
 
         One norm over all stages, a shared weight counted once; the same number on every rank.
         """
-        owned = self.owned_names()
-        counted = [p.grad for n, p in self.named_parameters() if p.grad is not None and n in owned]
+        counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
         norms = torch._foreach_norm(counted) if counted else []
         mine = sum((norm.double().square().to(self._world.device) for norm in norms), start=torch.zeros(
             (), dtype=torch.float64, device=self._world.device))  # fmt: skip
@@ -164,7 +168,11 @@ class Pipeline:
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the whole model's names."""
+        """This process's parameters under the whole model's names.
+
+        Where the schedule keeps two copies of the model, a process that holds both copies of a stage gives
+        each name twice.
+        """
         for stage in self._stages.values():
             yield from stage.module.named_parameters()
 
@@ -172,10 +180,16 @@ class Pipeline:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def owned_names(self) -> set[str]:
-        """Names of this process's parameters without further copies of shared ones: owned once over all."""
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters without further copies of shared ones: each is owned once over all."""
         copies = self._saved.copies if self._saved else frozenset()
-        return {name for name, _ in self.named_parameters()} - copies
+        return ((name, parameter) for name, parameter in self._first_copies() if name not in copies)
+
+    def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the first copy of the model."""
+        for index, stage in self._stages.items():
+            if index < self.schedule.placement.depth:
+                yield from stage.module.named_parameters()
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -207,9 +221,16 @@ class Pipeline:
             raise ConfigError("timeline before the first step", "it shows the last step", "Call step() first")
         return report.measured(*self._last)
 
+    @property
+    def deferred_bytes(self) -> tuple[int, ...]:
+        """By rank, the most that the last step held between I and W; 0 where no backward is split."""
+        return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
+
     def write_weights(self, folder: Path) -> None:
         """Every process writes its weights into `folder`, process 0 index and configs besides."""
-        self._needs_saved().write(folder, self._stages, self.processes)
+        depth = self.schedule.placement.depth
+        first = {index: stage for index, stage in self._stages.items() if index < depth}
+        self._needs_saved().write(folder, first, self.processes)
 
     def load_weights(self, folder: str | Path) -> None:
         """Read this process's weights back from a folder that write_weights or save_pretrained wrote."""

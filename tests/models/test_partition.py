@@ -1,15 +1,31 @@
+"""Which layers go to which stage, in every way to say it."""
+
 from __future__ import annotations
+
+import itertools
+import time
+from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.partition import even_split
+from penstock.models.balance import Memory, balanced_split
+from penstock.models.chain import Chain
+from penstock.models.named_modules import named_split
+from penstock.models.partition import even_split, partition, stages_of_size, to_layout
+from penstock.schedule.layout import parse_layout
+
+
+def counts(split: list[range]) -> list[int]:
+    assert [layer for part in split for layer in part] == list(range(split[-1].stop))
+    return [len(part) for part in split]
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "weights", "counts"),
+    ("layers", "stages", "weights", "expected"),
     [
         (36, 2, (1, 1), [18, 18]),  # Qwen3-8B: 38 units, 19 a stage
         (32, 4, (1, 1), [8, 9, 8, 7]),  # 34 units: the first two stages take one more
@@ -21,8 +37,11 @@ from penstock.models.partition import even_split
         (1, 1, (1, 1), [1]),
     ],
 )
-def test_known_splits(layers: int, stages: int, weights: tuple[int, int], counts: list[int]) -> None:
-    assert [len(part) for part in even_split(layers, stages, *weights)] == counts
+def test_known_splits(layers: int, stages: int, weights: tuple[int, int], expected: list[int]) -> None:
+    assert counts(even_split(layers, stages, *weights)) == expected
+    assert partition(layers, stages, embedding_weight=weights[0], head_weight=weights[1]) == even_split(
+        layers, stages, *weights
+    )
 
 
 @given(st.integers(1, 60), st.integers(1, 16), st.integers(0, 9), st.integers(0, 9))
@@ -46,3 +65,222 @@ def test_refusals() -> None:
         even_split(4, 5)
     with pytest.raises(ConfigError, match="head_weight=-1"):
         even_split(4, 2, 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "said", "expected"),
+    [
+        (61, 32, {"layout": "Et*3|(tt|)*29|L"}, [3, *[2] * 29, 0, 0]),
+        (4, 3, {"layout": "t|tt|t"}, [1, 2, 1]),
+        (10, 3, {"layers_per_stage": 4}, [4, 3, 3]),
+        (32, 4, {"layers_per_stage": 8}, [8, 8, 8, 8]),  # the most for each: embedding and head do not count
+        (4, 3, {"layers_per_stage": [0, 4, 0]}, [0, 4, 0]),
+        (4, 2, {"layers_per_stage": (1, 3)}, [1, 3]),
+        (12, 4, {"first_stage_layers": 1}, [1, 4, 4, 3]),  # 11 layers and the head on three
+        (12, 4, {"last_stage_layers": 2}, [3, 4, 3, 2]),
+        (10, 4, {"first_stage_layers": 1, "last_stage_layers": 2}, [1, 4, 3, 2]),
+        (4, 4, {"first_stage_layers": 0, "last_stage_layers": 0}, [0, 2, 2, 0]),
+        (4, 2, {"first_stage_layers": 3, "last_stage_layers": 1}, [3, 1]),
+        (4, 1, {"first_stage_layers": 4}, [4]),
+        (4, 2, {"weights": [5, 1, 1, 1], "embedding_weight": 0, "head_weight": 0}, [1, 3]),
+        (4, 2, {"weights": [1, 1, 1, 1], "head_weight": 3}, [3, 1]),
+    ],
+)  # fmt: skip
+def test_each_way_to_say_it(layers: int, stages: int, said: dict[str, Any], expected: list[int]) -> None:
+    assert counts(partition(layers, stages, **said)) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "said", "message"),
+    [
+        (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Write 2 |,"),
+        (4, 1, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 1"),
+        (5, 2, {"layout": "Ett|ttL"}, r"it has 4 layers \(t\), and the model has 5. Write 5 of them"),
+        (4, 2, {"layout": "Ett|ttmL"}, "models of transformers come without any. Take m away"),
+        (4, 2, {"layout": "Ett|ttx"}, "layout, character 7: unknown symbol 'x'"),
+        (10, 4, {"layers_per_stage": 4}, "10 layers make 3 stages of it, and the schedule has 4. Give 3, or"),
+        (10, 7, {"layers_per_stage": 4}, "has 7. Give a number for each stage, or"),
+        (10, 2, {"layers_per_stage": 4}, r"Give 5 or 6 or 7 or 8 or 9, or change ranks"),
+        (4, 2, {"layers_per_stage": [1, 2, 1]}, "it has 3 stages, and the schedule has 2. Give 2 numbers"),
+        (4, 2, {"layers_per_stage": [1, 2]}, "they add up to 3, and the model has 4 layers"),
+        (4, 2, {"first_stage_layers": 4}, "leaves 0 of 4 layers for 1 other stage. .* cannot be more than 3"),
+        (4, 2, {"first_stage_layers": 5}, "leaves -1 of 4 layers"),
+        (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2}, "leaves 1 .* be other than 4 layers"),
+        (4, 1, {"first_stage_layers": 2, "last_stage_layers": 2}, "the first stage is the last one here"),
+        (4, 2, {"weights": [1, 2, 3]}, "weights of 3 layers: the model has 4"),
+        (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage: each says by"),
+        (4, 2, {"layout": "tt|tt", "last_stage_layers": 2}, "layout and last_stage_layers"),
+        (4, 2, {"weights": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1}, "Give one of them"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(layers: int, stages: int, said: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        partition(layers, stages, **said)
+
+
+@pytest.mark.parametrize(
+    "said", [{"layers_per_stage": 0}, {"layers_per_stage": [-1, 5]}, {"first_stage_layers": -1}]
+)
+def test_numbers_out_of_range(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"Give [01] or more"):
+        partition(4, 2, **said)
+
+
+def test_stages_of_size() -> None:
+    assert stages_of_size(32, 8, 4) == 4
+    assert stages_of_size(32, 4, 4) == 8
+    assert stages_of_size(30, 4, 4) == 8
+    with pytest.raises(
+        PartitionError, match=r"32 layers make 7 stages of it, and 4 ranks .* Give 1 or 2 or 4 or"
+    ):
+        stages_of_size(32, 5, 4)
+    with pytest.raises(PartitionError, match="Use 3 ranks or fewer"):
+        stages_of_size(3, 1, 4)
+
+
+def test_to_layout() -> None:
+    split = partition(61, 32, layout="Et*3|(tt|)*29|L")
+    assert to_layout(split) == "Et*3|(tt|)*29|L"
+    assert list(parse_layout(to_layout(split)).layers) == split
+
+
+# --- the balanced split, beside all splits there are ---
+
+
+def every_split(layers: int, stages: int) -> list[list[range]]:
+    cuts = itertools.combinations_with_replacement(range(layers + 1), stages - 1)
+    return [[range(a, b) for a, b in itertools.pairwise((0, *inner, layers))] for inner in cuts]
+
+
+def stage_sums(split: list[range], layers: list[float], first: float, last: float) -> list[Fraction]:
+    sums = [sum((Fraction(layers[layer]) for layer in part), Fraction()) for part in split]
+    sums[0] += Fraction(first)
+    sums[-1] += Fraction(last)
+    return sums
+
+
+numbers = st.one_of(st.integers(0, 6).map(float), st.sampled_from([0.1, 0.2, 0.3, 0.7, 1e-9]))
+
+
+@given(st.data(), st.lists(numbers, min_size=1, max_size=7), st.integers(1, 5), numbers, numbers)
+def test_balanced_is_the_best_of_all(
+    data: st.DataObject, costs: list[float], stages: int, first: float, last: float
+) -> None:
+    weights = data.draw(st.lists(st.integers(0, 4), min_size=len(costs), max_size=len(costs)))
+    saved = data.draw(st.lists(st.integers(0, 4), min_size=len(costs), max_size=len(costs)))
+    live = data.draw(st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
+    memory = data.draw(st.none() | st.integers(0, 40).map(
+        lambda limit: Memory(limit, weights, saved, live, (3, 1), (2, 2))))  # fmt: skip
+
+    def rank(split: list[range]) -> tuple[object, ...]:
+        sums = stage_sums(split, costs, first, last)
+        return max(sums), sum(one * one for one in sums), [-len(part) for part in split]
+
+    def held(split: list[range]) -> Fraction:
+        fixed = stage_sums(split, [*map(float, weights)], 3, 2)
+        each = stage_sums(split, [*map(float, saved)], 1, 2)
+        return max(a + b * count for a, b, count in zip(fixed, each, live, strict=True))
+
+    possible = every_split(len(costs), stages)
+    fitting = [split for split in possible if memory is None or held(split) <= memory.limit]
+    if fitting:
+        found = balanced_split(costs, stages, embedding_cost=first, head_cost=last, memory=memory)
+        assert found == min(fitting, key=rank)
+    else:
+        least = min(map(held, possible))
+        with pytest.raises(PartitionError, match=f"some stage holds {least} or more. Give {least} or more"):
+            balanced_split(costs, stages, embedding_cost=first, head_cost=last, memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "ends", "layout"),
+    [
+        ([1] * 8, 4, (0, 0), "E(tt|)*3ttL"),
+        ([1] * 10, 4, (0, 0), "Et*3|t*3|tt|ttL"),  # as even_split deals them out
+        ([1] * 8, 4, (0, 3), "Et*3|t*3|tt|L"),  # the head counts as much as three layers
+        ([0.1] * 9, 3, (0, 0), "Et*3|t*3|t*3L"),  # 0.1 + 0.1 + 0.1 is no 0.3 in floating point
+        ([1, 1], 4, (0, 0), "Et|t||L"),
+        ([], 2, (1, 1), "E|L"),
+    ],
+)
+def test_known_balances(costs: list[float], stages: int, ends: tuple[float, float], layout: str) -> None:
+    split = balanced_split(costs, stages, embedding_cost=ends[0], head_cost=ends[1])
+    assert to_layout(split) == layout
+
+
+def test_early_stages_take_fewer_layers_where_they_hold_more_microbatches() -> None:
+    tight = Memory(limit=30, weights=[1] * 12, activations=[2] * 12, live=[4, 3, 2, 1])
+    split = balanced_split([1] * 12, 4, memory=tight)
+    assert counts(split) == [3, 3, 3, 3]
+    tighter = Memory(limit=18, weights=[1] * 12, activations=[2] * 12, live=[4, 3, 2, 1])
+    assert counts(balanced_split([1] * 12, 4, memory=tighter)) == [2, 2, 3, 5]
+
+
+def test_200_layers_on_64_stages_are_soon_split() -> None:
+    costs = [1 + 0.37 * (layer * 7919 % 13) for layer in range(200)]
+    memory = Memory(1e12, costs, costs, list(range(64, 0, -1)))
+    for head in (0.0, 5.0, 100.0, 900.0):
+        start = time.process_time()
+        balanced_split(costs, 64, head_cost=head, memory=memory)
+        assert time.process_time() - start < 5  # 0.1 to 1 s; the machine may be slow
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: balanced_split([1, -1], 2), "costs with -1"),
+        (lambda: balanced_split([1, float("nan")], 2), "costs with nan"),
+        (lambda: balanced_split([1], 0), "stages=0"),
+        (lambda: balanced_split([1, 1], 2, head_cost=float("inf")), "embedding_cost and head_cost with inf"),
+        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1])), "memory.weights of 1 numbers"),
+        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1, 1], [1])), "memory.activations of 1 numbers"),
+        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1, 1], live=[1])), "one for each stage, so 2"),
+    ],
+)
+def test_balanced_refuses_what_is_no_cost(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+# --- names of modules ---
+
+CHAIN = Chain("model.layers", 3, "tensor", ("model.embed_tokens",), ("model.norm", "lm_head"))
+KNOWN = {"model": True, "model.layers": True, "model.rotary_emb": False, "model.layers.1.mlp": True,
+         "model.layers.1.mlp.act_fn": False}  # fmt: skip
+FIRST, LAST = ["model.embed_tokens", "model.layers.0"], ["model.norm", "lm_head"]
+MIDDLE = ["model.layers.1", "model.layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ([FIRST, [*MIDDLE, *LAST]], [1, 2]),
+        ([[*FIRST, "model.rotary_emb"], MIDDLE, ["model.rotary_emb", *LAST]], [1, 2, 0]),
+        ([FIRST, [], [*LAST[::-1], *MIDDLE]], [1, 0, 2]),  # in any order on one stage
+    ],
+)
+def test_stages_by_the_names_of_their_modules(modules: list[list[str]], expected: list[int]) -> None:
+    assert counts(named_split(modules, len(modules), CHAIN, KNOWN)) == expected
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([FIRST], "modules_per_stage with 1 stages: the schedule has 2"),
+        ([FIRST, LAST], r"without model.layers.1, model.layers.2: .* Name them"),
+        ([FIRST, [*MIDDLE, "model.norm"]], "without lm_head: .* Name it"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.0"]], "'model.layers.0': stage 0 has it already"),
+        ([[*FIRST, "lm_head"], [*MIDDLE, "model.norm"]], "'lm_head': it runs after .* Move it to stage 1"),
+        ([FIRST[1:], [*MIDDLE, *LAST, FIRST[0]]], "'model.embed_tokens': it runs before .* stage 0"),
+        ([[FIRST[0], *MIDDLE], [FIRST[1], *LAST]], "'model.layers.1': model.layers.0 runs before it"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]], "a part of model.layers.1, which stays together"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]], "Name model.layers.1"),
+        ([FIRST, ["model.layers", *LAST]], "it holds modules of several stages. Name each, such"),
+        ([["model.embed_token"], [*MIDDLE, *LAST]], "no such module. Did you mean 'model.embed_tokens'"),
+        ([["zzz"], []], "The modules are model.embed_tokens, "),
+    ],
+)  # fmt: skip
+def test_names_that_are_refused(modules: list[list[str]], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        named_split(modules, 2, CHAIN, KNOWN)

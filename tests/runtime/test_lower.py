@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from penstock.runtime.lower import Compute, Free, Message, Plan, Post, Send, Wait, lower
 from penstock.schedule import Op, Placement, Proof, Schedule, build, verify
 from penstock.schedule.builders.inference import forwards
-from penstock.schedule.order import Walk
 
 
 def text(plan: Plan) -> list[str]:
@@ -151,4 +150,3 @@ def test_consumers_that_go_another_way_get_the_right_message() -> None:
     )
     plan = lower(verify(schedule), 1)
     assert text(plan) == ["post 0F0 post 0F1 wait 0F1 1F1", "wait 0F0 1F0", ""]
-    assert [op for _, op in Walk(schedule)]

@@ -3,38 +3,38 @@ from math import inf, nan
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, build, loop, simulate
 
 
 def test_a_backward_takes_both_gradients() -> None:
     costs = Costs(forward=[1, 2], input_grad=[3, 4], weight_grad=0.5)
-    assert costs.durations("F", 2) == [1, 2]
-    assert costs.durations("B", 2) == [3.5, 4.5]
+    assert costs.durations("F", loop(2), 3) == [[1] * 3, [2] * 3]
+    assert costs.durations("B", loop(2), 2) == [[3.5, 3.5], [4.5, 4.5]]
 
 
 @pytest.mark.parametrize("name", ["forward", "input_grad", "weight_grad", "communication"])
 @pytest.mark.parametrize("value", [-1.0, nan, inf])
 def test_a_duration_is_finite_and_not_negative(name: str, value: float) -> None:
     schedule = build("gpipe", ranks=2, microbatches=1)
-    with pytest.raises(ConfigError, match="a duration is finite and not negative") as caught:
+    with pytest.raises(ConfigError, match="a cost is finite and not negative") as caught:
         simulate(schedule, Costs(**{name: value}))
-    assert caught.value.value == f"Costs({name}={value})"
+    assert caught.value.value == f"Costs({name}={value!r})"
 
 
 def test_one_number_a_stage() -> None:
     with pytest.raises(ConfigError, match="the schedule has 2 stages"):
-        Costs(forward=[1, 2, 3]).durations("F", 2)
+        Costs(forward=[1, 2, 3]).durations("F", loop(2), 1)
 
 
 def test_measured_costs_are_the_medians_of_a_timeline() -> None:
     schedule = build("1f1b", ranks=2, microbatches=3)
     run = simulate(schedule, Costs(forward=[1, 2], input_grad=[1, 3], weight_grad=1, communication=0.5))
     costs = Costs.measured(run, communication=0.5)
-    assert costs.durations("F", 2) == [1, 2]
-    assert costs.durations("B", 2) == [2, 4]
+    assert costs.durations("F", loop(2), 3) == [[1] * 3, [2] * 3]
+    assert costs.durations("B", loop(2), 1) == [[2], [4]]
     assert simulate(schedule, costs) == run
 
 
 def test_measured_costs_of_inference_have_no_backward() -> None:
     run = simulate(build("inference", ranks=2, microbatches=2), Costs(forward=3))
-    assert Costs.measured(run) == Costs(forward=[3, 3], input_grad=[0, 0], weight_grad=0)
+    assert Costs.measured(run) == Costs(forward=[3, 3], input_grad=[0, 0], weight_grad=[0, 0])

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.schedule import Op, Schedule, build, loop
+from penstock.schedule import Op, Pair, Schedule, both_ways, build, loop
 
-ops = st.builds(Op, st.integers(0, 10_000), st.sampled_from(["F", "B"]), st.integers(0, 10_000))
+ops = st.builds(Op, st.integers(0, 10_000), st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10_000))
 
 
 @given(ops)
@@ -35,15 +35,39 @@ def test_text_that_is_no_op_is_refused(text: str) -> None:
         ("2B1", ["2F1"]),
         ("1B1", ["1F1", "2B1"]),
         ("0B1", ["0F1", "1B1"]),
+        ("2I0", ["2F0"]),
+        ("1I0", ["1F0", "2I0"]),
+        ("0B0", ["0F0", "1I0"]),  # a whole backward may follow a split one
+        ("1W0", ["1I0"]),
     ],
 )
 def test_predecessors_in_three_stages(op: str, needs: list[str]) -> None:
-    assert [str(needed) for needed in Op.parse(op).predecessors(stages=3)] == needs
+    texts = ("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1I0 1W0", "2F0 2F1 2B1 2I0 2W0")
+    programs = tuple(tuple(map(Op.parse, text.split())) for text in texts)
+    schedule = Schedule("own", loop(3), 2, programs)
+    assert [str(needed) for needed in schedule.predecessors(Op.parse(op))] == needs
 
 
 def test_the_only_stage_needs_only_itself() -> None:
-    assert Op(0, "F", 0).predecessors(stages=1) == ()
-    assert Op(0, "B", 0).predecessors(stages=1) == (Op(0, "F", 0),)
+    schedule = build("gpipe", ranks=1, microbatches=1)
+    assert schedule.predecessors(Op(0, "F", 0)) == ()
+    assert schedule.predecessors(Op(0, "B", 0)) == (Op(0, "F", 0),)
+
+
+def test_each_copy_of_the_model_is_a_chain_of_its_own() -> None:
+    schedule = Schedule("own", both_ways(2), 2, ((), ()))
+    assert schedule.predecessors(Op(2, "F", 1)) == ()
+    assert schedule.predecessors(Op(3, "F", 1)) == (Op(2, "F", 1),)
+    assert schedule.predecessors(Op(1, "B", 0)) == (Op(1, "F", 0),)
+
+
+def test_a_pair_stands_together_in_a_program_s_text() -> None:
+    pair = Pair(Op(0, "F", 1), Op(0, "B", 0))
+    program = (Op(0, "F", 0), *pair, Op(0, "B", 1))
+    schedule = Schedule("own", loop(1), 2, (program,), frozenset({pair}))
+    assert str(schedule) == "0F0 (0F1;0B0)OVERLAP_F_B 0B1"
+    assert Pair.parse("(0F1;0B0)OVERLAP_F_B") == pair
+    assert Pair.parse("0F1") is None
 
 
 def test_a_schedule_prints_a_program_a_line() -> None:

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Costs, Op, Placement, Schedule, Violation, render, simulate, verify
+from penstock.schedule import Costs, Op, Schedule, Violation, loop, render, simulate, verify
 from penstock.schedule.conformance import check_builder
-
-Token = tuple[
-    str, int, int
-]  # what lies ready: an "input", a "saved" forward or a "gradient"; stage, microbatch
+from support.programs import can_finish, paired, perhaps_broken, valid
 
 modest = settings(max_examples=300, deadline=None)
-
-
-def takes_and_gives(op: Op, stages: int) -> tuple[set[Token], set[Token]]:
-    """The tokens that an op uses up, and those that it leaves."""
-    stage, kind, microbatch = op
-    if kind == "F":
-        given_on = {("input", stage + 1, microbatch)}
-        if stage == stages - 1:
-            given_on = {("gradient", stage, microbatch)}  # the loss hands its gradient back at once
-        return {("input", stage, microbatch)}, {("saved", stage, microbatch), *given_on}
-    return (
-        {("saved", stage, microbatch), ("gradient", stage, microbatch)},
-        {("gradient", stage - 1, microbatch)},
-    )
-
-
-def can_finish(schedule: Schedule) -> bool:
-    """Run the programs by passing tokens until none can go on: was every op run once, and nothing else?"""
-    stages, microbatches = schedule.stages, schedule.microbatches
-    tokens: set[Token] = {("input", 0, microbatch) for microbatch in range(microbatches)}
-    left = [list(program) for program in schedule.programs]
-    done: list[Op] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, program in enumerate(left):
-            while program and schedule.placement.rank_of[program[0].stage : program[0].stage + 1] == (rank,):
-                takes, gives = takes_and_gives(program[0], stages)
-                if not takes <= tokens:
-                    break
-                tokens = (tokens - takes) | gives
-                done.append(program.pop(0))
-                moved = True
-    kinds = {op.kind for program in schedule.programs for op in program}
-    expected = stages * microbatches * (2 if "B" in kinds else 1)
-    return not any(left) and len(done) == expected
 
 
 def violations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -60,64 +24,18 @@ def violations(schedule: Schedule) -> tuple[Violation, ...]:
     return ()
 
 
-@st.composite
-def valid(draw: st.DrawFn) -> Schedule:
-    """Any placement, and any order in which the ops of a step can be run, dealt out to the ranks."""
-    ranks = draw(st.integers(1, 4))
-    stages = draw(st.integers(ranks, 5))
-    hosts = draw(st.permutations([*range(ranks), *draw(st.lists(
-        st.integers(0, ranks - 1), min_size=stages - ranks, max_size=stages - ranks))]))  # fmt: skip
-    microbatches = draw(st.integers(1, 3))
-    kinds = "FB" if draw(st.booleans()) else "F"
-    pending = [Op(s, "F" if kind == "F" else "B", i)
-               for kind in kinds for s in range(stages) for i in range(microbatches)]  # fmt: skip
-    tokens: set[Token] = {("input", 0, microbatch) for microbatch in range(microbatches)}
-    programs: list[list[Op]] = [[] for _ in range(ranks)]
-    while pending:
-        ready = [op for op in pending if takes_and_gives(op, stages)[0] <= tokens]
-        op = draw(st.sampled_from(ready))
-        takes, gives = takes_and_gives(op, stages)
-        tokens = (tokens - takes) | gives
-        pending.remove(op)
-        programs[hosts[op.stage]].append(op)
-    return Schedule("random", Placement(tuple(hosts)), microbatches, tuple(map(tuple, programs)))
-
-
-@st.composite
-def perhaps_broken(draw: st.DrawFn) -> Schedule:
-    """A valid schedule after up to three small changes, some of which leave it valid."""
-    schedule = draw(valid())
-    programs = [list(program) for program in schedule.programs]
-    for change in draw(st.lists(st.sampled_from(CHANGES), max_size=3)):
-        rank = draw(st.integers(0, len(programs) - 1))
-        program = programs[rank]
-        if not program:
-            continue
-        here, there = (draw(st.integers(0, len(program) - 1)) for _ in range(2))
-        if change == "swap":
-            program[here], program[there] = program[there], program[here]
-        elif change == "move":
-            program.insert(there, program.pop(here))
-        elif change == "drop":
-            program.pop(here)
-        elif change == "repeat":
-            program.insert(there, program[here])
-        elif change == "give away":
-            other = programs[draw(st.integers(0, len(programs) - 1))]
-            other.insert(draw(st.integers(0, len(other))), program.pop(here))
-        else:
-            stage, microbatch = draw(st.integers(0, 5)), draw(st.integers(0, 3))
-            program[here] = Op(stage, draw(st.sampled_from(["F", "B"])), microbatch)
-    return Schedule("random", schedule.placement, schedule.microbatches, tuple(map(tuple, programs)))
-
-
-CHANGES = ("swap", "swap", "move", "move", "drop", "repeat", "give away", "replace")
+@settings(max_examples=600, deadline=None)
+@given(perhaps_broken())
+def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
+    assert (not violations(schedule)) == can_finish(schedule), f"{schedule.placement}\n{schedule}"
 
 
 @modest
-@given(perhaps_broken())
-def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
-    assert (not violations(schedule)) == can_finish(schedule), str(schedule)
+@given(paired())
+def test_overlapped_ops_wait_together(schedule: Schedule) -> None:
+    found = violations(schedule)
+    assert (not found) == can_finish(schedule), f"{schedule.placement}\n{schedule}"
+    assert not violations(replace(schedule, overlaps=frozenset()))
 
 
 @modest
@@ -125,7 +43,7 @@ def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
 def test_reordering_a_program_hangs_or_not_as_proven(schedule: Schedule, data: st.DataObject) -> None:
     """Only orders change here, so that what is refused is refused for its order."""
     shuffled = tuple(tuple(data.draw(st.permutations(program))) for program in schedule.programs)
-    schedule = Schedule("random", schedule.placement, schedule.microbatches, shuffled)
+    schedule = replace(schedule, programs=shuffled)
     found = violations(schedule)
     assert (not found) == can_finish(schedule), str(schedule)
     assert all("stands later" in violation.rule or violation.cycle for violation in found)
@@ -133,49 +51,155 @@ def test_reordering_a_program_hangs_or_not_as_proven(schedule: Schedule, data: s
 
 @modest
 @given(valid())
-def test_the_proven_peak_is_what_is_held(schedule: Schedule) -> None:
-    peaks = []
+def test_the_proven_peaks_are_what_is_held(schedule: Schedule) -> None:
+    live, deferred = [], []
     for program in schedule.programs:
-        held = [
-            sum(op.kind == "F" for op in program[:until]) - sum(op.kind == "B" for op in program[:until])
-            for until in range(len(program) + 1)
-        ]
-        peaks.append(max(held) if schedule.trains else 0)
-    assert verify(schedule).peak_live == tuple(peaks)
+        kinds = [[op.kind for op in program[:until]] for until in range(len(program) + 1)]
+        held = [k.count("F") - k.count("B") - k.count("W") for k in kinds]
+        live.append(max(held) if schedule.trains else 0)
+        deferred.append(max(k.count("I") - k.count("W") for k in kinds))
+    assert verify(schedule).peak_live == tuple(live)
+    assert verify(schedule).peak_deferred == tuple(deferred)
+    timeline = simulate(schedule)
+    assert timeline.peak_live == tuple(live)
+    if schedule.trains:
+        assert timeline.peak_memory == timeline.peak_live  # by default one is held for each, to the very end
+        assert tuple(max((held for _, held in curve), default=0) for curve in timeline.live) == tuple(live)
 
 
 @settings(max_examples=60, deadline=None)
 @given(valid())
 def test_any_valid_schedule_conforms_and_can_be_drawn(schedule: Schedule) -> None:
-    check_builder(
-        lambda ranks, microbatches: schedule, ranks=[schedule.ranks], microbatches=[schedule.microbatches]
-    )
+    if all(schedule.programs):
+        check_builder(
+            lambda ranks, microbatches: schedule, ranks=[schedule.ranks], microbatches=[schedule.microbatches]
+        )
     assert render(schedule).count("rank ") >= schedule.ranks
 
 
+numbers = st.lists(st.integers(0, 5), min_size=8, max_size=8)
+
+
 @modest
-@given(
-    valid(),
-    st.lists(st.integers(0, 5), min_size=5, max_size=5),
-    st.lists(st.integers(0, 5), min_size=5, max_size=5),
-    st.integers(0, 3),
-)
+@given(valid(), numbers, numbers, numbers, st.integers(0, 3))
 def test_no_op_could_have_started_earlier(
-    schedule: Schedule, forward: list[int], backward: list[int], latency: int
+    schedule: Schedule, forward: list[int], input_grad: list[int], weight_grad: list[int], latency: int
 ) -> None:
     """Each starts at the very moment that its rank is free and the last of its inputs is there."""
-    stages, hosts = schedule.stages, schedule.placement.rank_of
-    costs = Costs(forward[:stages], backward[:stages], 0, latency)
+    stages, hosts, placement = schedule.stages, schedule.placement.rank_of, schedule.placement
+    costs = Costs(forward[:stages], input_grad[:stages], weight_grad[:stages], latency)
     timeline = simulate(schedule, costs)
     ends = {span.op: span.end for span in timeline.spans}
     for rank in range(schedule.ranks):
         free_at = 0.0
         for span in timeline.of_rank(rank):
             stage, kind, microbatch = span.op
-            needs = [Op(stage - 1, "F", microbatch)] if kind == "F" else [Op(stage + 1, "B", microbatch)]
-            inputs = [ends[op] + (latency if hosts[op.stage] != rank else 0) for op in needs if op in ends]
-            own_forward = [ends[Op(stage, "F", microbatch)]] if kind == "B" else []
-            assert span.start == max([free_at, *inputs, *own_forward])
-            length = forward[stage] if kind == "F" else backward[stage]
-            assert span.end == span.start + length
+            needs = []
+            if kind == "F" and stage % placement.depth:
+                needs = [Op(stage - 1, "F", microbatch)]
+            elif kind in "BI":
+                needs = [Op(stage, "F", microbatch)]
+                if (stage + 1) % placement.depth:
+                    needs += [op for k in "BI" if (op := Op(stage + 1, k, microbatch)) in ends]  # type: ignore[arg-type]
+            there = [ends[op] + (latency if hosts[op.stage] != rank else 0) for op in needs]
+            assert span.start == max([free_at, *there])
+            length = {"F": forward, "I": input_grad, "W": weight_grad}.get(kind)
+            whole = input_grad[stage] + weight_grad[stage]
+            assert span.end == span.start + (whole if length is None else length[stage])
             free_at = span.end
+    _check_critical_path(schedule, timeline.critical_path, ends, timeline.makespan)
+
+
+def _check_critical_path(
+    schedule: Schedule, path: tuple[Op, ...], ends: dict[Op, float], makespan: float
+) -> None:
+    """It ends with the step, and each op on it waits for the one before: on its rank, or for its result."""
+    assert ends[path[-1]] == makespan
+    for before, after in pairwise(path):
+        host = schedule.placement.rank_of[after.stage]
+        program = schedule.programs[host]
+        neighbour = program[program.index(after) - 1]
+        assert before in (neighbour, *schedule.predecessors(after))
+
+
+@modest
+@given(valid())
+def test_buffers_are_what_a_blocking_channel_needs(schedule: Schedule) -> None:
+    needed = verify(schedule).buffered_sends
+    assert finishes_blocking(schedule, needed)
+    assert needed == 0 or not finishes_blocking(schedule, needed - 1)
+
+
+def finishes_blocking(schedule: Schedule, capacity: int) -> bool:
+    """Run it slowly, one event at a time: a result leaves its rank only when the channel has room for it, or
+    the receive is posted, which happens when the op before the one that needs it begins."""
+    hosts = schedule.placement.rank_of
+    at = [0] * schedule.ranks  # the op that each rank is to begin
+    holding: list[Op | None] = [None] * schedule.ranks  # a result that has not left
+    gone: set[Op] = set()
+    sent: dict[tuple[int, int], list[Op]] = {}
+    for program in schedule.programs:
+        for op in program:
+            for needed in schedule.predecessors(op):
+                if hosts[needed.stage] != hosts[op.stage]:
+                    sent.setdefault((needed.stage, op.stage), [])
+    for program in schedule.programs:
+        for op in program:
+            for channel, queue in sent.items():
+                forward = op.kind == "F" and channel[1] == channel[0] + 1
+                backward = op.kind in "BI" and channel[1] == channel[0] - 1
+                if channel[0] == op.stage and (forward or backward):
+                    queue.append(op)
+    posted: dict[tuple[int, int], int] = dict.fromkeys(sent, 0)
+
+    def remote(op: Op) -> list[Op]:
+        return [needed for needed in schedule.predecessors(op) if hosts[needed.stage] != hosts[op.stage]]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(schedule.programs):
+            for ahead in program[at[rank] : at[rank] + 2] if holding[rank] is None else ():
+                for needed in remote(ahead):
+                    channel = (needed.stage, ahead.stage)
+                    place = sent[channel].index(needed) + 1
+                    moved |= place > posted[channel]
+                    posted[channel] = max(posted[channel], place)
+            held = holding[rank]
+            if held is not None:
+                channels = [channel for channel, queue in sent.items() if held in queue]
+                if all(sent[c].index(held) < posted[c] + capacity for c in channels):
+                    gone.add(held)
+                    holding[rank], moved = None, True
+            elif at[rank] < len(program) and gone.issuperset(remote(program[at[rank]])):
+                holding[rank] = program[at[rank]]
+                at[rank] += 1
+                moved = True
+    return all(at[r] == len(p) and holding[r] is None for r, p in enumerate(schedule.programs))
+
+
+hostile = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3),
+    st.tuples(st.integers(), st.text(max_size=1), st.integers()),
+    st.builds(Op, st.sampled_from([0, -1, 1.0, "1", None, 2**70]), st.sampled_from(["F", "B", "W", "", None]),
+              st.sampled_from([0, -1, 0.5, "0", 2**70])),
+)  # fmt: skip
+
+
+@modest
+@given(valid(), st.lists(hostile, min_size=1, max_size=4), st.data())
+def test_what_is_no_op_is_refused_and_nothing_else_happens(
+    schedule: Schedule, strange: list[object], data: st.DataObject
+) -> None:
+    programs = [list(program) for program in schedule.programs]
+    for entry in strange:
+        program = programs[data.draw(st.integers(0, len(programs) - 1))]
+        program.insert(data.draw(st.integers(0, len(program))), entry)  # type: ignore[arg-type]
+    broken = replace(schedule, programs=tuple(map(tuple, programs)))
+    assert violations(broken)
+
+
+def test_a_number_of_microbatches_out_of_all_proportion_is_refused_at_once() -> None:
+    schedule = Schedule("huge", loop(1), 10**9, ((Op(0, "F", 0), Op(0, "B", 0)),))
+    (violation,) = violations(schedule)
+    assert violation.rule == "2 ops; 1000000000 microbatches on 1 stages are 2000000000 at least"

@@ -58,7 +58,7 @@ def test_a_microbatch_that_does_not_exist() -> None:
 def test_a_kind_that_does_not_exist() -> None:
     stray = Op(0, "X", 0)  # type: ignore[arg-type]
     wrong = Schedule("mine", loop(1), 1, ((op("0F0"), stray),))
-    assert violations(wrong) == (Violation("there are only the kinds F and B", 0, 1, stray),)
+    assert violations(wrong) == (Violation("there are only the kinds F, B, I and W", 0, 1, stray),)
 
 
 def test_an_op_on_another_rank_than_its_stage() -> None:

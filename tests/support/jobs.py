@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock import AutoPipeline
+from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, PenstockError
 from penstock.runtime import distributed
+from penstock.schedule.config import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, plain_step
 
-Case = tuple[str, int]  # schedule, microbatches
+Case = tuple[ScheduleLike, int]  # schedule, microbatches
 
 
-def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case]) -> list[str]:
+def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case], layers: int = 4) -> list[str]:
     """Each case's gradients on this rank beside those of a plain process; what went wrong."""
-    model = tiny_model(family, tied=tied)
+    model = tiny_model(family, tied=tied, layers=layers)
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
     wrong = []
@@ -32,12 +33,16 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case]) -> l
             model
         )
         result = pipe.step(batch)
-        found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
         try:
             assert abs(result.loss - loss) < 1e-5
-            assert len(found) == len(dict(pipe.named_parameters()))
-            assert_gradients(found, expected, TOLERANCE[torch.float32])
+            for module in pipe.modules.values():
+                held = dict(module.named_parameters())
+                found = {name: p.grad for name, p in held.items() if p.grad is not None}
+                assert len(found) == len(held)
+                assert_gradients(found, expected, TOLERANCE[torch.float32])
             assert pipe.timeline.peak_live == pipe.proof.peak_live
+            own = [span.op for span in pipe.timeline.of_rank(dist.get_rank())]
+            assert tuple(own) == pipe.schedule.programs[dist.get_rank()]
         except AssertionError as difference:
             wrong.append(f"{family} tied={tied} P={ranks} {schedule} m={microbatches}: {difference}")
         pipe.close()
@@ -138,3 +143,18 @@ def group_per_channel(ranks: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "has_tags", lambda group: False)
         return equivalence("qwen3", True, ranks, [("1f1b", 5), ("gpipe", 2)])
+
+
+def replicas() -> Any:
+    """Values and gradients by stage, loss and norm, of a schedule that keeps two copies of the model."""
+    from runtime.test_replicas import Part, batch, mean_square, schedule
+
+    torch.manual_seed(dist.get_rank())
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square, timeout=30)
+    values = {stage: module.state_dict() for stage, module in pipe.modules.items()}
+    result = pipe.step(batch())
+    gradients = {
+        stage: [p.grad for p in module.parameters() if p.grad is not None]
+        for stage, module in pipe.modules.items()
+    }
+    return values, gradients, result.loss, pipe.clip_grad_norm_(1e9)

@@ -32,7 +32,9 @@ def stage_costs(prepared: Prepared) -> list[float]:
     """A stage's forward: its parameters but the embedding's, a look-up, as a share of the largest."""
     stages = prepared.outline.stages
     costs = [float(stage.parameters) for stage in stages]
-    costs[0] -= prepared.outline.source.model.get_input_embeddings().weight.numel()
+    embedding = prepared.outline.source.model.get_input_embeddings().weight.numel()
+    for stage in range(0, len(stages), prepared.outline.schedule.placement.depth):
+        costs[stage] -= embedding
     return [cost / max(costs) for cost in costs]
 
 

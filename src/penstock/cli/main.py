@@ -12,11 +12,13 @@ import typer
 
 import penstock
 from penstock import launch
+from penstock.cli import schedule
 
 if TYPE_CHECKING:
     from penstock.train.assemble import Prepared
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.add_typer(schedule.app, name="schedule")
 
 
 def main() -> None:

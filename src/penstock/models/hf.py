@@ -5,6 +5,10 @@ parameters. Two of them are doors. The entry, in the place of the layer just bef
 replaces the hidden states by those that were received; so whatever the model does before its layers
 runs on a dummy and is dropped, while masks, rotary tables and per-layer arguments come from the model
 itself. The exit, just after the stage's own layers, carries their output out and skips the rest.
+
+Where the stages before hold the embedding alone, no layer's place is free for the entry: then the
+model's first layer is its own entry, and likewise the last layer its own exit before a stage of the head
+alone. A stage with nothing of the model passes on what it received.
 """
 
 from __future__ import annotations
@@ -17,22 +21,43 @@ from torch import Tensor, UntypedStorage, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
-from penstock.models.chain import Chain, Placeholder
+from penstock.models.chain import Chain, Placeholder, hidden_of
 from penstock.models.protocol import StageInfo
 from penstock.models.shadow import shadow
 from penstock.runtime.shapes import EdgeSpecs, Microbatch, TensorSpec
 
 
-class Entry(Placeholder):
-    """Gives what was received in place of what it gets."""
+class Receiver:
+    """Where what was received comes in."""
 
     received: Tensor | None = None
 
-    def _pass(self, hidden: Tensor) -> Tensor:
+    def take(self) -> Tensor:
         received, self.received = self.received, None
         if received is None:
             raise skipped("a layer before the stage's own, run twice")
         return received
+
+
+class Entry(Receiver, Placeholder):
+    """Gives what was received in place of what it gets."""
+
+    def _pass(self, hidden: Tensor) -> Tensor:
+        return self.take()
+
+
+class EntryLayer(Receiver, nn.Module):
+    """Mixed into the class of a real layer: it works on what was received in place of what it gets.
+
+    The exchange is made before anything else of the layer runs, hooks too. So activation checkpointing, which
+    stands further in, keeps what was received, and calls the layer's inside again, not this.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden_of(args, kwargs)  # for its refusal
+        if args:
+            return super().__call__(self.take(), *args[1:], **kwargs)
+        return super().__call__(**{**kwargs, "hidden_states": self.take()})
 
 
 class _StageDone(BaseException):
@@ -47,6 +72,20 @@ class Exit(Placeholder):
 
     def _pass(self, hidden: Tensor) -> Tensor:
         raise _StageDone(hidden)
+
+
+class ExitLayer(nn.Module):
+    """Mixed into the class of a real layer: what the layer returns is the stage's output."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().__call__(*args, **kwargs)
+        raise _StageDone(result if isinstance(result, Tensor) else result[0])
+
+
+def _mix_into(layer: nn.Module, door: type[nn.Module]) -> None:
+    """Make the layer, and no other of its class, a door too; everything it holds keeps its name."""
+    own = type(layer)
+    layer.__class__ = type(own.__name__, (door, own), {"__module__": own.__module__})
 
 
 class Before(nn.Module):
@@ -97,7 +136,12 @@ def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) ->
         memo |= {id(module): Before(module) for module in befores}
     if not info.is_last:
         memo |= {id(model.get_submodule(name)): After() for name in chain.after}
-    return copy.deepcopy(model, memo)
+    stage = copy.deepcopy(model, memo)
+    if layers and layers.start == 0 and not info.is_first:
+        _mix_into(stage.get_submodule(f"{chain.layers}.0"), EntryLayer)
+    if layers and layers.stop == chain.count and not info.is_last:
+        _mix_into(stage.get_submodule(f"{chain.layers}.{chain.count - 1}"), ExitLayer)
+    return stage
 
 
 class HFCall:
@@ -105,9 +149,14 @@ class HFCall:
 
     def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
         self._model, self._info = model, info
-        self._entry = next((module for module in model.modules() if isinstance(module, Entry)), None)
+        self._entry = next((module for module in model.modules() if isinstance(module, Receiver)), None)
+        ends = info.is_first or info.is_last
+        self._holds_nothing = not ends and next(model.parameters(), None) is None
 
     def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+        if self._holds_nothing:
+            (hidden,) = received
+            return (hidden.view_as(hidden),)  # an output has to be made by something to have a gradient edge
         arguments = {name: value for name, value in microbatch.items() if name != "labels"}
         if self._entry is not None:
             (hidden,) = received

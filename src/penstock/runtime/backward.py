@@ -3,11 +3,15 @@
 A root is autograd's own gradient edge: the node that made the output, and which output it was. Holding
 the edge in place of the tensor lets the output's storage go as soon as it has been sent, unless the
 graph saved it, and needs no trick on its data.
+
+A backward is whole, or split in two: `input_backward` gives the gradients that other ranks wait for, and what
+it puts off is run when the rank has nothing better to do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,12 +19,15 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.runtime.deferred import Deferred, Tape
+
 
 class Live(NamedTuple):
     """One live activation: what came in, and the roots of its graph."""
 
     inputs: tuple[Tensor, ...]
     roots: tuple[GradientEdge | None, ...]  # None where an output that has a gradient slot needs none
+    tape: Tape | None = None  # of a forward under `deferring`
 
 
 def leaf(received: Tensor) -> Tensor:
@@ -28,10 +35,11 @@ def leaf(received: Tensor) -> Tensor:
     return received.requires_grad_(received.is_floating_point() or received.is_complex())
 
 
-def hold(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Live:
+def hold(inputs: Sequence[Tensor], outputs: Sequence[Tensor], tape: Tape | None = None) -> Live:
+    """tape: of the forward, where it ran under `deferring`"""
     roots = [get_gradient_edge(output) if output.requires_grad else None
              for output in outputs if output.is_floating_point() or output.is_complex()]  # fmt: skip
-    return Live(tuple(inputs), tuple(roots))
+    return Live(tuple(inputs), tuple(roots), tape)
 
 
 def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -39,14 +47,41 @@ def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...
 
     gradients: of each floating-point output, in order.
     """
+    roots, given = _pair(live, gradients)
+    with nullcontext() if live.tape is None else live.tape.replaying():
+        _run(roots, given)
+    return _input_gradients(live)
+
+
+def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Deferred]:
+    """I: `whole_backward`, less the weight gradients that can be put off, and W, which accumulates those.
+
+    Everything that W does not need is freed. Without a tape nothing can be put off.
+    """
+    if live.tape is None:
+        return whole_backward(live, gradients), Deferred()
+    roots, given = _pair(live, gradients)
+    with live.tape.collecting(roots) as products, live.tape.replaying():
+        _run(roots, given)
+    return _input_gradients(live), Deferred(products)
+
+
+def _pair(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
+    """The outputs that have a gradient, and their gradients."""
     paired = [(root, grad) for root, grad in zip(live.roots, gradients, strict=True) if root is not None]
-    if paired:
-        roots, given = zip(*paired, strict=True)
+    return tuple([root for root, _ in paired]), tuple([grad for _, grad in paired])
+
+
+def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
+    if roots:
         # Not through torch.autograd.backward: it first compares shapes in Python, at a third of the cost of a
         # small backward, which the engine then does again.
         Variable._execution_engine.run_backward(
-            roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True
+            roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+
+
+def _input_gradients(live: Live) -> tuple[Tensor, ...]:
     return tuple(
         [
             torch.zeros_like(received) if received.grad is None else received.grad

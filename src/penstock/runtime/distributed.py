@@ -27,6 +27,7 @@ from penstock.errors import BatchError, RunError
 from penstock.runtime.lower import Channel, Message
 from penstock.runtime.mesh import pipelines
 from penstock.runtime.shapes import EdgeSpecs
+from penstock.runtime.transport import add_up, spread
 from penstock.runtime.watch import Watch
 from penstock.schedule import Placement
 
@@ -196,17 +197,27 @@ class DistributedTransport:
         if len(ranks) > 1 and ranks not in self._sharing:
             self._sharing[ranks] = self._new_group(ranks, f"pp weight shared by {ranks}")
 
-    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
-        mine = tensors[0]
-        for other in tensors[1:]:
-            mine.add_(other)
+    def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
+        for copies in weights:
+            add_up(copies)
         if len(ranks) > 1:
-            with self._waiting("its part of a shared gradient", next(r for r in ranks if r != self.rank)):
-                work = dist.all_reduce(mine, group=self._sharing[ranks], async_op=True)
-                assert work is not None
-                work.wait(self._limit)
-        for other in tensors[1:]:
-            other.copy_(mine)
+            peer = next(r for r in ranks if r != self.rank)
+            for bucket in _buckets([copies[0] for copies in weights]):
+                with self._waiting("its part of a shared gradient", peer):
+                    self._all_reduce(bucket, self._sharing[ranks])
+        for copies in weights:
+            spread(copies)
+
+    def _all_reduce(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+        """One exchange for all of them, which have one dtype."""
+        alone = len(tensors) == 1 and tensors[0].is_contiguous()
+        together = tensors[0] if alone else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        work = dist.all_reduce(together, group=group, async_op=True)
+        assert work is not None
+        work.wait(self._limit)
+        parts = () if alone else torch.split(together, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=not alone):
+            tensor.copy_(part.view_as(tensor))
 
     @property
     def pending(self) -> int:
@@ -242,6 +253,23 @@ class DistributedTransport:
             raise self.watch.error(cause) from cause
         finally:
             self.watch.end()
+
+
+_BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype, few enough to copy."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):  # stable: alike on all ranks
+        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def has_tags(group: dist.ProcessGroup) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.loss import Loss
-from penstock.runtime.lower import Compute, Free, Message, Plan, Post, Send, Wait
+from penstock.runtime.lower import Compute, Free, Hand, Message, Plan, Post, Send, Wait
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import EdgeSpecs, Microbatch, check, gradient_specs, microbatch_key
 from penstock.runtime.stage import Stage
@@ -55,31 +55,34 @@ class Executor:
     shares: list[Tensor] = field(default_factory=list)  # those of the step's loss, once it has ended
     seed: Tensor | None = None  # the loss's own gradient, 1 / weight
     peak_live: int = 0
+    peak_deferred_bytes: int = 0  # held between I and W
     current: Op | None = None
     expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
 
     @cached_property
-    def hosts(self) -> tuple[int, ...]:
-        return self.plan.schedule.placement.rank_of
+    def split(self) -> frozenset[tuple[int, int]]:
+        return self.plan.schedule.split
 
-    @cached_property
-    def last_stage(self) -> int:
-        return self.plan.schedule.stages - 1
-
-    def run(self, step: StepInput) -> Iterator[None]:
-        """One step. Yields where another rank of this process must run first."""
+    def run(self, step: StepInput) -> Iterator[Message]:
+        """One step. Yields the message that another rank of this process must send first."""
         self.recorder.begin_step()
-        self.totals, self.shares, self.seed, self.peak_live, self.expected = [], [], None, 0, {}
+        self.totals, self.shares, self.seed, self.expected = [], [], None, {}
+        self.peak_live = self.peak_deferred_bytes = 0
         for action in self.plan.actions:
             match action:
-                case Compute(op):
-                    self._compute(op, step)
+                case Compute(op, takes, gives):
+                    result = self._compute(op, takes, step)
+                    if gives:
+                        self.outbox[op] = result
+                    del result  # what nobody takes goes now
                 case Post(message):
                     self.transport.post(message, self._specs(message, step))
                 case Wait(message):
                     while (tensors := self.transport.receive(message)) is None:
-                        yield
+                        yield message
                     self.inbox[message.op] = tensors
+                case Hand(message):
+                    self.inbox[message.op] = tuple([t.detach() for t in self.outbox.pop(message.op)])
                 case Send(message):
                     tensors = self.outbox.pop(message.op)
                     check(message.op, tensors, self._specs(message, step))
@@ -90,54 +93,56 @@ class Executor:
             self.shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
 
-    def _compute(self, op: Op, step: StepInput) -> None:
+    def _compute(self, op: Op, takes: Op | None, step: StepInput) -> tuple[Tensor, ...]:
+        """Its result for another stage."""
         self.current = op
+        received = () if takes is None else self.inbox.pop(takes)
         start = self.recorder.now()
         match op.kind:
             case "F":
-                result = self._forward(op, step)
+                result = self._forward(op, received, step)
             case "B":
-                result = self._backward(op, step)
+                result = self.stages[op.stage].backward(op.microbatch, self._gradients(op, received, step))
+            case "I":
+                gradients = self._gradients(op, received, step)
+                result = self.stages[op.stage].input_backward(op.microbatch, gradients)
+                self._count_deferred()
+            case "W":
+                self.stages[op.stage].weight_backward(op.microbatch)
+                result = ()
         self.recorder.add(op, start, self.recorder.now())
-        self._pass_on(op, result)
         self.current = None
+        return result
 
-    def _forward(self, op: Op, step: StepInput) -> tuple[Tensor, ...]:
+    def _forward(self, op: Op, received: tuple[Tensor, ...], step: StepInput) -> tuple[Tensor, ...]:
+        """What goes to the next stage."""
         stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
-        received = self.inbox.pop(Op(op.stage - 1, "F", op.microbatch)) if op.stage else ()
-        last = op.stage == self.last_stage
         if not self.plan.peak_live:  # no backward will come: hold nothing
             outputs = stage.infer(received, microbatch)
-            if last:
+            if self._is_last(op):
                 with torch.no_grad():
                     self.totals.append(self.loss.total(outputs[0], microbatch))
+                return ()
             return outputs
-        if last:
-            total = stage.forward_loss(op.microbatch, received, microbatch, self.loss)
-            self.totals.append(total)
-            outputs = (total,)
+        split = (op.stage, op.microbatch) in self.split
+        if self._is_last(op):
+            self.totals.append(stage.forward_loss(op.microbatch, received, microbatch, self.loss, split))
+            outputs = ()
         else:
-            outputs = stage.forward(op.microbatch, received, microbatch)
+            outputs = stage.forward(op.microbatch, received, microbatch, split)
         self._count_live()
         return outputs
 
-    def _backward(self, op: Op, step: StepInput) -> tuple[Tensor, ...]:
-        if op.stage == self.last_stage:  # the step's loss is the sum of the totals, divided by the weight
-            if self.seed is None:
-                self.seed = torch.full_like(self.totals[0], 1 / step.weight)
-            gradients: tuple[Tensor, ...] = (self.seed,)
-        else:
-            gradients = self.inbox.pop(Op(op.stage + 1, "B", op.microbatch))
-        return self.stages[op.stage].backward(op.microbatch, gradients)
+    def _gradients(self, op: Op, received: tuple[Tensor, ...], step: StepInput) -> tuple[Tensor, ...]:
+        """Those of the stage's outputs: received, or of the step's loss, the totals' sum over the weight."""
+        if not self._is_last(op):
+            return received
+        if self.seed is None:
+            self.seed = torch.full_like(self.totals[0], 1 / step.weight)
+        return (self.seed,)
 
-    def _pass_on(self, op: Op, result: tuple[Tensor, ...]) -> None:
-        """Where the result goes: to a stage of this rank at once, to another rank when the plan says so."""
-        target = op.stage + (1 if op.kind == "F" else -1)
-        if 0 <= target <= self.last_stage:
-            if self.hosts[target] == self.plan.rank:
-                self.inbox[op] = tuple([tensor.detach() for tensor in result])
-            else:
-                self.outbox[op] = result
+    def _is_last(self, op: Op) -> bool:
+        return self.plan.schedule.placement.is_last(op.stage)
 
     def _specs(self, message: Message, step: StepInput) -> EdgeSpecs:
         """What the message holds; looked up once a step for all microbatches of one shape."""
@@ -145,34 +150,42 @@ class Executor:
         key = (step.shapes[op.microbatch], op.stage, op.kind)
         if (known := self.expected.get(key)) is not None:
             return known
-        edge = self.edges(min(op.stage, message.target), step.microbatches[op.microbatch])
+        behind = min(op.stage, message.target) % self.plan.schedule.placement.depth
+        edge = self.edges(behind, step.microbatches[op.microbatch])
         self.expected[key] = edge if op.kind == "F" else gradient_specs(edge)
         return self.expected[key]
 
     def _count_live(self) -> None:
-        live = sum([len(stage.live) for stage in self.stages.values()])
+        live = sum([stage.held for stage in self.stages.values()])
         self.peak_live = max(self.peak_live, live)
         assert live <= self.plan.peak_live, f"{live} live activations, {self.plan.peak_live} proven"
+
+    def _count_deferred(self) -> None:
+        held = sum([put_off.nbytes for stage in self.stages.values() for put_off in stage.deferred.values()])
+        self.peak_deferred_bytes = max(self.peak_deferred_bytes, held)
 
     @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.inbox) + len(self.outbox) + sum(len(stage.live) for stage in self.stages.values())
+        return len(self.inbox) + len(self.outbox) + sum(s.held for s in self.stages.values())
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""
         self.inbox.clear()
         self.outbox.clear()
         for stage in self.stages.values():
-            stage.live.clear()
+            stage.reset()
 
 
 def run_together(executors: Sequence[Executor], step: StepInput) -> None:
     """Run the plans of all ranks that live in this process, each as far as it can get, in turn."""
     running = {executor.plan.rank: executor.run(step) for executor in executors}
+    awaited: dict[int, Message] = {}  # by rank, what it stood waiting for in the round before
     while running:
+        before, awaited = awaited, {}
         for rank, run in list(running.items()):
             try:
-                next(run)
+                awaited[rank] = next(run)
             except StopIteration:
                 del running[rank]
+        assert not running or awaited != before, f"nobody can go on: {awaited}"

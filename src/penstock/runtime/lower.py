@@ -10,13 +10,14 @@ Everything is fixed here, before the first step; the executor only follows. For 
 - A send is started as soon as its op has ended, and nothing waits for it.
 - A send is freed at the first later wait that proves it done: what comes from a rank was computed after
   everything that this rank had waited for before. So freeing never blocks.
+- A result for a stage of the same rank is handed over at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from penstock.schedule import Op, Proof, Schedule
 
@@ -30,10 +31,6 @@ class Message(NamedTuple):
     @property
     def channel(self) -> Channel:
         return Channel(self.op.stage, self.target)
-
-    @property
-    def consumer(self) -> Op:
-        return Op(self.target, self.op.kind, self.op.microbatch)
 
     def __str__(self) -> str:
         return f"{self.op} for stage {self.target}"
@@ -59,7 +56,17 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
+    """Run `op`, on what `takes` made on another stage, if on anything; `gives`: whether one waits for it."""
+
     op: Op
+    takes: Op | None
+    gives: bool
+
+
+class Hand(NamedTuple):
+    """Give a result to another stage of this rank."""
+
+    message: Message
 
 
 class Send(NamedTuple):
@@ -74,7 +81,7 @@ class Free(NamedTuple):
     message: Message
 
 
-Action = Post | Wait | Compute | Send | Free
+Action = Post | Wait | Compute | Hand | Send | Free
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,10 @@ class Plan:
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
     """Every channel of a schedule on this placement, in one order for all ranks."""
-    hosts = schedule.placement.rank_of
-    edges = [(s, s + 1) for s in range(schedule.stages - 1) if hosts[s] != hosts[s + 1]]
-    return tuple(Channel(*edge) for s, t in edges for edge in ((s, t), (t, s)))
+    placement = schedule.placement
+    edges = [(s, s + 1) for s in range(placement.stages) if not placement.is_last(s)]
+    apart = [edge for edge in edges if placement.rank_of[edge[0]] != placement.rank_of[edge[1]]]
+    return tuple(Channel(*edge) for s, t in apart for edge in ((s, t), (t, s)))
 
 
 def lower(proof: Proof, rank: int) -> Plan:
@@ -103,9 +111,9 @@ class _Lowering:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._schedule, self._rank = schedule, rank
         self._program = schedule.programs[rank]
-        own = schedule.placement.stages_of(rank)
-        beside = {t for s in own for t in (s - 1, s + 1) if 0 <= t < schedule.stages}
-        peers = {schedule.placement.rank_of[stage] for stage in beside}
+        own = channels(schedule)
+        stages = {stage for channel in own if rank in map(self._host, channel) for stage in channel}
+        peers = {self._host(stage) for stage in stages} - {rank}
         self._position = {op: i for peer in peers for i, op in enumerate(schedule.programs[peer])}
         self._arrivals = self._incoming()
         self._posted: set[Message] = set()
@@ -114,38 +122,47 @@ class _Lowering:
     def __iter__(self) -> Iterator[Action]:
         for i, op in enumerate(self._program):
             for ahead in self._program[i : i + 2]:
-                for message in self._needs(ahead):
+                if self._is_remote(message := self._taken(ahead)):
                     yield from self._post_until(message)
-            for message in self._needs(op):
-                yield Wait(message)
-                yield from self._frees_after(message)
-            yield Compute(op)
-            if (outgoing := self._result(op)) is not None:
-                yield Send(outgoing)
-                self._in_flight.setdefault(self._host(outgoing.target), []).append(outgoing)
+            taken = self._taken(op)
+            if self._is_remote(taken):
+                yield Wait(taken)
+                yield from self._frees_after(taken)
+            given = self._given(op)
+            yield Compute(op, None if taken is None else taken.op, given is not None)
+            if self._is_remote(given):
+                yield Send(given)
+                self._in_flight.setdefault(self._host(given.target), []).append(given)
+            elif given is not None:
+                yield Hand(given)
         for sends in self._in_flight.values():
             yield from map(Free, sends)
 
     def _host(self, stage: int) -> int:
         return self._schedule.placement.rank_of[stage]
 
-    def _needs(self, op: Op) -> list[Message]:
-        """What `op` needs from other ranks."""
-        needed = op.predecessors(self._schedule.stages)
-        return [Message(p, op.stage) for p in needed if self._host(p.stage) != self._rank]
+    def _is_remote(self, message: Message | None) -> TypeGuard[Message]:
+        return message is not None and self._host(message.op.stage) != self._host(message.target)
 
-    def _result(self, op: Op) -> Message | None:
-        """Where the result of `op` goes, if to another rank."""
-        target = op.stage + (1 if op.kind == "F" else -1)
-        if 0 <= target < self._schedule.stages and self._host(target) != self._rank:
-            return Message(op, target)
+    def _taken(self, op: Op) -> Message | None:
+        """What `op` needs of another stage."""
+        for needed in self._schedule.predecessors(op):
+            if needed.stage != op.stage:
+                return Message(needed, op.stage)
         return None
+
+    def _given(self, op: Op) -> Message | None:
+        """Where the result of `op` goes, if to another stage."""
+        placement = self._schedule.placement
+        if op.kind == "W" or (placement.is_last if op.kind == "F" else placement.is_first)(op.stage):
+            return None
+        return Message(op, op.stage + (1 if op.kind == "F" else -1))
 
     def _incoming(self) -> dict[Channel, Iterator[Message]]:
         """What comes over each channel to this rank, in the order in which the other end sends it."""
         queues: dict[Channel, list[Message]] = {}
         for op in self._program:
-            for message in self._needs(op):
+            if self._is_remote(message := self._taken(op)):
                 queues.setdefault(message.channel, []).append(message)
         for queue in queues.values():
             queue.sort(key=lambda message: self._position[message.op])
@@ -162,8 +179,13 @@ class _Lowering:
         peer, reached = self._host(message.op.stage), self._position[message.op]
         still = []
         for sent in self._in_flight.get(peer, []):
-            if self._position[sent.consumer] <= reached:
+            if self._position[self._consumer(sent)] <= reached:
                 yield Free(sent)
             else:
                 still.append(sent)
         self._in_flight[peer] = still
+
+    def _consumer(self, message: Message) -> Op:
+        if message.op.kind == "F":
+            return Op(message.target, "F", message.op.microbatch)
+        return self._schedule.gradient(message.target, message.op.microbatch)

@@ -63,4 +63,4 @@ def timeline(
         for rank, (program, times) in enumerate(zip(schedule.programs, marks, strict=True))
         for op, (start, end) in zip(program, times, strict=True)
     )
-    return Timeline(schedule.name, schedule.ranks, spans, tuple(peak_live))
+    return Timeline(schedule.name, schedule.ranks, spans, tuple(peak_live), overlaps=schedule.overlaps)

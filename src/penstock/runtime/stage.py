@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, leaf, whole_backward
+from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.deferred import Deferred, deferring
 from penstock.runtime.loss import Loss
 from penstock.runtime.shapes import Microbatch
 
@@ -25,32 +26,63 @@ class Stage:
     def __init__(self, index: int, module: nn.Module, call: StageCall) -> None:
         self.index, self.module = index, module
         self._call = call
-        self.live: dict[int, Live] = {}  # by microbatch; empty after every step
+        # both by microbatch, and empty after every step
+        self.live: dict[int, Live] = {}  # from F to the end of B or I
+        self.deferred: dict[int, Deferred] = {}  # from I to the end of W
 
-    def forward(self, number: int, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
+    @property
+    def held(self) -> int:
+        """Its live activations."""
+        return len(self.live) + len(self.deferred)
+
+    def forward(
+        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, split: bool = False
+    ) -> tuple[Tensor, ...]:
         """Run microbatch `number`; keep what its backward needs.
 
         received: tensors that are this stage's alone. The outputs are still part of its graph: what is sent
         to another process needs no detaching, and each call between two ops counts.
+        split: whether its backward will come in two halves
         """
         inputs = tuple([leaf(tensor) for tensor in received])
-        outputs = self._call(inputs, microbatch)
-        self.live[number] = hold(inputs, outputs)
+        with deferring() if split else nullcontext() as tape:
+            outputs = self._call(inputs, microbatch)
+        self.live[number] = hold(inputs, outputs, tape)
         return outputs
 
     def forward_loss(
-        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, loss: Loss
+        self,
+        number: int,
+        received: Sequence[Tensor],
+        microbatch: Microbatch,
+        loss: Loss,
+        split: bool = False,
     ) -> Tensor:
         """The last stage's forward: the microbatch's total loss."""
         inputs = tuple([leaf(tensor) for tensor in received])
-        outputs = self._call(inputs, microbatch)
-        total = loss.total(outputs[0], microbatch)
-        self.live[number] = hold(inputs, (total,))
+        with deferring() if split else nullcontext() as tape:
+            outputs = self._call(inputs, microbatch)
+            total = loss.total(outputs[0], microbatch)
+        self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step, and its graph would keep the inputs
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Whole backward of microbatch `number`; lets its activations go."""
         return whole_backward(self.live.pop(number), gradients)
+
+    def input_backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The gradients of the inputs; what of the weights' is put off waits for `weight_backward`."""
+        inputs, self.deferred[number] = input_backward(self.live.pop(number), gradients)
+        return inputs
+
+    def weight_backward(self, number: int) -> None:
+        """What `input_backward` put off; lets go of what was held for it."""
+        self.deferred.pop(number).run()
+
+    def reset(self) -> None:
+        """Forget a step that failed half-way."""
+        self.live.clear()
+        self.deferred.clear()
 
     @torch.no_grad()
     def infer(self, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:

@@ -36,8 +36,8 @@ class Transport(Protocol):
     def share(self, ranks: tuple[int, ...]) -> None:
         """Make ready for sums over these ranks; called on every rank before the first step."""
 
-    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
-        """Replace each of `tensors`, this process's copies, by the sum of the copies on all of `ranks`."""
+    def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
+        """Replace a weight's tensors, this process's copies, each by the sum of those on all of `ranks`."""
 
     @property
     def pending(self) -> int:
@@ -80,13 +80,10 @@ class LocalTransport:
     def share(self, ranks: tuple[int, ...]) -> None:
         """Nothing to do: every copy is here."""
 
-    @torch.no_grad()
-    def sum_shared(self, ranks: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
-        total = tensors[0]
-        for tensor in tensors[1:]:
-            total.add_(tensor)
-        for tensor in tensors[1:]:
-            tensor.copy_(total)
+    def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
+        for copies in weights:
+            add_up(copies)
+            spread(copies)
 
     @property
     def pending(self) -> int:
@@ -100,3 +97,17 @@ class LocalTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@torch.no_grad()
+def add_up(copies: Sequence[Tensor]) -> None:
+    """Into the first one."""
+    for other in copies[1:]:
+        copies[0].add_(other)
+
+
+@torch.no_grad()
+def spread(copies: Sequence[Tensor]) -> None:
+    """The first one's values to the others."""
+    for other in copies[1:]:
+        other.copy_(copies[0])

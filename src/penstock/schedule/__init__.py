@@ -1,26 +1,34 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
-from penstock.schedule.builders import build
+from penstock.schedule.config import AnySchedule, ScheduleConfig, build
 from penstock.schedule.costs import Costs
-from penstock.schedule.ops import Op, Schedule
-from penstock.schedule.placement import Placement, loop
+from penstock.schedule.io import dump, load
+from penstock.schedule.ops import Op, Pair, Schedule
+from penstock.schedule.placement import Placement, both_ways, loop, wave
 from penstock.schedule.render import render
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.schedule.verify import Proof, Violation, verify
 
 __all__ = [
+    "AnySchedule",
     "Costs",
     "Op",
+    "Pair",
     "Placement",
     "Proof",
     "Schedule",
+    "ScheduleConfig",
     "Span",
     "Timeline",
     "Violation",
+    "both_ways",
     "build",
+    "dump",
+    "load",
     "loop",
     "render",
     "simulate",
     "verify",
+    "wave",
 ]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.costs import Costs
@@ -67,7 +67,7 @@ def check_builder(
     microbatches: Iterable[int] = range(1, 10),
     placement: Callable[[int], Placement] | None = None,
     peak_live: PeakLive | None = None,
-    **options: int,
+    **options: Any,
 ) -> None:
     """Run `builder` at every pair of sizes, and raise ConformanceError with all that it breaks.
 
@@ -95,7 +95,7 @@ class _Case:
     builder: Builder
     ranks: int
     microbatches: int
-    options: dict[str, int]
+    options: dict[str, Any]
 
     def broken(
         self, placement: Callable[[int], Placement] | None, peak_live: PeakLive | None
@@ -181,7 +181,7 @@ def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str
     hosts = schedule.placement.rank_of
     ends = {span.op: span.end for span in timeline.spans}
     for span in timeline.spans:
-        for needed in span.op.predecessors(schedule.stages):
+        for needed in schedule.predecessors(span.op):
             latency = 0.0 if hosts[needed.stage] == span.rank else costs.communication
             if span.start < ends[needed] + latency:
                 yield f"{span.op} starts before the result of {needed} can be there"
@@ -189,13 +189,19 @@ def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str
 
 def _most_work(schedule: Schedule, costs: Costs) -> float:
     """What the busiest rank computes."""
-    durations = {kind: costs.durations(kind, schedule.stages) for kind in get_args(Kind)}
-    return max(sum(durations[op.kind][op.stage] for op in program) for program in schedule.programs)
+    durations = {k: costs.durations(k, schedule.placement, schedule.microbatches) for k in get_args(Kind)}
+    return max(
+        sum(durations[kind][stage][microbatch] for stage, kind, microbatch in program)
+        for program in schedule.programs
+    )
 
 
 def _chain(schedule: Schedule, costs: Costs) -> float:
-    """The time that one microbatch takes alone, through all stages and back."""
-    hosts, stages = schedule.placement.rank_of, schedule.stages
-    kinds: tuple[Kind, ...] = ("F", "B") if schedule.trains else ("F",)
-    hops = sum(here != there for here, there in pairwise(hosts))
-    return sum(sum(costs.durations(kind, stages)) + hops * costs.communication for kind in kinds)
+    """The time that microbatch 0 takes alone, through all stages and back."""
+    placement = schedule.placement
+    ops = [op for program in schedule.programs for op in program if op.microbatch == 0 and op.kind != "W"]
+    stages = {op.stage for op in ops}
+    hosts = [placement.rank_of[stage] for stage in sorted(stages)]
+    hops = sum(here != there for here, there in pairwise(hosts)) * (2 if schedule.trains else 1)
+    durations = {k: costs.durations(k, placement, schedule.microbatches) for k in get_args(Kind)}
+    return sum(durations[op.kind][op.stage][0] for op in ops) + hops * costs.communication

@@ -1,4 +1,4 @@
-"""What each op takes, for simulation."""
+"""What each op takes and holds, for simulation and search."""
 
 from __future__ import annotations
 
@@ -9,65 +9,125 @@ from math import inf
 from statistics import median
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op, Schedule
+from penstock.schedule.placement import Placement
 from penstock.schedule.timeline import Timeline
 
-PerStage = float | Sequence[float]
+# for all stages; or one for each stage, which is one for all its microbatches or one for each
+Cost = float | Sequence[float | Sequence[float]]
+Row = list[float]  # one number a microbatch
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in any one unit; each a number for all stages, or a sequence with one number a stage.
+    """Durations and sizes in any one unit each: a number, a number a stage, or a row of microbatches a stage.
 
-    forward, input_grad, weight_grad: what F takes; a whole backward B takes the sum of the last two
+    forward, input_grad, weight_grad: what F, I and W take; a whole backward B takes the sum of I and W
     communication: latency of an edge between two ranks; it occupies neither of them
+    bytes: what crosses the edge behind each stage (and comes back as its gradient); with `bandwidth`, bytes a
+        unit of time, an edge takes ``communication + bytes / bandwidth``
+    activation: what a rank holds from the start of F to the end of I or B
+    held_for_weight: how much of it is held on until the end of W; None: all of it
     """
 
-    forward: PerStage = 1.0
-    input_grad: PerStage = 1.0
-    weight_grad: PerStage = 1.0
+    forward: Cost = 1.0
+    input_grad: Cost = 1.0
+    weight_grad: Cost = 1.0
     communication: float = 0.0
+    bytes: Cost = 0.0
+    bandwidth: float | None = None
+    activation: Cost = 1.0
+    held_for_weight: Cost | None = None
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ConfigError(
+                f"Costs(bandwidth={self.bandwidth})", "it divides bytes", "Give more than 0, or leave it out"
+            )
 
-    def durations(self, kind: Kind, stages: int) -> list[float]:
-        """What an op of `kind` takes on each of `stages` stages."""
-        if kind == "F":
-            return _per_stage("forward", self.forward, stages)
-        input_grad = _per_stage("input_grad", self.input_grad, stages)
-        weight_grad = _per_stage("weight_grad", self.weight_grad, stages)
-        return [i + w for i, w in zip(input_grad, weight_grad, strict=True)]
+    def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
+        """The cost called `name` by stage and microbatch; copies of a stage cost alike.
+
+        Raises ConfigError where the sizes do not fit.
+        """
+        stages, depth = placement.stages, placement.depth
+        all_of_it = name == "held_for_weight" and self.held_for_weight is None
+        cost: Cost = getattr(self, "activation" if all_of_it else name)
+        if isinstance(cost, int | float):
+            _check(name, cost)
+            return [[float(cost)] * microbatches for _ in range(stages)]
+        if len(cost) not in (depth, stages):
+            raise ConfigError(
+                f"Costs({name}=...) with {len(cost)} numbers",
+                f"the schedule has {depth} stages, and each takes one",
+                f"Give one number for all stages, or {depth} of them",
+            )
+        return [_row(f"{name}[{s}]", cost[s % len(cost)], microbatches) for s in range(stages)]
+
+    def durations(self, kind: Kind, placement: Placement, microbatches: int) -> list[Row]:
+        """What an op of `kind` takes, by stage and microbatch."""
+        if kind != "B":
+            name = {"F": "forward", "I": "input_grad", "W": "weight_grad"}[kind]
+            return self.rows(name, placement, microbatches)
+        parts = (self.durations("I", placement, microbatches), self.durations("W", placement, microbatches))
+        return [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
+
+    def delays(self, placement: Placement, microbatches: int) -> list[Row]:
+        """What the edge behind each stage takes, by microbatch, where it joins two ranks."""
+        if self.bandwidth is None:
+            return [[self.communication] * microbatches for _ in range(placement.stages)]
+        sizes = self.rows("bytes", placement, microbatches)
+        return [[self.communication + size / self.bandwidth for size in row] for row in sizes]
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
-        """The median duration of each stage's ops in `timeline`; a backward counts whole as `input_grad`."""
+        """The median duration of each stage's ops in `timeline`.
+
+        Where its backwards are whole, they count as `input_grad`.
+        """
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         for span in timeline.spans:
-            seen[span.op.stage, span.op.kind].append(span.end - span.start)
+            kind: Kind = "I" if span.op.kind == "B" else span.op.kind
+            seen[span.op.stage, kind].append(span.end - span.start)
         stages = 1 + max(stage for stage, _ in seen)
 
         def medians(kind: Kind) -> list[float]:
             return [median(seen[stage, kind] or [0.0]) for stage in range(stages)]
 
-        return cls(
-            forward=medians("F"), input_grad=medians("B"), weight_grad=0.0, communication=communication
-        )
+        return cls(medians("F"), medians("I"), medians("W"), communication)
 
 
-def _per_stage(name: str, cost: PerStage, stages: int) -> list[float]:
-    values = [float(cost)] * stages if isinstance(cost, int | float) else [float(c) for c in cost]
-    if len(values) != stages:
+def holds(costs: Costs, schedule: Schedule) -> dict[Op, float]:
+    """By how much each op changes what its rank holds: F at its start, all others at their end."""
+    activation = costs.rows("activation", schedule.placement, schedule.microbatches)
+    kept = costs.rows("held_for_weight", schedule.placement, schedule.microbatches)
+    change: dict[Op, float] = {}
+    if not schedule.trains:
+        return change
+    for program in schedule.programs:
+        for op in program:
+            stage, kind, microbatch = op
+            whole, later = activation[stage][microbatch], kept[stage][microbatch]
+            change[op] = {"F": whole, "B": -whole, "I": later - whole, "W": -later}[kind]
+    return change
+
+
+def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
+    if isinstance(cost, int | float):
+        _check(name, cost)
+        return [float(cost)] * microbatches
+    if len(cost) != microbatches:
         raise ConfigError(
-            f"Costs({name}=...) with {len(values)} numbers",
-            f"the schedule has {stages} stages, and each takes one",
-            f"Give one number for all stages, or {stages} of them",
+            f"Costs({name}=...) with {len(cost)} numbers",
+            f"the schedule has {microbatches} microbatches, and each takes one",
+            f"Give one number for the stage, or {microbatches} of them",
         )
-    for value in values:
+    for value in cost:
         _check(name, value)
-    return values
+    return [float(value) for value in cost]
 
 
 def _check(name: str, value: float) -> None:
-    if not 0 <= value < inf:  # also where it is not a number
-        raise ConfigError(f"Costs({name}={value})", "a duration is finite and not negative", "Give 0 or more")
+    if not isinstance(value, int | float) or not 0 <= value < inf:  # also where it is not a number
+        raise ConfigError(f"Costs({name}={value!r})", "a cost is finite and not negative", "Give 0 or more")

@@ -7,15 +7,19 @@ microbatch 0. The same text stands in logs, pictures, errors and profiles.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.schedule.placement import Placement
 
-Kind = Literal["F", "B"]  # forward, whole backward
+# forward, whole backward, its two halves: input gradient, weight gradient
+Kind = Literal["F", "B", "I", "W"]
 
-_TEXT = re.compile(r"\s*(\d+)([FB])(\d+)\s*")
+_OP = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*")
+_PAIR = re.compile(r"\s*\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B\s*")
 
 
 class Op(NamedTuple):
@@ -31,24 +35,31 @@ class Op(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Op:
         """The op that `text` stands for. Raises ConfigError where it stands for none."""
-        found = _TEXT.fullmatch(text)
+        found = _OP.fullmatch(text)
         if found is None:
             raise ConfigError(
                 f"op {text!r}",
-                "an op is a stage, one of the kinds F and B, and a microbatch",
+                "an op is a stage, one of the kinds F, B, I and W, and a microbatch",
                 "Write it like 2F0: stage 2, forward, microbatch 0",
             )
         stage, kind, microbatch = found.groups()
-        return cls(int(stage), "F" if kind == "F" else "B", int(microbatch))
+        return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
-    def predecessors(self, stages: int) -> tuple[Op, ...]:
-        """The ops whose results this one needs, in a pipeline of `stages` stages."""
-        if self.kind == "F":
-            return () if self.stage == 0 else (Op(self.stage - 1, "F", self.microbatch),)
-        own_forward = Op(self.stage, "F", self.microbatch)
-        if self.stage == stages - 1:
-            return (own_forward,)
-        return (own_forward, Op(self.stage + 1, "B", self.microbatch))
+
+class Pair(NamedTuple):
+    """A forward and a backward of one rank, next to each other in its program, that are to overlap."""
+
+    forward: Op
+    backward: Op
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    @classmethod
+    def parse(cls, text: str) -> Pair | None:
+        """The pair that `text` stands for, None where it is not written like one. Raises ConfigError."""
+        found = _PAIR.fullmatch(text)
+        return None if found is None else cls(Op.parse(found[1]), Op.parse(found[2]))
 
 
 @dataclass(frozen=True)
@@ -56,12 +67,14 @@ class Schedule:
     """A placement and a program for every rank: compute ops only, frozen and inert.
 
     programs[r] is the ordered ops of rank r. A schedule without any backward is for inference.
+    overlaps: which neighbours in a program are to run side by side
     """
 
     name: str
     placement: Placement
     microbatches: int
     programs: tuple[tuple[Op, ...], ...]
+    overlaps: frozenset[Pair] = field(default=frozenset())
 
     @property
     def ranks(self) -> int:
@@ -71,10 +84,45 @@ class Schedule:
     def stages(self) -> int:
         return self.placement.stages
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether the schedule holds backwards."""
-        return any(op.kind == "B" for program in self.programs for op in program)
+        return any(op.kind in ("B", "I", "W") for program in self.programs for op in program)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) whose backward is split in I and W."""
+        return frozenset((op.stage, op.microbatch) for program in self.programs for op in program
+                         if op.kind == "I")  # fmt: skip
+
+    def gradient(self, stage: int, microbatch: int) -> Op:
+        """The op that computes the gradient of a stage's input: B, or I where the backward is split."""
+        return Op(stage, "I" if (stage, microbatch) in self.split else "B", microbatch)
+
+    def predecessors(self, op: Op) -> tuple[Op, ...]:
+        """The ops whose results `op` needs."""
+        stage, kind, microbatch = op
+        if kind == "F":
+            return () if self.placement.is_first(stage) else (Op(stage - 1, "F", microbatch),)
+        if kind == "W":
+            return (Op(stage, "I", microbatch),)
+        own_forward = Op(stage, "F", microbatch)
+        if self.placement.is_last(stage):
+            return (own_forward,)
+        return (own_forward, self.gradient(stage + 1, microbatch))
+
+    def entries(self, rank: int) -> Iterator[Op | Pair]:
+        """The program of `rank`, overlapped neighbours together."""
+        program = self.programs[rank]
+        at = 0
+        while at < len(program):
+            pair = Pair(*program[at : at + 2]) if self.overlaps and at + 1 < len(program) else None
+            if pair is not None and pair in self.overlaps:
+                yield pair
+                at += 2
+            else:
+                yield program[at]
+                at += 1
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, program)) for program in self.programs)
+        return "\n".join(" ".join(map(str, self.entries(rank))) for rank in range(len(self.programs)))

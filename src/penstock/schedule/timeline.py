@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple
 
-from penstock.schedule.ops import Op
+from penstock.schedule.ops import Op, Pair
+
+# (time, what is held from then on), in order of time; each time once
+Curve = tuple[tuple[float, float], ...]
+_LIVE = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
 
 
 class Span(NamedTuple):
@@ -20,12 +26,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `spans` in order of rank, then start; `peak_live[r]` live activations of rank r."""
+    """One step. `spans` in order of rank, then start; `peak_live[r]` live activations of rank r.
+
+    memory[r]: what rank r holds over time, in the unit of the costs' `activation`; empty where only counted
+    critical_path: the ops that the makespan hangs on, each held up by the one before; empty where measured
+    overlaps: the pairs meant to run side by side
+    """
 
     name: str
     ranks: int
     spans: tuple[Span, ...]
     peak_live: tuple[int, ...]
+    memory: tuple[Curve, ...] = ()
+    critical_path: tuple[Op, ...] = ()
+    overlaps: frozenset[Pair] = frozenset()
 
     @cached_property
     def start(self) -> float:
@@ -39,10 +53,7 @@ class Timeline:
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time spent computing, per rank."""
-        busy = [0.0] * self.ranks
-        for span in self.spans:
-            busy[span.rank] += span.end - span.start
-        return tuple(busy)
+        return tuple(sum(span.end - span.start for span in spans) for spans in self._by_rank)
 
     @cached_property
     def rank_bubble(self) -> tuple[float, ...]:
@@ -54,5 +65,60 @@ class Timeline:
         """1 - busy / makespan, over all ranks: the share of the ranks' time that was idle."""
         return sum(self.rank_bubble) / self.ranks
 
+    @cached_property
+    def rank_inner_bubble(self) -> tuple[float, ...]:
+        """The share of the time from a rank's first op to the end of its last one that it was idle.
+
+        What zero-bubble papers count: where steps follow each other without a pause, a rank that ends early
+        begins the next one early.
+        """
+        return tuple(1 - b / e if e else 0.0 for b, e in zip(self.busy, self._extent, strict=True))
+
+    @cached_property
+    def inner_bubble(self) -> float:
+        """The same over all ranks."""
+        return 1 - sum(self.busy) / sum(self._extent) if sum(self._extent) else 0.0
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """The most that each rank holds; its live activations where only those are known."""
+        if not self.memory:
+            return tuple(map(float, self.peak_live))
+        return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
+
+    @cached_property
+    def live(self) -> tuple[Curve, ...]:
+        """The number of live activations over time, per rank, counted from F's start to the end of B or W."""
+        trains = any(span.op.kind != "F" for span in self.spans)
+        changes = _LIVE if trains else {}
+        return tuple(
+            curve((s.start if s.op.kind == "F" else s.end, changes.get(s.op.kind, 0.0)) for s in spans)
+            for spans in self._by_rank
+        )
+
     def of_rank(self, rank: int) -> tuple[Span, ...]:
-        return tuple(span for span in self.spans if span.rank == rank)
+        return self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        found = {rank: tuple(spans) for rank, spans in groupby(self.spans, lambda span: span.rank)}
+        return tuple(found.get(rank, ()) for rank in range(self.ranks))
+
+    @cached_property
+    def _extent(self) -> tuple[float, ...]:
+        return tuple(max(s.end for s in spans) - spans[0].start if spans else 0.0 for spans in self._by_rank)
+
+
+def curve(changes: Iterable[tuple[float, float]]) -> Curve:
+    """What is held over time, from (time, by how much it changes then)."""
+    held = 0.0
+    points: list[tuple[float, float]] = []
+    for time, change in sorted(changes):  # what is let go at a time makes room for what is taken then
+        if not change:
+            continue
+        held += change
+        if points and points[-1][0] == time:
+            points[-1] = (time, held)
+        else:
+            points.append((time, held))
+    return tuple(points)

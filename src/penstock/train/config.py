@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from penstock.errors import ConfigError
+from penstock.schedule.config import schedule_config
 from penstock.train.complaints import complain
 from penstock.train.yaml import parse
 
@@ -20,6 +29,19 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _layers_per_stage(value: object) -> object:
+    """Checked here: of a union of types pydantic would complain once for each."""
+    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(type(number) is int and number >= 0 for number in numbers) or value in (0, [], ()):
+        raise ValueError(
+            f"{value!r} is neither a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]"
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
 
 
 class Section(BaseModel):
@@ -63,11 +85,26 @@ class DataSection(Section):
 
 class PipelineSection(Section):
     ranks: Count = 1
-    schedule: str = "1f1b"
+    schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
     microbatches: Count = 4
     embedding_weight: Annotated[int, Field(ge=0)] = 1  # counts as so many layers when dealing them out
     head_weight: Annotated[int, Field(ge=0)] = 1
+    # Which layers go to which stage, in one way at most; evenly where in none:
+    layout: str | None = None  # such as Ett|(ttt|)*2tL, see penstock.schedule.layout
+    layers_per_stage: LayersPerStage = None  # a number for each stage, or one that is the most for all
+    first_stage_layers: Annotated[int, Field(ge=0)] | None = None  # the rest evenly; 0: the embedding alone
+    last_stage_layers: Annotated[int, Field(ge=0)] | None = None  # 0: the head alone
+    modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
     timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
+
+    @field_validator("schedule")
+    @classmethod
+    def known(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
+        try:
+            schedule_config(given)
+        except ConfigError as error:
+            raise ValueError(f"{error.value}: {error.rule}; {error.remedy}") from error
+        return given
 
 
 class TrainSection(Section):

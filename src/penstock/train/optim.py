@@ -18,12 +18,13 @@ def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]
     for parameter in parameters:
         if parameter.requires_grad:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    nothing = [{"params": [nn.Parameter()]}]  # a stage may be empty, and AdamW asks for a parameter
     groups = [
         {"params": matrices, "weight_decay": section.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"]] or nothing,
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,

@@ -24,8 +24,8 @@ def inference(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedu
 
 
 def forwards(placement: Placement, microbatches: int) -> Schedule:
-    """The same on any placement."""
-    ranks = placement.ranks
+    """The same on any placement; copies of the model take the microbatches in turn."""
+    ranks, depth = placement.ranks, placement.depth
 
     def program(rank: int) -> tuple[Op, ...]:
         return tuple(
@@ -33,6 +33,7 @@ def forwards(placement: Placement, microbatches: int) -> Schedule:
             for group in range(0, microbatches, ranks)
             for stage in placement.stages_of(rank)
             for microbatch in range(group, min(group + ranks, microbatches))
+            if microbatch % placement.replicas == stage // depth
         )
 
     return Schedule("inference", placement, microbatches, tuple(program(rank) for rank in range(ranks)))

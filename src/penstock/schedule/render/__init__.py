@@ -1,18 +1,21 @@
-"""Draw a schedule, or what a step really did, as text or as a picture."""
+"""Draw a schedule, or what a step really did: as text, a picture, a page to explore, or a trace."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.schedule.drawing import Drawing, Panel
+from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Schedule
+from penstock.schedule.render.drawing import Drawing, Panel
+from penstock.schedule.render.page import page
+from penstock.schedule.render.perfetto import perfetto
+from penstock.schedule.render.svg import svg
+from penstock.schedule.render.text import text
 from penstock.schedule.simulate import simulate
-from penstock.schedule.svg import svg
-from penstock.schedule.text import text
 from penstock.schedule.timeline import Timeline
 
-_FORMATS = {".txt": text, ".svg": svg}
+_FORMATS = {".txt": text, ".svg": svg, ".html": page, ".json": perfetto}
 
 
 def render(
@@ -20,18 +23,21 @@ def render(
     path: str | Path | None = None,
     *,
     predicted: Timeline | None = None,
+    costs: Costs | None = None,
     title: str | None = None,
     unit: str | None = None,
 ) -> str:
-    """The drawing of `drawn`, written to `path` where one is given; a schedule is simulated with unit costs.
+    """The drawing of `drawn`, written to `path` where one is given.
 
-    path: its ending chooses the format: ``.txt`` a grid of text (also without a path), ``.svg`` a picture
+    path: its ending chooses the format: ``.txt`` a grid of text (also without a path), ``.svg`` a picture,
+        ``.html`` one page to zoom and hover over, ``.json`` a trace for https://ui.perfetto.dev
     predicted: drawn above `drawn`, which then counts as measured, on the same time scale
+    costs: what a schedule is simulated with, unit costs unless given; a timeline has its times already
     unit: of the timelines' times; ``"s"`` is shown as s, ms or µs. Unless given: seconds where there is a
         prediction to compare with, and none otherwise
 
-    Raises ConfigError for another ending or a path that cannot be written, ScheduleError for a schedule that
-    `verify` refuses.
+    Raises ConfigError for another ending, a path that cannot be written, or costs beside a timeline;
+    ScheduleError for a schedule that `verify` refuses.
     """
     ending = ".txt" if path is None else Path(path).suffix.lower()
     if ending not in _FORMATS:
@@ -40,7 +46,7 @@ def render(
             f"its ending chooses the format, and {ending or 'no ending'} chooses none",
             f"End the path in one of {', '.join(_FORMATS)}",
         )
-    timeline = simulate(drawn) if isinstance(drawn, Schedule) else drawn
+    timeline = _timeline(drawn, costs)
     if predicted is None:
         panels: tuple[Panel, ...] = (Panel("", timeline),)
     else:
@@ -55,6 +61,18 @@ def render(
     if path is not None:
         _write(Path(path), result)
     return result
+
+
+def _timeline(drawn: Schedule | Timeline, costs: Costs | None) -> Timeline:
+    if isinstance(drawn, Schedule):
+        return simulate(drawn, costs)
+    if costs is not None:
+        raise ConfigError(
+            "drawing a timeline with costs",
+            "costs say how long a schedule's ops take, and a timeline knows",
+            "Leave the costs out, or give the schedule",
+        )
+    return drawn
 
 
 def _title(timeline: Timeline) -> str:
@@ -79,3 +97,6 @@ def _write(path: Path, result: str) -> None:
             f"it cannot be written: {error.strerror or error}",
             "Give a path in a folder that exists and may be written to",
         ) from error
+
+
+__all__ = ["render"]

@@ -1,7 +1,6 @@
 """A drawing as a self-contained SVG picture: one row a rank, one rectangle an op, idle time left faint.
 
-Blue and orange stay apart for every common kind of colour blindness, and in grey. The picture draws its own
-background, and a second set of colours where the reader's system is dark.
+The picture draws its own background, and a second set of colours where the reader's system is dark.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from penstock.schedule.drawing import Drawing, Panel, number, percent
-from penstock.schedule.ops import Kind
+from penstock.schedule.render.colours import INK, PAPER, Shade, in_order, meaning, shades
+from penstock.schedule.render.drawing import KINDS, Drawing, Panel, number, percent
 from penstock.schedule.timeline import Span
 
 _WIDTH = 1000
@@ -20,34 +19,37 @@ _BUBBLE_AT, _PEAK_AT = 898, 976
 _TITLE_AT = 40
 _LABEL_SIZES = {11: "", 9: " small"}  # in pixels, the one to take where both fit first
 _DIGIT = 0.57  # width of a digit, in heights
-
-_NAMES: dict[Kind, str] = {"F": "forward", "B": "backward"}
-_RANGES: dict[Kind, tuple[str, str]] = {"F": ("#a5cdf0", "#1c5a9c"), "B": ("#fbd9a0", "#d97b16")}
-_ALTERNATING = (0.80, 0.62)  # places in the ranges above, for even and odd microbatches
-_INK, _PAPER = "#1f2328", "#ffffff"
+_NARROW, _WIDE = 3.7, 6.8  # letters of the legend, in pixels
+_PAIR_BEYOND = 1.5  # by how much a pair's outline stands out, above and below
 
 _STYLE = f"""
 text {{ font: 12px -apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif;
-  font-variant-numeric: tabular-nums; fill: {_INK}; }}
+  font-variant-numeric: tabular-nums; fill: {INK}; }}
 .title {{ font-size: 18px; font-weight: 600; }}
 .strong {{ font-weight: 600; }}
 .faint {{ fill: #59636e; }}
 .end {{ text-anchor: end; }}
 .middle {{ text-anchor: middle; }}
-.card {{ fill: {_PAPER}; stroke: #d1d9e0; }}
+.card {{ fill: {PAPER}; stroke: #d1d9e0; }}
 .idle {{ fill: #eff2f5; }}
 .tick {{ stroke: #d1d9e0; }}
+.pair {{ fill: none; stroke: {INK}; stroke-width: 1.2; pointer-events: none; }}
 .op {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
 .small {{ font-size: 9px; }}
+.on-dark {{ fill: {PAPER}; }}
+.on-light {{ fill: {INK}; }}
 """
-_DARK = """
-@media (prefers-color-scheme: dark) {
-text { fill: #f0f6fc; }
-.faint { fill: #9198a1; }
-.card { fill: #0d1117; stroke: #3d444d; }
-.idle { fill: #1c222a; }
-.tick { stroke: #3d444d; }
-}
+_DARK = f"""
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #f0f6fc; }}
+.faint {{ fill: #9198a1; }}
+.card {{ fill: #0d1117; stroke: #3d444d; }}
+.idle {{ fill: #1c222a; }}
+.tick {{ stroke: #3d444d; }}
+.pair {{ stroke: #f0f6fc; }}
+.on-dark {{ fill: {PAPER}; }}
+.on-light {{ fill: {INK}; }}
+}}
 """
 
 
@@ -58,14 +60,15 @@ def svg(drawing: Drawing) -> str:
         sketch = _Sketch(drawing, panel, below)
         body += sketch.lines()
         below = sketch.bottom
-    shades = sorted({shade for panel in drawing.panels for shade in _shades(panel).values()})
-    body += _legend(shades, below + 26)
+    used = in_order({shade for panel in drawing.panels for shade in shades(panel)})
+    body += _legend(drawing, used, below + 26)
     height = below + 48
+    colours = "\n".join(f".{shade.name} {{ fill: {shade.fill}; }}" for shade in used)
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" role="img">',
         f"<title>{escape(drawing.title)}</title>",
-        f"<style>{_STYLE}{_DARK}{_shade_styles(shades)}</style>",
+        f"<style>{_STYLE}{_DARK}{colours}\n</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="8"/>',
         f'<text class="title" x="24" y="{_TITLE_AT}">{escape(drawing.title)}</text>',
     ]
@@ -77,11 +80,11 @@ class _Sketch:
 
     def __init__(self, drawing: Drawing, panel: Panel, top: int) -> None:
         self.drawing, self.panel, self.timeline = drawing, panel, panel.timeline
-        self.shades = _shades(panel)
+        self.shades = dict(zip(self.timeline.spans, shades(panel), strict=True))
         self.digits = max((len(str(span.op.microbatch)) for span in self.timeline.spans), default=1)
         self.pixels = (_RIGHT - _LEFT) / (drawing.makespan or 1.0)  # a unit of time
         self.row = max(10, min(28, 420 // self.timeline.ranks))
-        self.pitch = self.row + (6 if self.row > 20 else 3)
+        self.pitch = self.row + (6 if self.row > 20 else 4)
         self.heading, self.rows = top + 24, top + 36
         self.axis = self.rows + self.pitch * self.timeline.ranks
         self.bottom = self.axis + 24
@@ -89,11 +92,12 @@ class _Sketch:
     def lines(self) -> Iterator[str]:
         yield from self._heading()
         for rank in range(self.timeline.ranks):
-            y = self.rows + rank * self.pitch
-            yield f'<rect class="idle" {self._box(0, self.timeline.makespan, y)} rx="2"/>'
+            yield f'<rect class="idle" {self._box(0, self.timeline.makespan, self._y(rank))} rx="2"/>'
         yield from self._ticks()
         for rank in range(self.timeline.ranks):
-            yield from self._rank(rank, self.rows + rank * self.pitch)
+            yield from self._rank(rank, self._y(rank))
+        for pair in self.panel.pairs:
+            yield self._pair(*pair)
 
     def _heading(self) -> Iterator[str]:
         label = f'<tspan class="strong">{escape(self.panel.label)}</tspan>  ' if self.panel.label else ""
@@ -124,17 +128,27 @@ class _Sketch:
     def _op(self, span: Span, y: int) -> str:
         start, end = span.start - self.timeline.start, span.end - self.timeline.start
         width = (end - start) * self.pixels
-        kind, shade = self.shades[span]
+        shade = self.shades[span]
         times = f"{self.drawing.time(start)} to {self.drawing.time(end)}"
         corner = ' rx="2"' if width > 6 else ""
-        box = f'<rect class="{_class(kind, shade)}" {self._box(start, end, y)}{corner}>'
+        box = f'<rect class="{shade.name}" {self._box(start, end, y)}{corner}>'
         drawn = f"{box}<title>{escape(f'{span.op}, {times}')}</title></rect>"
         size = self._label_size(width)
         if size is None:
             return drawn
         x = _pixel(_LEFT + (start + end) / 2 * self.pixels)
-        style = f"op{_LABEL_SIZES[size]} {_ink(kind, shade)}"
+        style = f"op{_LABEL_SIZES[size]} {'on-dark' if shade.on_dark else 'on-light'}"
         return f'{drawn}<text class="{style}" x="{x}" y="{y + self.row // 2 + 4}">{span.op.microbatch}</text>'
+
+    def _pair(self, one: Span, other: Span) -> str:
+        """An outline round both, and round what lies between them where they were held up."""
+        start = (min(one.start, other.start) - self.timeline.start) * self.pixels
+        end = (max(one.end, other.end) - self.timeline.start) * self.pixels
+        width = max(0.5, end - start - 1.2)  # neighbours' outlines do not touch
+        return (
+            f'<rect class="pair" x="{_pixel(_LEFT + start + 0.6)}" y="{self._y(one.rank) - _PAIR_BEYOND}" '
+            f'width="{_pixel(width)}" height="{self.row + 2 * _PAIR_BEYOND}" rx="3"/>'
+        )
 
     def _label_size(self, width: float) -> int | None:
         """The size at which any microbatch's number fits: like ops are then labelled all or none."""
@@ -142,6 +156,9 @@ class _Sketch:
             if size * _DIGIT * self.digits + 2 <= width and size + 2 <= self.row:
                 return size
         return None
+
+    def _y(self, rank: int) -> int:
+        return self.rows + rank * self.pitch
 
     def _box(self, start: float, end: float, y: int) -> str:
         width = (end - start) * self.pixels
@@ -152,56 +169,33 @@ class _Sketch:
         )
 
 
-def _shades(panel: Panel) -> dict[Span, tuple[Kind, float]]:
-    """Each op's hue and place in its range: by stage where a rank hosts several, else by microbatch."""
-    timeline = panel.timeline
-    hosted = [sorted({span.op.stage for span in timeline.of_rank(rank)}) for rank in range(timeline.ranks)]
-    most = max(len(stages) for stages in hosted)
-
-    def place(span: Span) -> float:
-        if most == 1:
-            return _ALTERNATING[span.op.microbatch % 2]
-        return hosted[span.rank].index(span.op.stage) / (most - 1)
-
-    return {span: (span.op.kind, round(place(span), 3)) for span in timeline.spans}
-
-
-def _class(kind: Kind, place: float) -> str:
-    return f"{kind}{round(1000 * place)}"
-
-
-def _colour(kind: Kind, place: float) -> tuple[int, int, int]:
-    light, dark = ([int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in _RANGES[kind])
-    red, green, blue = (round(a + place * (b - a)) for a, b in zip(light, dark, strict=True))
-    return red, green, blue
+def _legend(drawing: Drawing, used: list[Shade], y: int) -> Iterator[str]:
+    x = float(_LEFT)
+    for kind, name in KINDS.items():
+        own = [shade for shade in used if shade.kind == kind]
+        if own:
+            for shade in own:
+                yield _swatch(shade.name, x, y)
+                x += 16
+            yield f'<text x="{_pixel(x + 4)}" y="{y}">{name}</text>'
+            x += 22 + _length(name)
+    yield _swatch("idle", x, y)
+    yield f'<text x="{_pixel(x + 20)}" y="{y}">idle</text>'
+    x += 38 + _length("idle")
+    if any(panel.timeline.overlaps for panel in drawing.panels):
+        yield f'<rect class="pair" x="{_pixel(x)}" y="{y - 11}" width="22" height="14" rx="3"/>'
+        yield f'<text x="{_pixel(x + 28)}" y="{y}">to overlap</text>'
+    said = meaning(drawing.panels)
+    if said:
+        yield f'<text class="faint end" x="{_PEAK_AT}" y="{y}">{said}</text>'
 
 
-def _ink(kind: Kind, place: float) -> str:
-    """The class of the text that reads best on this shade."""
-    red, green, blue = _colour(kind, place)
-    return "on-dark" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else "on-light"
+def _swatch(style: str, x: float, y: int) -> str:
+    return f'<rect class="{style}" x="{_pixel(x)}" y="{y - 11}" width="14" height="14" rx="2"/>'
 
 
-def _shade_styles(shades: list[tuple[Kind, float]]) -> str:
-    rules = [f".{_class(*shade)} {{ fill: #{bytes(_colour(*shade)).hex()}; }}" for shade in shades]
-    return "\n".join([*rules, f".on-dark {{ fill: {_PAPER}; }}", f".on-light {{ fill: {_INK}; }}\n"])
-
-
-def _legend(shades: list[tuple[Kind, float]], y: int) -> Iterator[str]:
-    x = _LEFT
-    by_stage = any(place not in _ALTERNATING for _, place in shades)
-    for kind, name in _NAMES.items():
-        own = [place for shade_kind, place in shades if shade_kind == kind]
-        if not own:
-            continue
-        for place in own:
-            yield f'<rect class="{_class(kind, place)}" x="{x}" y="{y - 11}" width="14" height="14" rx="2"/>'
-            x += 16
-        label = f"{name}, first to last stage of the rank" if by_stage else name
-        yield f'<text x="{x + 4}" y="{y}">{label}</text>'
-        x += 28 + 6 * len(label)
-    yield f'<rect class="idle" x="{x}" y="{y - 11}" width="14" height="14" rx="2"/>'
-    yield f'<text x="{x + 20}" y="{y}">idle</text>'
+def _length(text: str) -> float:
+    return sum(_NARROW if letter in "fijlrt " else _WIDE for letter in text)
 
 
 def _nice(least: float) -> float:

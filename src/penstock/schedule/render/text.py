@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from penstock.schedule.drawing import Drawing, Panel, percent
+from penstock.schedule.render.drawing import Drawing, Panel, percent
 from penstock.schedule.timeline import Span, Timeline
 
 _WIDTH = 120  # characters a line
@@ -83,7 +83,7 @@ def _blocks(drawing: Drawing, rows: list[list[str]], column: float, width: int) 
         hidden = range(_BLOCKS_AT_START * a_block, starts[-1])
         left_out = (
             f"... {len(hidden)} columns are left out here, from time {drawing.time(hidden.start * column)} "
-            f"to {drawing.time(hidden.stop * column)}; a drawing that ends in .svg shows all"
+            f"to {drawing.time(hidden.stop * column)}; a drawing that ends in .html shows all"
         )
     for start in starts:
         if left_out and start == starts[-1]:

@@ -1,0 +1,261 @@
+"""What splitting a backward into I and W costs, beside one whole backward and the other ways to split it.
+
+One decoder layer of Qwen3 in float32 on one thread, between two stages: its input has a gradient. Each way
+runs a forward, I and W in turn with the others, and gradients accumulate, as over a step's microbatches.
+
+- penstock: products put off in the forward (`penstock.runtime.deferred`).
+- walk: the rival that needs nothing in the forward. I walks the graph from its roots for matrix products
+  whose weight is a parameter, has the engine leave those out, and keeps what came in and what came back.
+- torch: `stage_backward_input` and `stage_backward_weight` of `torch.distributed.pipelining`.
+
+Times are of the processor, so that other programs count less; on it, a backward runs in its caller's thread.
+Held: what W gives back, by torch's own count of its allocations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
+
+from benchmarks.report import Found, Row, show, write
+from penstock.runtime.backward import hold, input_backward, leaf, whole_backward
+from penstock.runtime.deferred import deferring
+
+SIZES = ((512, 256), (512, 512), (1024, 256), (1024, 512))  # width, sequence
+ROUNDS = 7  # of each way, in turn, in one repeat
+BAR = 1.05
+LEAF = "torch::autograd::AccumulateGrad"
+W = Callable[[], object]
+
+
+class Layer:
+    """A decoder layer and what it is called with."""
+
+    def __init__(self, width: int, sequence: int) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "qwen3", hidden_size=width, intermediate_size=3 * width, num_attention_heads=width // 64,
+            num_key_value_heads=width // 128, head_dim=64, num_hidden_layers=1, attn_implementation="sdpa",
+        )  # fmt: skip
+        self.module: nn.Module = Qwen3DecoderLayer(config, 0).train()
+        self._input, self.gradient = torch.randn(1, sequence, width), torch.randn(1, sequence, width)
+        self._rotary = Qwen3RotaryEmbedding(config)(self._input, torch.arange(sequence)[None])
+
+    def input(self) -> Tensor:
+        return leaf(self._input.clone())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        output: Tensor = self.module(x, position_embeddings=self._rotary)
+        return output
+
+
+class Parts(NamedTuple):
+    """The parts of one microbatch, each to be timed. The I gives the W."""
+
+    forward: Callable[[Layer, Tensor], Any]
+    first: Callable[[Layer, Tensor, Any], W | None]
+
+
+def plain_forward(layer: Layer, x: Tensor) -> Tensor:
+    return layer(x)
+
+
+def deferring_forward(layer: Layer, x: Tensor) -> Any:
+    with deferring() as tape:
+        output = layer(x)
+    return hold([x], [output], tape)
+
+
+def whole(layer: Layer, x: Tensor, output: Tensor) -> None:
+    whole_backward(hold([x], [output]), [layer.gradient])
+
+
+def deferring_whole(layer: Layer, x: Tensor, live: Any) -> None:
+    whole_backward(live, [layer.gradient])
+
+
+def penstock_input(layer: Layer, x: Tensor, live: Any) -> W:
+    return input_backward(live, [layer.gradient])[1].run
+
+
+def torch_input(layer: Layer, x: Tensor, output: Tensor) -> W:
+    groups = stage_backward_input([output], [layer.gradient], [x], layer.module.parameters())[1]
+    return lambda: stage_backward_weight(layer.module.parameters(), groups)
+
+
+def walk_input(layer: Layer, x: Tensor, output: Tensor) -> W:
+    """I by a walk over the graph: sturdy in that the engine does the pruning, whatever the graph is like."""
+    root = GradientEdge(output.grad_fn, 0)  # type: ignore[arg-type]
+    products, leaves = find_products(root.node)
+    kept: list[tuple[Node, Tensor, Tensor]] = []
+    handles = [node.register_prehook(_keeper(node, parameter, kept)) for node, parameter in products]
+    with torch.no_grad():
+        Variable._execution_engine.run_backward(
+            (root,), (layer.gradient,), False, False, leaves, allow_unreachable=True, accumulate_grad=True
+        )
+    for handle in handles:
+        handle.remove()
+    return lambda: walk_weight(kept)
+
+
+def _keeper(node: Any, parameter: Node, kept: list[tuple[Node, Tensor, Tensor]]) -> Callable[..., None]:
+    def keep(gradients: tuple[Tensor, ...]) -> None:
+        kept.append((parameter, node._saved_self.detach(), gradients[0]))
+
+    return keep
+
+
+def find_products(root: Node) -> tuple[list[tuple[Node, Node]], tuple[GradientEdge, ...]]:
+    """Products with the parameter whose transpose they multiply by; every leaf that is reached otherwise."""
+    products: list[tuple[Node, Node]] = []
+    leaves: dict[Node, GradientEdge] = {}
+    seen, stack = {root}, [root]
+    while stack:
+        node = stack.pop()
+        edges = [edge for edge, _ in node.next_functions]
+        if node.name() == "MmBackward0" and edges[1] is not None and edges[1].name() == "TBackward0":
+            ((parameter, _),) = edges[1].next_functions
+            if parameter is not None and parameter.name() == LEAF:
+                products.append((node, parameter))
+                edges = edges[:1]
+        for edge in edges:
+            if edge is not None and edge not in seen:
+                seen.add(edge)
+                stack.append(edge)
+                if edge.name() == LEAF:
+                    leaves[edge] = GradientEdge(edge, 0)
+    return products, tuple(leaves.values())
+
+
+def walk_weight(kept: list[tuple[Node, Tensor, Tensor]]) -> None:
+    while kept:
+        parameter, x, dy = kept.pop(0)
+        Variable._execution_engine.run_backward(
+            (GradientEdge(parameter, 0),), (dy.t() @ x,), False, False, (),
+            allow_unreachable=True, accumulate_grad=True,
+        )  # fmt: skip
+
+
+WAYS = {
+    "whole": Parts(plain_forward, whole),
+    "whole, could be split": Parts(deferring_forward, deferring_whole),
+    "penstock": Parts(deferring_forward, penstock_input),
+    "walk": Parts(plain_forward, walk_input),
+    "torch": Parts(plain_forward, torch_input),
+}
+
+
+def timed(layer: Layer, parts: Parts) -> tuple[float, float, float]:
+    """Seconds of the forward, of I (or the whole) and of W."""
+    x = layer.input()
+    start = time.thread_time()
+    result = parts.forward(layer, x)
+    forward = time.thread_time()
+    late = parts.first(layer, x, result)
+    first = time.thread_time()
+    if late is not None:
+        late()
+    return forward - start, first - forward, time.thread_time() - first
+
+
+def held(layer: Layer, parts: Parts) -> int:
+    """Bytes that W gives back: what stays after a forward and I, less what stays after W as well."""
+    return _kept(layer, parts, run_late=False) - _kept(layer, parts, run_late=True)
+
+
+def _kept(layer: Layer, parts: Parts, run_late: bool) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
+        x = layer.input()
+        late = parts.first(layer, x, parts.forward(layer, x))
+        if run_late and late is not None:
+            late()
+        gc.collect()
+    return sum(int(event.self_cpu_memory_usage) for event in records.key_averages())
+
+
+def check(layer: Layer) -> None:
+    """All ways give the same gradients."""
+    expected: list[Tensor] = []
+    for parts in WAYS.values():
+        layer.module.zero_grad()
+        timed(layer, parts)
+        found = [parameter.grad for parameter in layer.module.parameters()]
+        expected = expected or [gradient.clone() for gradient in found if gradient is not None]
+        for gradient, other in zip(found, expected, strict=True):
+            assert gradient is not None
+            assert float((gradient - other).abs().max()) <= 1e-5 * float(other.abs().max())
+
+
+def measure(repeats: int) -> Found:
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    for width, sequence in SIZES:
+        layer = Layer(width, sequence)
+        check(layer)
+        taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+        for number in range(repeats * ROUNDS):
+            order = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
+            for way in order:
+                taken[way].append(timed(layer, WAYS[way]))
+        bytes_held = {way: held(layer, parts) for way, parts in WAYS.items()}
+        case = f"width {width}, sequence {sequence}"
+        raw[case] = {"seconds of F, I, W": taken, "bytes held": bytes_held}
+        rows += judge(case, taken, bytes_held)
+    notes = [
+        f"one Qwen3 decoder layer, float32, one thread, processor time; medians of {repeats * ROUNDS} rounds "
+        f"in turn; bar: penstock's I + W at most {BAR} of one whole backward",
+        "walk: a walk over autograd's graph at I, which needs nothing in the forward; torch: "
+        "stage_backward_input and stage_backward_weight of torch.distributed.pipelining",
+    ]
+    return Found("split", "A backward split into I and W", rows, notes, raw)
+
+
+def judge(
+    case: str, taken: dict[str, list[tuple[float, float, float]]], bytes_held: dict[str, int]
+) -> list[Row]:
+    middle = {way: [median(column) for column in zip(*times, strict=True)] for way, times in taken.items()}
+    base_forward, base, _ = middle["whole"]
+    # of each round by itself, since other programs slow whole rounds down
+    ratio = {way: median([(i + w) / b for (_, i, w), (_, b, _) in zip(times, taken["whole"], strict=True)])
+             for way, times in taken.items()}  # fmt: skip
+    rows = [Row(case, "whole backward", base * 1e3, "ms"),
+            Row(case, "forward that defers / plain forward", middle["penstock"][0] / base_forward),
+            Row(case, "whole after it / whole backward", ratio["whole, could be split"])]  # fmt: skip
+    theirs = middle["torch"]
+    for way in ("penstock", "walk"):
+        mine, bar = middle[way], f"at most {BAR}" if way == "penstock" else ""
+        rows += [
+            Row(case, f"{way}: I", mine[1] * 1e3, "ms", theirs[1] * 1e3),
+            Row(case, f"{way}: W", mine[2] * 1e3, "ms", theirs[2] * 1e3),
+            Row(case, f"{way}: (I + W) / whole", ratio[way], "", ratio["torch"], bar,
+                ratio[way] <= BAR if bar else None),
+            Row(case, f"{way}: held for W", bytes_held[way] / 2**20, "MiB", bytes_held["torch"] / 2**20),
+        ]  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7, help=f"times {ROUNDS} rounds of each way")
+    found = measure(parser.parse_args().repeats)
+    show(found, Console(width=150))
+    write(found)
+
+
+if __name__ == "__main__":
+    main()

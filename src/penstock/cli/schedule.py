@@ -1,0 +1,229 @@
+"""``penstock schedule``: schedules built, proven, compared, searched, drawn and converted, without torch."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli import schedule_view as view
+from penstock.cli.arguments import Choice, chosen, costs_of, taking
+from penstock.errors import ConfigError, InputError, ScheduleError
+from penstock.schedule import Costs, Schedule, loop, render, verify, wave
+from penstock.schedule import simulate as run_on_paper
+from penstock.schedule.compare import compare as all_schedules
+from penstock.schedule.compare import share
+from penstock.schedule.io import check_path, dump
+
+app = typer.Typer(no_args_is_help=True, help="Build, prove, predict, compare, search and draw schedules.")
+
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+Limit = Annotated[
+    float | None, typer.Option(help="The most that a rank may hold, in the unit of --activation.")
+]
+Ranks = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")]
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches a step.")]
+
+
+class Shape(Enum):
+    """The placements that a search may take."""
+
+    LOOP = "loop"
+    V = "v"
+
+
+class Objective(Enum):
+    """What a search makes small."""
+
+    MAKESPAN = "makespan"
+    EXTENT = "extent"
+
+
+@app.command()
+@taking(choice=chosen)
+def show(
+    choice: Choice,
+    programs: Annotated[bool, typer.Option("--programs", help="Each rank's ops as a list.")] = False,
+) -> None:
+    """Show a schedule: who hosts which stage, what runs when, and what is proven of it.
+
+    Example: penstock schedule show 1f1b --ranks 4 --microbatches 8
+    """
+    schedule = choice.schedule()
+    try:
+        proof = verify(schedule)
+    except ScheduleError:  # its programs can be listed all the same, and then comes what is wrong with it
+        view.out(view.title(schedule), view.programs(schedule))
+        raise
+    view.out(view.title(schedule))
+    view.out(view.programs(schedule) if programs else render(schedule, title="").strip("\n"), "")
+    view.out(*view.proven(proof))
+
+
+@app.command("verify")
+@taking(choice=chosen)
+def prove(
+    choice: Choice,
+    memory_limit: Annotated[int | None, typer.Option(
+        min=0, help="The most live activations that a rank may hold.")] = None,
+) -> None:  # fmt: skip
+    """Prove a schedule, or list every violation and end with 2.
+
+    Example: penstock schedule verify my.csv --memory-limit 8
+    """
+    schedule = choice.schedule()
+    try:
+        proof = verify(schedule, memory_limit)
+    except ScheduleError as error:
+        view.out(*map(str, error.violations))
+        typer.echo(
+            f"penstock: error: schedule {error.name!r} breaks {len(error.violations)} rule(s)", err=True
+        )
+        raise typer.Exit(error.exit_code) from error
+    view.out(view.title(schedule), *view.proven(proof))
+
+
+@app.command()
+@taking(choice=chosen, costs=costs_of)
+def simulate(choice: Choice, costs: Costs, memory_limit: Limit = None, as_json: Json = False) -> None:
+    """Run a schedule on paper: step time, bubble, memory, and the ops that the step time hangs on.
+
+    Ends with 2 where a rank holds more than --memory-limit.
+
+    Example: penstock schedule simulate 1f1b -r 4 -m 8 --forward 1,1,1,1.5 --communication 0.1
+    """
+    schedule = choice.schedule(costs)
+    timeline = run_on_paper(schedule, costs)
+    if as_json:
+        view.out(json.dumps(view.timeline_data(schedule, timeline, memory_limit)))
+    else:
+        view.out(view.title(schedule), *view.timeline(timeline, memory_limit))
+    if memory_limit is not None and max(timeline.peak_memory) > memory_limit:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+@app.command()
+@taking(choice=chosen, costs=costs_of)
+def draw(
+    choice: Choice,
+    costs: Costs,
+    out: Annotated[Path | None, typer.Option(
+        "--out", "-o", help="Ends in .txt, .svg, .html or .json (a trace for ui.perfetto.dev).")] = None,
+) -> None:  # fmt: skip
+    """Draw what runs when, to a file or as text.
+
+    Example: penstock schedule draw zb_v -r 4 -m 8 --out zb_v.svg
+    """
+    drawing = render(run_on_paper(choice.schedule(costs), costs), out)
+    view.out(drawing.rstrip("\n") if out is None else f"wrote {out}")
+
+
+@app.command()
+@taking(choice=chosen)
+def convert(
+    choice: Choice,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Ends in .json, or in .csv for PyTorch's.")],
+) -> None:
+    """Write a schedule to a file: a named one, or PyTorch's CSV as JSON and the other way round.
+
+    Example: penstock schedule convert 1f1b 1f1b.csv --ranks 4 --microbatches 8
+    """
+    dump(choice.schedule(), out)
+    view.out(f"wrote {out}")
+
+
+@app.command()
+@taking(costs=costs_of)
+def compare(
+    ranks: Ranks,
+    microbatches: Microbatches,
+    costs: Costs,
+    memory_limit: Limit = None,
+    search: Annotated[float | None, typer.Option(
+        metavar="SECONDS", min=0.01, help="Search for a better one, too, for so long.")] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compare all schedules for one model, with what to change where one does not fit.
+
+    Costs are of the model cut into one stage a rank: with v stages a rank each stage takes and holds 1/v.
+
+    Example: penstock schedule compare -r 4 -m 8 --memory-limit 4 --communication 0.1
+    """
+    found = [] if search is None else _searched(ranks, microbatches, costs, memory_limit, search)
+    entries = all_schedules(
+        ranks=ranks, microbatches=microbatches, costs=costs, memory_limit=memory_limit, extra=found
+    )
+    if as_json:
+        view.out(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))
+    else:
+        view.out(*view.comparison(entries, ranks, microbatches, memory_limit))
+
+
+def _searched(
+    ranks: int, microbatches: int, costs: Costs, memory_limit: float | None, seconds: float
+) -> list[tuple[str, Schedule]]:
+    """What a search finds with one stage a rank, and on a V with two, in half the time each."""
+    from penstock.schedule.search import search as searching
+
+    found: list[tuple[str, Schedule]] = []
+    for shape, stages_per_rank, placement in ((Shape.LOOP, 1, loop(ranks)), (Shape.V, 2, wave(ranks))):
+        try:
+            best = searching(
+                ranks=ranks,
+                microbatches=microbatches,
+                costs=share(costs, placement),
+                memory_limit=memory_limit,
+                placement=shape.value,
+                stages_per_rank=stages_per_rank,
+                seconds=seconds / 2,
+            )
+        except InputError as error:  # the others are of use all the same
+            typer.echo(f"penstock: no schedule found with placement={shape.value}: {error}", err=True)
+        else:
+            found.append((f"searched placement={shape.value}", best.schedule))
+    return found
+
+
+@app.command()
+@taking(costs=costs_of)
+def search(
+    ranks: Ranks,
+    microbatches: Microbatches,
+    costs: Costs,
+    memory_limit: Limit = None,
+    placement: Annotated[Shape, typer.Option(help="Round the ranks, or out and back.")] = Shape.LOOP,
+    stages_per_rank: Annotated[int | None, typer.Option(help="Unless given: 1 on a loop, 2 on a V.")] = None,
+    objective: Annotated[
+        Objective,
+        typer.Option(help="What to make small. extent: each rank's time from its first op to its last."),
+    ] = Objective.MAKESPAN,
+    seconds: Annotated[float, typer.Option(help="How long to search.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="The same seed finds the same in the same time.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write it: .json or .csv.")] = None,
+) -> None:
+    """Search for the fastest schedule within a memory limit. Costs are of its own stages.
+
+    Example: penstock schedule search -r 4 -m 8 --memory-limit 4 --seconds 10 --out best.csv
+    """
+    from penstock.schedule.search import search as searching
+
+    if out is not None:
+        check_path(out)  # before a search that may take long
+    found = searching(
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=costs,
+        memory_limit=memory_limit,
+        placement=placement.value,
+        stages_per_rank=stages_per_rank,
+        objective=objective.value,
+        seconds=seconds,
+        seed=seed,
+    )
+    view.out(view.title(found.schedule), *view.timeline(found.timeline, memory_limit), *view.found(found))
+    if out is not None:
+        dump(found.schedule, out)
+        view.out(f"wrote {out}")

@@ -1,0 +1,67 @@
+"""What layers cost and hold, told from the model alone; what was measured is better where there is any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ModelError
+from penstock.models.balance import LayerCosts, Memory
+from penstock.models.chain import Chain
+from penstock.models.hf import HFEdges, activation_bytes, cut
+from penstock.models.protocol import StageInfo
+
+COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
+
+
+def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
+    """Each part costs as many units as it has parameters, but for embeddings, which are looked up.
+
+    Right for dense layers of any size. A layer of experts costs less, as only some of them work on a token.
+    """
+    layers = [_parameters(layer) for layer in model.get_submodule(chain.layers).children()]
+    embedding = sum(_parameters(model.get_submodule(name), looked_up=False) for name in chain.before)
+    return LayerCosts(layers, embedding, sum(_parameters(model.get_submodule(name)) for name in chain.after))
+
+
+def stage_memory(
+    model: PreTrainedModel, chain: Chain, shape: tuple[int, int], limit: float, live: Sequence[int]
+) -> Memory:
+    """What parts hold, in bytes: weights, gradients, AdamW's moments, and activations of one microbatch.
+
+    shape: rows and sequence of a microbatch; limit: bytes that a stage may hold; live: see Memory
+    Raises ModelError where the model's forward looks at values, so that only a run tells its activations.
+    """
+    edges = HFEdges(model)
+
+    def held(layers: range, stage: int) -> int:
+        info = StageInfo(stage, 3)  # a stage for the embedding, one for the layers, one for the head
+        found = activation_bytes(cut(model, chain, layers, info), info, edges, *shape)
+        if found is None:
+            raise ModelError(
+                f"the activations of {type(model).__name__}",
+                "its forward looks at values, and an estimate has none",
+                "Measure them, and give balance a Memory of your own",
+            )
+        return found
+
+    first, last = range(0), range(chain.count, chain.count)
+    return Memory(
+        limit,
+        [COPIES * _bytes(layer) for layer in model.get_submodule(chain.layers).children()],
+        [held(range(layer, layer + 1), 1) for layer in range(chain.count)],
+        live,
+        (COPIES * sum(_bytes(model.get_submodule(name)) for name in chain.before), held(first, 0)),
+        (COPIES * sum(_bytes(model.get_submodule(name)) for name in chain.after), held(last, 2)),
+    )
+
+
+def _parameters(module: nn.Module, looked_up: bool = True) -> int:
+    kept = [part for part in module.modules() if looked_up or not isinstance(part, nn.Embedding)]
+    return sum(parameter.numel() for part in kept for parameter in part.parameters(recurse=False))
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())

@@ -1,0 +1,115 @@
+"""Which of torch's calls are products of activations with a weight, and the gradients of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Form(NamedTuple):
+    """A product of activations x with a weight, and its gradients.
+
+    add_weight_gradient: adds the weight's to a gradient in place, without a tensor of its own
+    cast: whether autocast covers it
+    """
+
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, weight, bias
+    input_gradient: Callable[[Tensor, Tensor], Tensor]  # dy, weight
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]  # x, dy
+    add_weight_gradient: Callable[[Tensor, Tensor, Tensor], object] | None = None  # gradient, x, dy
+    cast: bool = True
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
+    """transposed: the weight is the transpose of what lies in memory, and so should its gradient be"""
+    if transposed:
+        return torch._grouped_mm(dy.t(), x, offs).transpose(-2, -1)
+    return torch._grouped_mm(x.t(), dy, offs)
+
+
+# y = x Wᵀ + b, any number of dimensions
+LINEAR = Form(
+    F.linear,
+    lambda dy, weight: dy @ weight,
+    lambda x, dy: _rows(dy).t() @ _rows(x),
+    lambda gradient, x, dy: gradient.addmm_(_rows(dy).t(), _rows(x)),
+)
+# y = x W + b
+MATMUL = Form(
+    _add_matmul,
+    lambda dy, weight: dy @ weight.t(),
+    lambda x, dy: _rows(x).t() @ _rows(dy),
+    lambda gradient, x, dy: gradient.addmm_(_rows(x).t(), _rows(dy)),
+)
+
+
+def _grouped(offs: Tensor, transposed: bool) -> Form:
+    """y = x W[g] for the rows of group g, which ends at row offs[g]; not covered by autocast"""
+    return Form(
+        lambda x, weight, bias: torch._grouped_mm(x, weight, offs),
+        lambda dy, weight: torch._grouped_mm(dy, weight.transpose(-2, -1), offs),
+        partial(_grouped_weight_gradient, offs=offs, transposed=transposed),
+        cast=False,
+    )
+
+
+# x, weight, bias and form of a call, None where it has to stay torch's
+Found = tuple[Tensor, Tensor, Tensor | None, Form] | None
+
+
+def _find_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
+    return (input, weight, bias, LINEAR) if weight.dim() == 2 else None
+
+
+def _find_addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Found:
+    return x, weight, bias, MATMUL
+
+
+def _find_matmul(x: Tensor, weight: Tensor) -> Found:
+    return (x, weight, None, MATMUL) if weight.dim() == 2 and x.dim() > 0 else None
+
+
+def _find_mm(x: Tensor, weight: Tensor) -> Found:
+    return (x, weight, None, MATMUL) if x.dim() == weight.dim() == 2 else None
+
+
+def _find_grouped(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: None = None
+) -> Found:
+    if offs is None or bias is not None or out_dtype is not None or (x.dim(), weight.dim()) != (2, 3):
+        return None
+    return x, weight, None, _grouped(offs, not weight.is_contiguous())
+
+
+# by torch's function: its arguments' names, and how to read them
+CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
+    F.linear: (("input", "weight", "bias"), _find_linear),
+    torch.addmm: (("input", "mat1", "mat2"), _find_addmm),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), (("input", "other"), _find_matmul)),
+    **dict.fromkeys((torch.mm, Tensor.mm), (("input", "mat2"), _find_mm)),
+    torch._grouped_mm: (("input", "mat2", "offs", "bias", "out_dtype"), _find_grouped),
+}
+
+
+def find(
+    names: tuple[str, ...], read: Callable[..., Found], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Found:
+    """The product that a call is, whatever it gave by name; names, read: of its function, from `CALLS`"""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if len(args) > len(names) or not given.keys() <= set(names) or len(given) != len(args) + len(kwargs):
+        return None
+    tensors = [given.get(name) for name in names]
+    return read(*tensors) if all(isinstance(tensor, Tensor) for tensor in tensors[:2]) else None

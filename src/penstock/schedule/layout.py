@@ -1,0 +1,256 @@
+"""Layout strings: which layers each stage holds, written in Megatron's notation.
+
+    E    the embedding                     |       ends a stage
+    t    one decoder layer                 (..)*n  the group n times; groups may stand in groups
+    m    one multi-token-prediction layer  x*n     the symbol n times
+    L    the head and the loss             , and white space mean nothing
+
+``Et*3|(tt|)*29,m|L`` is 32 stages: embedding and 3 layers, 29 stages of 2 layers, the prediction layer, the
+head. Stages are counted along the data's way. ``E`` comes first and ``L`` last; as the embedding can stand
+nowhere but on the first stage and the head nowhere but on the last, either may be left out and is then put
+there. Stages may be empty: ``t||t``.
+
+    layout = item {item}
+    item   = (symbol | "(" item {item} ")") ["*" number]
+    symbol = "E" | "t" | "m" | "L" | "|"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from penstock.errors import PartitionError
+
+LIMIT = 100_000  # symbols of a written-out layout: far more is a slip, and would fill the memory
+DEEPEST = 100  # groups in groups: the parser calls itself for each
+LONGEST_PERIOD = 64  # stages of a group that printing looks for
+
+_MEANING = {
+    "E": "the embedding",
+    "t": "a layer",
+    "m": "a multi-token-prediction layer",
+    "L": "the head",
+    "|": "the end of a stage",
+}
+_COSMETIC = frozenset(", \t\r\n")
+_DIGITS = frozenset("0123456789")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each stage holds, as a string of symbols a stage: ``("Ettt", "tt", "L")``.
+
+    `str` gives the layout string, short and always the same one for equal layouts.
+    """
+
+    stages: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"E[t|]*[m|]*L", "|".join(self.stages)):
+            raise PartitionError(
+                f"stages {self.stages}",
+                "the first begins with E, the last ends with L, and between stand layers t, then any m",
+                'Write them like ("Ett", "ttL")',
+            )
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Layout:
+        """The layout of stages that hold so many layers each."""
+        return cls(tuple(("E" + "|".join("t" * count for count in counts) + "L").split("|")))
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """The decoder layers of each stage."""
+        ends = [0]
+        for stage in self.stages:
+            ends.append(ends[-1] + stage.count("t"))
+        return tuple(range(start, end) for start, end in pairwise(ends))
+
+    @property
+    def prediction_layers(self) -> int:
+        """How many multi-token-prediction layers (``m``) there are."""
+        return sum(stage.count("m") for stage in self.stages)
+
+    def __str__(self) -> str:
+        # E aside, so that the first stage can be one of a repetition
+        first, *others = self.stages
+        written = [_written(stage) for stage in (first.removeprefix("E"), *others)]
+        return "E" + _folded([f"{stage}|" for stage in written[:-1]]) + written[-1]
+
+
+def _written(stage: str) -> str:
+    return "".join(_run(symbol, len(list(run))) for symbol, run in groupby(stage))
+
+
+def _run(symbol: str, times: int) -> str:
+    return f"{symbol}*{times}" if times > 2 else symbol * times
+
+
+def _folded(tokens: Sequence[str]) -> str:
+    """The tokens one after the other, repetitions as groups wherever that is shorter."""
+    written = []
+    at = 0
+    while at < len(tokens):
+        period, times = _repetition(tokens, at)
+        body = _folded(tokens[at : at + period]) if times > 1 else tokens[at]
+        if times > 1:
+            body = f"{body}*{times}" if len(body) == 1 else f"({body})*{times}"
+        written.append(body)
+        at += period * times
+    return "".join(written)
+
+
+def _repetition(tokens: Sequence[str], at: int) -> tuple[int, int]:
+    """Of what repeats from `at` on: the period and how often, where that saves most; (1, 1) for nothing."""
+    best, saved = (1, 1), 0
+    for period in range(1, min(LONGEST_PERIOD, (len(tokens) - at) // 2) + 1):
+        body = tokens[at : at + period]
+        times = 1
+        while tokens[at + times * period : at + (times + 1) * period] == body:
+            times += 1
+        length = sum(map(len, body))
+        marks = len(f"*{times}") + (2 if length > 1 else 0)
+        if times > 1 and length * (times - 1) - marks > saved:
+            best, saved = (period, times), length * (times - 1) - marks
+    return best
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that `text` stands for; the notation is described at the top of this module.
+
+    Raises PartitionError that points at the character.
+    """
+    symbols = _Parser(text).symbols()
+    _check_order(text, symbols)
+    written = "".join(symbol.name for symbol in symbols)
+    written = written if written.startswith("E") else f"E{written}"
+    return Layout(tuple((written if written.endswith("L") else f"{written}L").split("|")))
+
+
+class _Symbol(NamedTuple):
+    name: str
+    at: int  # where in the text it stands
+
+
+class _Parser:
+    """One method for each rule of the grammar."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def symbols(self) -> list[_Symbol]:
+        found = self._items(0)
+        if self._next() == ")":
+            raise self._wrong(
+                "no group is open here", "Take the parenthesis away, or write the one that opens it"
+            )
+        return found
+
+    def _items(self, depth: int) -> list[_Symbol]:
+        """Everything up to the end or to the parenthesis that closes the group."""
+        found: list[_Symbol] = []
+        while (character := self._next()) and character != ")":
+            start = self._at
+            found += self._repeated(self._item(depth), start)
+            if len(found) > LIMIT:
+                raise self._too_many(start)
+        if not found:
+            raise self._wrong(f"expected {_SYMBOLS}", "Write what the stages hold, such as Ett|ttL")
+        return found
+
+    def _item(self, depth: int) -> list[_Symbol]:
+        character, at = self._next(), self._at
+        self._at += 1
+        if character == "(":
+            if depth == DEEPEST:
+                raise self._wrong(f"more than {DEEPEST} groups in one another", "Write it with fewer", at)
+            found = self._items(depth + 1)
+            if self._next() != ")":
+                raise self._wrong("this group is never closed", "Write the ) that closes it", at)
+            self._at += 1
+            return found
+        if character in _MEANING:
+            return [_Symbol(character, at)]
+        if character == "*":
+            raise self._wrong(
+                "nothing stands before this * to be repeated", "Write it like t*3 or (tt|)*3", at
+            )
+        if character in _DIGITS:
+            raise self._wrong("a number without a * before it", "Write it like t*3 or (tt|)*3", at)
+        other = next((known for known in _MEANING if known.lower() == character.lower()), None)
+        remedy = f"Did you mean {other}?" if other else "Take one of these"
+        raise self._wrong(f"unknown symbol {character!r}, expected {_SYMBOLS}", remedy, at)
+
+    def _repeated(self, found: list[_Symbol], start: int) -> list[_Symbol]:
+        """`found` as often as a ``*n`` after it says."""
+        if self._next() != "*":
+            return found
+        self._at += 1
+        self._next()
+        at = self._at
+        while self._at < len(self._text) and self._text[self._at] in _DIGITS:
+            self._at += 1
+        digits = self._text[at : self._at].lstrip("0")
+        if self._at == at:
+            raise self._wrong("expected how many times, a number", "Write it like t*3", at)
+        if not digits:
+            raise self._wrong(
+                "repeated 0 times, and at least once is expected", "Leave it out, or give 1 or more", at
+            )
+        if len(digits) > len(str(LIMIT)) or int(digits) * len(found) > LIMIT:
+            raise self._too_many(at)
+        if self._next() == "*":
+            rule = "repeated already, and expected a symbol"
+            raise self._wrong(rule, f"Put {self._text[start : self._at].strip()} in parentheses")
+        return found * int(digits)
+
+    def _next(self) -> str:
+        """The character at hand, what is cosmetic skipped; empty at the end."""
+        while self._at < len(self._text) and self._text[self._at] in _COSMETIC:
+            self._at += 1
+        return self._text[self._at : self._at + 1]
+
+    def _too_many(self, at: int) -> PartitionError:
+        return self._wrong(f"the layout grows beyond {LIMIT:,} symbols", "Repeat it less often", at)
+
+    def _wrong(self, rule: str, remedy: str, at: int | None = None) -> PartitionError:
+        return _error(self._text, self._at if at is None else at, rule, remedy)
+
+
+_SYMBOLS = "E, t, m, L, | or ("
+
+
+def _check_order(text: str, symbols: Sequence[_Symbol]) -> None:
+    """E first, then layers, then multi-token-prediction layers, L last."""
+    seen = ""
+    for index, (name, at) in enumerate(symbols):
+        if name in seen and name in "EL":
+            raise _error(text, at, f"a second {name}", f"A model has {_MEANING[name]} once: take one away")
+        if name == "E" and index:
+            raise _error(text, at, "expected E, the embedding, before all else", "Move it to the front")
+        if seen.endswith("L"):
+            rule = f"{_MEANING[name]} after L, the head, and nothing is expected there"
+            raise _error(text, at, rule, "Move L to the end")
+        if name == "t" and "m" in seen:
+            rule = "a layer after m, and the multi-token-prediction layers are expected after all others"
+            raise _error(text, at, rule, "Move m behind the last t")
+        if name not in seen or name == "L":
+            seen += name
+
+
+def _error(text: str, at: int, rule: str, remedy: str) -> PartitionError:
+    """With the string and a caret below the character at index `at`."""
+    if at == len(text):
+        rule = f"{rule}, and here the layout ends"
+    start, end = (max(0, at - 45), at + 45) if len(text) > 90 else (0, len(text))
+    shown = "".join(character if character.isprintable() else " " for character in text[start:end])
+    before, after = ("..." if start else ""), ("..." if end < len(text) else "")
+    caret = " " * (len(before) + at - start) + "^"
+    return PartitionError(
+        f"layout, character {at + 1}", rule, f"{remedy}:\n  {before}{shown}{after}\n  {caret}"
+    )

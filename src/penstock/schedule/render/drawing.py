@@ -1,0 +1,123 @@
+"""What a drawing shows, whatever its format: panels on one time scale, and how numbers are written."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.schedule.ops import Kind, Op
+from penstock.schedule.timeline import Curve, Span, Timeline
+
+KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One timeline; `label` is "predicted", "measured", or empty where it stands alone."""
+
+    label: str
+    timeline: Timeline
+
+    @cached_property
+    def several_stages(self) -> bool:
+        """Whether a rank's row alone does not tell which stage an op belongs to."""
+        return any(span.op.stage != span.rank for span in self.timeline.spans)
+
+    @cached_property
+    def hosted(self) -> tuple[tuple[int, ...], ...]:
+        """The stages that ran on each rank."""
+        timeline = self.timeline
+        return tuple(
+            tuple(sorted({span.op.stage for span in timeline.of_rank(rank)}))
+            for rank in range(timeline.ranks)
+        )
+
+    @cached_property
+    def copies(self) -> int:
+        """How many copies of the model there are: sets of stages that share no microbatch."""
+        ways: dict[int, set[int]] = defaultdict(set)
+        for span in self.timeline.spans:
+            ways[span.op.microbatch].add(span.op.stage)
+        distinct = {frozenset(way) for way in ways.values()}
+        apart = sum(map(len, distinct)) == len(set().union(*distinct))
+        return max(1, len(distinct)) if apart else 1
+
+    @cached_property
+    def place_of(self) -> dict[Op, int]:
+        """Where each op stands in the timeline's spans."""
+        return {span.op: at for at, span in enumerate(self.timeline.spans)}
+
+    @property
+    def pairs(self) -> Iterator[tuple[Span, Span]]:
+        """The ops meant to overlap, as they ran."""
+        spans, place_of = self.timeline.spans, self.place_of
+        for forward, backward in sorted(self.timeline.overlaps):
+            if forward in place_of and backward in place_of:
+                yield spans[place_of[forward]], spans[place_of[backward]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """`panels` from top to bottom, on one time scale, in `unit`; seconds are shown as s, ms or µs."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    unit: str
+
+    @property
+    def makespan(self) -> float:
+        """The longest of the panels."""
+        return max(panel.timeline.makespan for panel in self.panels)
+
+    @property
+    def scale(self) -> tuple[float, str]:
+        """One unit as shown, in units of the timelines, and its name."""
+        if self.unit != "s":
+            return 1.0, self.unit
+        return next((pair for pair in _SECONDS if self.makespan >= pair[0]), _SECONDS[-1])
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether all panels say how much is held, and not only count it."""
+        return all(panel.timeline.memory for panel in self.panels)
+
+    @property
+    def held(self) -> str:
+        """What the curves over time show; the same in all panels, or they could not be compared."""
+        return "memory" if self.knows_memory else "live activations"
+
+    def curves(self, panel: Panel) -> tuple[tuple[Curve, ...], tuple[float, ...]]:
+        """What each rank holds over time, and its peak."""
+        timeline = panel.timeline
+        if self.knows_memory:
+            return timeline.memory, timeline.peak_memory
+        return timeline.live, tuple(map(float, timeline.peak_live))
+
+    def time(self, value: float) -> str:
+        """`value` with its unit, e.g. ``18`` or ``12.5 ms``."""
+        size, name = self.scale
+        return f"{number(value / size)} {name}".rstrip()
+
+    def summary(self, panel: Panel) -> str:
+        timeline = panel.timeline
+        whole, inner = percent(timeline.bubble), percent(timeline.inner_bubble)
+        summary = f"makespan {self.time(timeline.makespan)}, bubble {whole}"
+        return summary if inner == whole else f"{summary}, {inner} between first and last op"
+
+
+def number(value: float) -> str:
+    """At least four significant digits, without an exponent or trailing zeros."""
+    if value == 0:
+        return "0"
+    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def percent(share: float) -> str:
+    return f"{100 * max(0.0, share):.1f}%"  # rounding may leave a full rank at -0.0

@@ -1,0 +1,110 @@
+"""A drawing as a trace for https://ui.perfetto.dev, in Chrome's trace event format.
+
+A panel is a process and a rank is a thread of it. An op is a slice, what a rank holds is a counter, and an
+arrow runs from each op to the one on another rank that waits for its result. Perfetto colours slices by their
+name without its numbers, so each kind has its own colour.
+
+Times are in microseconds, as the format wants. Seconds become what they are; a time without a unit, or in
+another one than ``"s"``, becomes a millisecond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.schedule.ops import Op
+from penstock.schedule.render.drawing import KINDS, Drawing, Panel
+from penstock.schedule.timeline import Span
+
+Event = dict[str, Any]
+
+_MICROSECONDS = {"s": 1e6}
+_OTHERWISE = 1e3
+_NANOSECOND = 1e-3  # the finest step that Perfetto knows
+
+
+def perfetto(drawing: Drawing) -> str:
+    events: list[Event] = []
+    for place, panel in enumerate(drawing.panels):
+        events += _Process(drawing, panel, place).events()
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+    about = json.dumps({"title": drawing.title, "unit": drawing.unit}, ensure_ascii=False)
+    return f'{{"displayTimeUnit": "ms",\n"otherData": {about},\n"traceEvents": [\n{lines}\n]}}\n'
+
+
+class _Process:
+    """One panel's events."""
+
+    def __init__(self, drawing: Drawing, panel: Panel, place: int) -> None:
+        self.drawing, self.panel, self.timeline = drawing, panel, panel.timeline
+        self.name = panel.label or drawing.title
+        self.place = place
+        # no rank's number: Perfetto takes a thread numbered as its process for the main one and puts it first
+        self.process = max(each.timeline.ranks for each in drawing.panels) + 1 + place
+        self.microseconds = _MICROSECONDS.get(drawing.unit, _OTHERWISE)
+
+    def events(self) -> Iterator[Event]:
+        yield from self._names()
+        for span in self.timeline.spans:
+            yield self._slice(span)
+        yield from self._arrows()
+        for rank in range(self.timeline.ranks):
+            yield from self._counter(rank)
+
+    def _names(self) -> Iterator[Event]:
+        yield self._event("M", name="process_name", args={"name": self.name})
+        yield self._event("M", name="process_sort_index", args={"sort_index": self.place})
+        for rank in range(self.timeline.ranks):
+            yield self._event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
+            yield self._event("M", rank, name="thread_sort_index", args={"sort_index": rank})
+
+    def _slice(self, span: Span) -> Event:
+        start, end = self._time(span.start), self._time(span.end)
+        stage, kind, microbatch = span.op
+        return self._event(
+            "X",
+            span.rank,
+            name=str(span.op),
+            cat=KINDS[kind],
+            ts=start,
+            dur=round(end - start, 3),
+            args={"stage": stage, "microbatch": microbatch, "kind": KINDS[kind]},
+        )
+
+    def _arrows(self) -> Iterator[Event]:
+        """A flow's two ends share an id. It leaves in the last moment of one slice and binds to the next."""
+        spans, place_of = self.timeline.spans, self.panel.place_of
+        for number, span in enumerate(spans):
+            at = next((place_of[op] for op in _users(span.op) if op in place_of), None)
+            if at is None or spans[at].rank == span.rank:
+                continue
+            leaves = max(self._time(span.start), round(self._time(span.end) - _NANOSECOND, 3))
+            flow = {"name": "result", "cat": "result", "id": f"{self.process}.{number}"}
+            yield self._event("s", span.rank, ts=leaves, **flow)
+            yield self._event("f", spans[at].rank, ts=self._time(spans[at].start), bp="e", **flow)
+
+    def _counter(self, rank: int) -> Iterator[Event]:
+        what, (curves, _) = self.drawing.held, self.drawing.curves(self.panel)
+        for time, held in curves[rank]:
+            name = f"rank {rank}: {what}"
+            yield self._event("C", rank, name=name, ts=self._time(time), args={what: held})
+
+    def _event(self, phase: str, rank: int | None = None, **fields: Any) -> Event:
+        thread = {} if rank is None else {"tid": rank + 1}  # thread 0 is the kernel's idle one to Perfetto
+        return {"ph": phase, "pid": self.process, **thread, **fields}
+
+    def _time(self, time: float) -> float:
+        """Microseconds from the start of the step, to the nanosecond."""
+        return round((time - self.timeline.start) * self.microseconds, 3)
+
+
+def _users(op: Op) -> Iterator[Op]:
+    """The ops that may wait for the result of `op` on another rank."""
+    stage, kind, microbatch = op
+    if kind == "F":
+        yield Op(stage + 1, "F", microbatch)
+    elif kind in ("B", "I"):
+        yield Op(stage - 1, "B", microbatch)
+        yield Op(stage - 1, "I", microbatch)

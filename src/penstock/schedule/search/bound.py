@@ -1,0 +1,130 @@
+"""What no schedule can beat.
+
+Each bound is for one rank with the stages s_1 < ... < s_v; its time counts from the rank's offset.
+
+    busy        arrival of its first op + its work + idle before its first I + idle after its last F
+    way home    arrival + idle before its first I + its work, less the W that it can put off,
+                + the way from its last I to the W of the first stage
+    residence   arrival + the sum over its activations of size x the least time held, divided by the limit
+    chain       the way of one microbatch there and back
+
+Before its first I a rank has only forwards to do, and no more than fit in its memory, while the first
+microbatch is on its way to the last stage and back: the rest of that time is idle. After its last F it has
+only backwards to do, and no more than its memory holds, while the last microbatch is on its way.
+"""
+
+from __future__ import annotations
+
+from math import gcd, inf
+
+from penstock.schedule.search.problem import F, I, Problem, W, arrivals
+
+
+def lower_bound(problem: Problem) -> int:
+    """In quanta; what `evaluate.key` calls value is never less."""
+    bounds = _Bounds(problem)
+    found = [bounds.chain()]
+    for rank in range(problem.ranks):
+        if problem.placement.replicas > 1:  # whose ops come first and last is open
+            found.append(bounds.start[rank] + problem.work[rank])
+        else:
+            found += (bounds.busy(rank), bounds.way_home(rank), bounds.residence(rank))
+    return max(found)
+
+
+class _Bounds:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        # by line, over its microbatches
+        self.least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
+        self.most = [max((problem.duration[n] for n in line), default=0) for line in problem.lines]
+        self.way = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
+        self.all = [sum(problem.duration[n] for n in line) for line in problem.lines]
+        # by stage: the least that is held until I, and until W
+        stages = range(problem.placement.stages)
+        self.whole = [min((problem.take[n] for n in problem.lines[3 * s + F]), default=0) for s in stages]
+        self.kept = [min((problem.give[n] for n in problem.lines[3 * s + W]), default=0) for s in stages]
+        self.arrival = arrivals(problem)
+        pairs = zip(problem.lines_of, problem.offset, strict=True)
+        self.start = [min(self.arrival[line] for line in lines) - offset for lines, offset in pairs]
+        # sizes add up to multiples of their greatest common divisor only
+        grain = gcd(*problem.take, *problem.give) or 1
+        self.limit = [limit - limit % grain for limit in problem.limit]
+
+    def chain(self) -> int:
+        first, arrival, least = 0, self.arrival, self.least
+        return arrival[first + W] + least[first + W] - max(self.problem.offset)
+
+    def busy(self, rank: int) -> int:
+        before, after = self._before(rank), self._after(rank)
+        # where all forwards may come before the first I, the two times may be one
+        apart = self._forwards(rank) < sum(self.all[3 * s + F] for s in self._stages(rank))
+        return self.start[rank] + self.problem.work[rank] + (before + after if apart else max(before, after))
+
+    def way_home(self, rank: int) -> int:
+        """Once the last I of s_1 is done, nothing but W is left to do on the rank."""
+        first = self._stages(rank)[0]
+        put_off = self._fill([(self.most[3 * s + W], self.kept[s], self.all[3 * s + W]) for s in self._stages(rank)],
+                             self.limit[rank])  # fmt: skip
+        put_off = max(put_off, self.most[3 * first + W])
+        home = sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(first)) + self.least[W]
+        done = self.start[rank] + self.problem.offset[rank] + self._before(rank) + self.problem.work[rank] - put_off
+        return done + home - self.problem.offset[self.problem.placement.rank_of[0]]
+
+    def residence(self, rank: int) -> int:
+        """An activation is held from F to I at least as long as it takes to come back, and then until W."""
+        if not self.limit[rank]:
+            return 0
+        held, problem = 0, self.problem
+        for stage in self._stages(rank):
+            until_i = self._return(stage, stage)
+            for number in problem.lines[3 * stage + F]:
+                whole, released = problem.take[number], problem.give[number + I]
+                kept = whole - released
+                held += released * until_i + kept * (until_i + problem.duration[number + W])
+        return self.start[rank] - (-held // self.limit[rank])
+
+    def _stages(self, rank: int) -> tuple[int, ...]:
+        return self.problem.placement.stages_of(rank)
+
+    def _before(self, rank: int) -> int:
+        last = self._stages(rank)[-1]
+        first_input_grad = self.arrival[3 * last + I] - self.problem.offset[rank]
+        return max(0, first_input_grad - self.start[rank] - self._forwards(rank))
+
+    def _forwards(self, rank: int) -> int:
+        """The most that fits before the first I."""
+        items = [(self.most[3 * s + F], self.whole[s], self.all[3 * s + F]) for s in self._stages(rank)]
+        return self._fill(items, self.limit[rank])
+
+    def _after(self, rank: int) -> int:
+        """From the start of the last F, which is one of s_v, to the end of the W of s_1, less what there is to do."""
+        stages = self._stages(rank)
+        first, last = 3 * stages[0], 3 * stages[-1]
+        items: list[tuple[int, int, int]] = []
+        for stage in stages:
+            whole, weight = self.all[3 * stage + I] + self.all[3 * stage + W], self.all[3 * stage + W]
+            items += (
+                (self.most[3 * stage + I] + self.most[3 * stage + W], self.whole[stage], whole),
+                (self.most[3 * stage + W], self.kept[stage], weight),
+            )
+        left = min(self._fill(items, self.limit[rank]), sum(whole for _, _, whole in items[::2]))
+        return max(0, self._return(stages[-1], stages[0]) + self.least[first + W] - self.most[last + F] - left)
+
+    def _return(self, start: int, end: int) -> int:
+        """The least time from the start of F on stage `start` to the end of the same microbatch's I on `end`."""
+        depth = self.problem.placement.depth
+        there = sum(self.least[3 * s + F] + self.way[3 * s + F] for s in range(start, depth)) - self.way[3 * start + F]
+        return there + sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(end, depth))
+
+    def _fill(self, items: list[tuple[int, int, int]], limit: int) -> int:
+        """The most time, where each item takes (time, size) apiece and so much time in all; parts are allowed."""
+        time = 0.0
+        for apiece, size, together in sorted(items, key=lambda item: -item[0] / item[1] if item[1] else -inf):
+            if not size:
+                time += together
+                continue
+            taken = min(together, limit * apiece / size)
+            time += taken
+            limit -= int(taken * size / apiece) if apiece else 0  # rounded down: what is left is no less
+        return -int(-time // 1)

@@ -1,0 +1,127 @@
+"""When each op of given programs runs: what `simulate` does, on whole numbers, many thousand times a second.
+
+A program here is right by itself: it stands in an order that its own rank's ops allow.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import NamedTuple
+
+from penstock.schedule.search.problem import NOTHING, Problem, Programs
+
+
+class Key(NamedTuple):
+    """What a search makes small: first the time that counts, then the sum of the times when the ranks are done."""
+
+    value: int
+    ends: int
+
+
+def times(problem: Problem, programs: Programs) -> list[int] | None:
+    """The end of each op, by number; one more for NOTHING. None where the programs deadlock."""
+    ends = [NOTHING] * problem.count + [0]  # needing NOTHING, the last one, holds nothing up
+    return _run(problem, programs, ends, [0] * len(programs), [0] * len(programs))
+
+
+def times_after(problem: Problem, programs: Programs, before: list[int], rank: int, at: int) -> list[int] | None:
+    """The same where only the program of `rank` has changed, from position `at` on; `before`: as it was.
+
+    What started earlier than anything could change stays. The unchanged programs are read for when that is.
+    """
+    duration = problem.duration
+    since = before[programs[rank][at - 1]] if at else 0
+    ends = before.copy()
+    reached: list[int] = []
+    free: list[int] = []
+    for of, program in enumerate(programs):
+        here = at if of == rank else bisect_left(program, since, key=lambda n: before[n] - duration[n])
+        reached.append(here)
+        free.append(before[program[here - 1]] if here else 0)
+        for number in program[here:]:
+            ends[number] = NOTHING
+    return _run(problem, programs, ends, reached, free)
+
+
+def _run(
+    problem: Problem, programs: Programs, ends: list[int], reached: list[int], free: list[int]
+) -> list[int] | None:
+    need, delay, duration = problem.need, problem.delay, problem.duration
+    waiting: dict[int, int] = {}  # an op that has not run -> the rank that stands waiting for it
+    ready = list(range(len(programs)))
+    while ready:
+        rank = ready.pop()
+        program, at, now = programs[rank], reached[rank], free[rank]
+        for number in program[at:] if at else program:
+            needed = need[number]
+            there = ends[needed]
+            if there < 0:
+                waiting[needed] = rank
+                break
+            there += delay[number]
+            now = (there if there > now else now) + duration[number]
+            ends[number] = now
+            at += 1
+            if number in waiting:
+                ready.append(waiting.pop(number))
+        reached[rank], free[rank] = at, now
+    return None if waiting else ends
+
+
+def tails(problem: Problem, programs: Programs) -> list[int]:
+    """By op: the least time from its end until all is done that waits for it, less the offset of that rank.
+
+    The programs must not deadlock. It is the same walk from the end.
+    """
+    feeds, delay, duration = problem.feeds, problem.delay, problem.duration
+    shift = max(problem.offset)
+    found = [NOTHING] * problem.count + [0]
+    places = [len(program) - 1 for program in programs]
+    after = [shift - offset for offset in problem.offset]
+    waiting: dict[int, int] = {}
+    ready = list(range(len(programs)))
+    while ready:
+        rank = ready.pop()
+        program, tail = programs[rank], after[rank]
+        for at in range(places[rank], -1, -1):
+            number = program[at]
+            fed = feeds[number]
+            there = found[fed]
+            if there < 0:
+                waiting[fed] = rank
+                break
+            if fed != NOTHING:
+                there += duration[fed] + delay[fed]
+                if there > tail:
+                    tail = there
+            found[number] = tail
+            tail += duration[number]
+            places[rank] = at - 1
+            if number in waiting:
+                ready.append(waiting.pop(number))
+        after[rank] = tail
+    return [tail - shift for tail in found]
+
+
+def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
+    last = [ends[program[-1]] if program else 0 for program in programs]
+    return Key(max(end - offset for end, offset in zip(last, problem.offset, strict=True)), sum(last))
+
+
+def levels(problem: Problem, program: list[int]) -> list[int]:
+    """What its rank holds while each op of the program runs."""
+    take, give, held = problem.take, problem.give, 0
+    found: list[int] = []
+    for number in program:
+        held += take[number]
+        found.append(held)
+        held -= give[number]
+    return found
+
+
+def fits(problem: Problem, programs: Programs) -> bool:
+    """Whether every rank stays within its limit."""
+    return all(
+        max(levels(problem, program), default=0) <= limit
+        for program, limit in zip(programs, problem.limit, strict=True)
+    )

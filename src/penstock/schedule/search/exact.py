@@ -1,0 +1,209 @@
+"""CP-SAT on a part of a schedule, or on all of it.
+
+A part is a stretch of each rank's program. What stands before it stays; what stands behind it keeps its order
+and moves up. So an op of the part that ends at t makes the whole take at least t + its tail, and the best order
+of the part is the best of the whole, all else kept.
+
+OR-tools is an extra: `available` says whether it is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from penstock.schedule.search.budget import CP_SAT_SECOND, OP_MODELLED, Budget
+from penstock.schedule.search.evaluate import key, tails, times
+from penstock.schedule.search.problem import NOTHING, F, I, Problem, Programs, W
+
+# what is made small: the value; the sum of the times when the ranks end the part, the value kept; or both at once
+Aim = Literal["value", "ends", "both"]
+
+
+def available() -> bool:
+    return importlib.util.find_spec("ortools") is not None
+
+
+@dataclass(frozen=True)
+class Solved:
+    """programs: the best found, perhaps those given; bound: with all else kept, nothing has a smaller value"""
+
+    programs: Programs
+    bound: int
+    proven: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of rank r's program the positions from starts[r] up to stops[r]."""
+
+    starts: Sequence[int]
+    stops: Sequence[int]
+
+    @classmethod
+    def whole(cls, programs: Programs) -> Part:
+        return cls([0] * len(programs), [len(program) for program in programs])
+
+
+def solve(
+    problem: Problem, programs: Programs, part: Part, aim: Aim, least: int, seconds: float, seed: int, budget: Budget
+) -> Solved:
+    """The best order of `part` that so many deterministic seconds find; `least` bounds the value from below."""
+    from ortools.sat.python import cp_model
+
+    model = _Model(cp_model.CpModel(), problem, programs, part, aim, least)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # more of them race
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = seconds
+    solver.parameters.max_time_in_seconds = max(0.1, budget.wall_left)
+    budget.spend(OP_MODELLED * len(model.start))
+    status = solver.solve(model.model)
+    budget.spend(CP_SAT_SECOND * solver.response_proto.deterministic_time)
+    bound = max(least, round(solver.best_objective_bound)) if aim == "value" else least
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Solved(programs, bound, False)
+    found = [list(program) for program in programs]
+    for program, piece, start in zip(found, model.pieces, part.starts, strict=True):
+        # of two ops at one time the one that takes no time comes first, and then the one that the given order has
+        places = {number: at for at, number in enumerate(piece)}
+        piece = sorted(piece, key=lambda n: (solver.value(model.start[n]), problem.duration[n] > 0, places[n]))
+        program[start : start + len(piece)] = piece
+    return Solved(found, bound, status == cp_model.OPTIMAL)
+
+
+class _Model:
+    """start[n]: the variable of each op in the part. `model` is a cp_model.CpModel."""
+
+    def __init__(self, model: Any, problem: Problem, programs: Programs, part: Part, aim: Aim, least: int) -> None:
+        self.model, self.problem, self.given, self.part = model, problem, programs, part
+        ends = times(problem, programs)
+        assert ends is not None, "the programs given deadlock"
+        self.ends, self.tails = ends, tails(problem, programs)
+        self.value = key(problem, programs, ends).value
+        self.horizon = self.value + max(problem.offset)
+        self.pieces = [program[a:b] for program, a, b in zip(programs, part.starts, part.stops, strict=True)]
+        self.free = {number for piece in self.pieces for number in piece}
+        self.behind = {number for program, stop in zip(programs, part.stops, strict=True) for number in program[stop:]}
+        self.start: dict[int, Any] = {}
+        for rank in range(problem.ranks):
+            self._rank(rank)
+        self._order()
+        for rank in range(problem.ranks):
+            self._memory(rank)
+        self._aim(aim, least)
+
+    def _rank(self, rank: int) -> None:
+        """Its ops, one at a time, none earlier than what stands before the part allows."""
+        problem, intervals = self.problem, []
+        before = self.part.starts[rank]
+        free_at = self.ends[self.given[rank][before - 1]] if before else 0
+        for number in self.pieces[rank]:
+            earliest, needed, takes = free_at, problem.need[number], problem.duration[number]
+            if needed != NOTHING and needed not in self.free:
+                earliest = max(earliest, self.ends[needed] + problem.delay[number])
+            self.start[number] = start = self.model.new_int_var(earliest, self.horizon - takes, "")
+            self.model.add_hint(start, self.ends[number] - takes)
+            intervals.append(self.model.new_fixed_size_interval_var(start, takes, ""))
+        self.model.add_no_overlap(intervals)
+
+    def _end(self, number: int) -> Any:
+        return self.start[number] + self.problem.duration[number]
+
+    def _order(self) -> None:
+        start, need, delay = self.start, self.problem.need, self.problem.delay
+        for number in start:
+            if number % 3 != F and number - 1 in start:
+                self.model.add(start[number] >= self._end(number - 1))
+            if need[number] in start:
+                self.model.add(start[number] >= self._end(need[number]) + delay[number])
+        if self.problem.alike:  # then some best schedule has every line in the order of the microbatches
+            for line in self.problem.lines:
+                for one, other in pairwise([number for number in line if number in start]):
+                    self.model.add(start[other] >= self._end(one))
+
+    def _memory(self, rank: int) -> None:
+        problem, stages = self.problem, self.problem.placement.stages_of(rank)
+        if sum(problem.take[number] for number in problem.ops_of[rank]) <= problem.limit[rank]:
+            return
+        if problem.alike:
+            exact = [self._room_by_order(stage, len(stages) == 1) for stage in stages]
+            if all(exact):
+                return
+        self._room_over_time(rank)
+
+    def _room_by_order(self, stage: int, alone: bool) -> bool:
+        """F of microbatch i + k waits for W of i, where k of them fit. Whether that is all there is to memory."""
+        forwards = [number for number in self.problem.lines[3 * stage + F]]
+        if not forwards:
+            return True
+        limit = self.problem.limit[self.problem.rank_of[forwards[0]]]
+        whole, released = self.problem.take[forwards[0]], self.problem.give[forwards[0] + I]
+        kept = whole - released
+        for kind, count in (
+            (I, limit // whole if whole else 0),
+            (W, (limit - whole) // kept + 1 if kept else 0),
+        ):
+            if count and (kind == W or released):
+                for one, other in zip(forwards, forwards[count:], strict=False):
+                    if one + kind in self.start and other in self.start:
+                        self.model.add(self.start[other] >= self._end(one + kind))
+        return alone and not (released and kept) and not self.problem.take[forwards[0] + I]
+
+    def _room_over_time(self, rank: int) -> None:
+        """What is held, from op to op, as intervals under the limit."""
+        model, problem = self.model, self.problem
+        limit, intervals, sizes = problem.limit[rank], [], []
+        for stage in problem.placement.stages_of(rank):
+            for first in problem.lines[3 * stage + F]:
+                released, more = problem.give[first + I], problem.take[first + I]
+                for size, since, until in (
+                    (released, first, first + I),
+                    (problem.take[first] - released, first, first + W),
+                    (more, first + I, first + W),
+                ):
+                    if not size or since in self.behind or not (until in self.free or until in self.behind):
+                        continue
+                    if since not in self.free and until not in self.free:
+                        limit -= size
+                        continue
+                    begin = self.start[since] if since in self.free else 0
+                    end = self._end(until) if until in self.free else self.horizon
+                    length = model.new_int_var(0, self.horizon, "")
+                    intervals.append(model.new_interval_var(begin, length, end, ""))
+                    sizes.append(size)
+        model.add_cumulative(intervals, sizes, limit)
+
+    def _aim(self, aim: Aim, least: int) -> None:
+        """The value is the latest end with its tail, over all ops that something outside of the part waits for."""
+        model, problem = self.model, self.problem
+        value = model.new_int_var(min(least, self.value), self.value, "")
+        sum_of_ends = []
+        for rank, (program, piece) in enumerate(zip(self.given, self.pieces, strict=True)):
+            if not piece:
+                continue
+            stop = self.part.stops[rank]
+            tail = -problem.offset[rank]
+            if stop < len(program):
+                tail = problem.duration[program[stop]] + self.tails[program[stop]]
+            end = model.new_int_var(0, self.horizon, "")
+            model.add(value >= end + tail)
+            sum_of_ends.append(end)
+            for number in piece:
+                model.add(end >= self._end(number))
+                fed = problem.feeds[number]
+                if fed != NOTHING and fed not in self.free:
+                    way = problem.delay[fed] + problem.duration[fed] + self.tails[fed]
+                    model.add(value >= self._end(number) + way)
+        if aim == "value":
+            model.minimize(value)
+        elif aim == "ends":
+            model.minimize(sum(sum_of_ends))
+        else:
+            model.minimize(_WEIGHT * problem.ranks * value + sum(sum_of_ends))
+
+
+_WEIGHT = 10  # of the value over a rank's end, where both are made small

@@ -1,0 +1,208 @@
+"""List scheduling with look-ahead, by policies that are tried, kept and varied.
+
+Time runs forward; whenever a rank is free it takes the op with the highest score among those that may run
+then or soon:
+
+    score = base[line] - slope[line] x (how many of its line are done) - wait x (how long the rank would idle)
+
+A line is one kind of op on one stage. The bases start from the way that is left to the end of a microbatch,
+the slope says how much older microbatches are preferred, and both are varied at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from random import Random
+
+from penstock.schedule.search.budget import OP_LISTED, OP_TIMED, Budget
+from penstock.schedule.search.evaluate import Key, key, times
+from penstock.schedule.search.problem import NOTHING, F, I, Problem, Programs, W
+
+_KEPT = 6  # policies that are varied
+
+
+@dataclass(frozen=True)
+class Policy:
+    """base, slope: by line; wait: see above; patience: how far a rank looks ahead, in quanta.
+
+    They do not depend on the number of microbatches.
+    """
+
+    base: tuple[float, ...]
+    slope: tuple[float, ...]
+    wait: float
+    patience: int
+
+
+@dataclass(frozen=True)
+class Listed:
+    key: Key
+    programs: Programs
+    policy: Policy
+
+
+def listed(
+    problem: Problem, random: Random, budget: Budget, share: float, known: Sequence[Policy] = (), least: int = 0
+) -> list[Listed]:
+    """The best that policies lead to, best first; `known` ones and two others are tried in any case.
+
+    Stops when `share` of the budget is spent, or when a value of `least` is found and nothing got better since.
+    """
+    best: list[Listed] = []
+    room = reserves(problem)
+    tried = idle = 0
+    while tried < len(known) + 2 or budget.left(share) > 0:
+        if tried < len(known):
+            policy = known[tried]
+        elif best and random.random() < 0.7:
+            policy = _varied(problem, best[min(int(random.expovariate(0.7)), len(best) - 1)].policy, random)
+        else:
+            policy = _drawn(problem, random)
+        tried += 1
+        budget.spend(problem.size * (OP_LISTED + OP_TIMED))
+        programs = follow(problem, policy, room)
+        ends = times(problem, programs) if programs else None
+        if not programs or not ends:
+            continue
+        found = Listed(key(problem, programs, ends), programs, policy)
+        idle += 1
+        if not best or found.key < best[0].key:
+            idle = 0
+        if all(found.key != other.key for other in best):
+            best = sorted([*best, found], key=lambda listed: listed.key)[:_KEPT]
+        if best[0].key.value <= least and idle > 300:
+            break
+    return best
+
+
+def _drawn(problem: Problem, random: Random) -> Policy:
+    """A policy out of the blue."""
+    left = _ways_left(problem)
+    unit = problem.cycle / 3
+    # a W waits until there is nothing else to do, or is one op among others
+    later = random.choice((0.0, 0.0, 6.0, -6.0, -60.0)) * unit
+    noise = random.choice((0.0, 0.5, 1.0, 3.0)) * unit
+    base = tuple(
+        way + random.uniform(-noise, noise) + (later if line % 3 == W else 0.0) for line, way in enumerate(left)
+    )
+    slope = (random.uniform(0.2, 1.5) * problem.cycle,) * len(left)
+    return Policy(base, slope, random.uniform(0.0, 3.0), int(random.choice((0.0, 0.0, 0.3, 0.6, 1.0)) * unit))
+
+
+def _varied(problem: Problem, policy: Policy, random: Random) -> Policy:
+    """A policy close by."""
+    unit = problem.cycle / 3
+    base, slope = list(policy.base), list(policy.slope)
+    width = random.choice((0.1, 0.3, 1.0, 3.0)) * unit
+    share = random.choice((1.0, 2.0, len(base) / 4, len(base))) / len(base)
+    for line in range(len(base)):
+        if random.random() < share:
+            base[line] += random.gauss(0.0, width)
+    if random.random() < 0.3:
+        factor = random.uniform(0.7, 1.4)
+        slope = [x * factor for x in slope]
+    if random.random() < 0.2:
+        at = random.randrange(len(slope))
+        slope[at] *= random.uniform(0.8, 1.25)
+    found = replace(policy, base=tuple(base), slope=tuple(slope))
+    if random.random() < 0.2:
+        found = replace(found, wait=random.uniform(0.0, 3.0))
+    if random.random() < 0.2:
+        found = replace(found, patience=int(random.choice((0.0, 0.3, 0.6, 1.0)) * unit))
+    return found
+
+
+def _ways_left(problem: Problem) -> list[float]:
+    """By line: from the start of one of its ops to the end of the same microbatch."""
+    found = [0.0] * len(problem.lines)
+    depth, longest = problem.placement.depth, [
+        max((problem.duration[n] + problem.delay[n] for n in line), default=0) for line in problem.lines
+    ]  # fmt: skip
+    for first in range(0, problem.placement.stages, depth):
+        left = 0.0
+        for stage in range(first, first + depth):
+            left += longest[3 * stage + I]
+            found[3 * stage + I], found[3 * stage + W] = left, longest[3 * stage + W]
+        for stage in reversed(range(first, first + depth)):
+            left += longest[3 * stage + F]
+            found[3 * stage + F] = left
+    return found
+
+
+def reserves(problem: Problem) -> list[int]:
+    """By line: what must stay free when one of its ops has taken its own.
+
+    Behind an F it is room for the later stages of one microbatch on that rank. As microbatches keep their order
+    on every stage, the oldest one then always gets through, and so no rank ever fills up with what cannot end.
+    """
+    found = [0] * len(problem.lines)
+    for rank in range(problem.ranks):
+        later = 0
+        for stage in reversed(problem.placement.stages_of(rank)):
+            found[3 * stage + F] = later
+            later += max((problem.take[n] + problem.take[n + I] for n in problem.lines[3 * stage + F]), default=0)
+    return found
+
+
+def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None:
+    """The programs that `policy` leads to, None where it gets stuck. room: see `reserves`.
+
+    One loop, because it is where a search spends its time.
+    """
+    duration, delay, take, give = problem.duration, problem.delay, problem.take, problem.give
+    rank_of, line_of, feeds, lines = problem.rank_of, problem.line_of, problem.feeds, problem.lines
+    base, slope, wait, patience = policy.base, policy.slope, policy.wait, policy.patience
+    lines_of, held, free = problem.lines_of, [0] * problem.ranks, [0] * problem.ranks
+    done = [0] * len(lines)
+    missing = [(needed != NOTHING) + (number % 3 > 0) for number, needed in enumerate(problem.need)]
+    may = [0] * problem.count  # from when on an op with nothing missing may run
+    programs: Programs = [[] for _ in range(problem.ranks)]
+    queue = [(0, rank) for rank in range(problem.ranks)]  # when a rank looks for something to do
+    left = problem.size
+    while queue:
+        now, rank = heappop(queue)
+        if now < free[rank]:
+            continue  # it has found something else meanwhile
+        best, highest, soonest = NOTHING, 0.0, NOTHING
+        limit = problem.limit[rank] - held[rank]
+        for line in lines_of[rank]:
+            ops, at = lines[line], done[line]
+            if at == len(ops):
+                continue
+            number = ops[at]
+            if missing[number] or take[number] + room[line] > limit:
+                continue
+            score = base[line] - slope[line] * at
+            idle = may[number] - now
+            if idle > 0:
+                if soonest == NOTHING or may[number] < soonest:
+                    soonest = may[number]
+                if idle > patience:
+                    continue
+                score -= wait * idle
+            if best == NOTHING or score > highest:
+                best, highest = number, score
+        if best == NOTHING:
+            if soonest != NOTHING:
+                heappush(queue, (soonest, rank))
+            continue
+        end = max(now, may[best]) + duration[best]
+        programs[rank].append(best)
+        done[line_of[best]] += 1
+        left -= 1
+        held[rank] += take[best] - give[best]
+        free[rank] = end
+        heappush(queue, (end, rank))
+        if best % 3 != W:
+            missing[best + 1] -= 1
+            may[best + 1] = max(may[best + 1], end)
+        fed = feeds[best]
+        if fed != NOTHING:
+            missing[fed] -= 1
+            there = may[fed] = max(may[fed], end + delay[fed])
+            other = rank_of[fed]
+            if other != rank and not missing[fed]:
+                heappush(queue, (max(there - patience, free[other], now), other))
+    return None if left else programs

@@ -1,0 +1,248 @@
+"""What is searched: ops as numbers, times and sizes as whole numbers.
+
+Ops are numbered as in `penstock.schedule.order`: three a stage and microbatch, F, I, W. The search knows no
+whole backward: I with its W right behind it does the same, and hands the gradient on earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import floor, lcm
+
+from penstock.schedule.costs import Costs, Row
+from penstock.schedule.ops import Kind, Op, Schedule
+from penstock.schedule.placement import Placement
+
+F, I, W = 0, 1, 2  # noqa: E741
+KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")
+NOTHING = -1
+Programs = list[list[int]]
+
+_MOST = 10**9  # quanta in the sum of all times: CP-SAT multiplies times with sizes, in 64 bits
+_DENOMINATOR = 10_000  # of the numbers that people write
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One search's givens. Times are in quanta, by op; sizes in grains.
+
+    copies[i]: the copy of the model that microbatch i goes through
+    need[n]: the op of the neighbouring stage that n takes its input from, or NOTHING; delay[n]: its way
+    take[n]: what the rank holds more from the start of n on; give[n]: what less from its end on
+    limit[r]: the most that rank r may hold
+    offset[r]: from when on the time of rank r counts
+    exact: no time was rounded; otherwise all were rounded down
+    exact_sizes: no size was rounded; otherwise all were rounded up
+    alike: every microbatch costs the same, so that their order on a stage does not matter
+    """
+
+    placement: Placement
+    microbatches: int
+    copies: tuple[int, ...]
+    quantum: float
+    duration: list[int]
+    need: list[int]
+    delay: list[int]
+    take: list[int]
+    give: list[int]
+    limit: list[int]
+    offset: list[int]
+    exact: bool
+    exact_sizes: bool
+    alike: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def row(self) -> int:
+        """From a stage to the next."""
+        return 3 * self.microbatches
+
+    @cached_property
+    def count(self) -> int:
+        """Of the numbers, also of those that stand for no op because the microbatch goes through another copy."""
+        return self.row * self.placement.stages
+
+    @cached_property
+    def rank_of(self) -> list[int]:
+        return [rank for rank in self.placement.rank_of for _ in range(self.row)]
+
+    @cached_property
+    def lines(self) -> list[tuple[int, ...]]:
+        """By 3 x stage + kind: the ops of that kind on that stage, in the order of the microbatches."""
+        depth = self.placement.depth
+        return [
+            tuple(stage * self.row + 3 * i + kind for i, copy in enumerate(self.copies) if copy == stage // depth)
+            for stage in range(self.placement.stages)
+            for kind in (F, I, W)
+        ]
+
+    @cached_property
+    def line_of(self) -> list[int]:
+        return [3 * (number // self.row) + number % 3 for number in range(self.count)]
+
+    @cached_property
+    def lines_of(self) -> list[list[int]]:
+        """By rank."""
+        stages = [self.placement.stages_of(rank) for rank in range(self.ranks)]
+        return [[3 * stage + kind for stage in hosted for kind in (F, I, W)] for hosted in stages]
+
+    @cached_property
+    def ops_of(self) -> list[list[int]]:
+        """By rank."""
+        return [[number for line in lines for number in self.lines[line]] for lines in self.lines_of]
+
+    @cached_property
+    def size(self) -> int:
+        """How many ops there are."""
+        return sum(map(len, self.ops_of))
+
+    @cached_property
+    def work(self) -> list[int]:
+        """By rank: all its ops, one after the other."""
+        return [sum(self.duration[number] for number in ops) for ops in self.ops_of]
+
+    @cached_property
+    def feeds(self) -> list[int]:
+        """The op that takes its input from n, or NOTHING: `need` the other way round."""
+        found = [NOTHING] * self.count
+        for number, needed in enumerate(self.need):
+            if needed != NOTHING:
+                found[needed] = number
+        return found
+
+    @cached_property
+    def cycle(self) -> float:
+        """What the busiest rank takes for a microbatch, on average."""
+        return max(self.work) / self.microbatches
+
+    def schedule(self, programs: Programs, name: str = "searched") -> Schedule:
+        """Every backward split."""
+
+        def op(number: int) -> Op:
+            stage, within = divmod(number, self.row)
+            return Op(stage, KINDS[within % 3], within // 3)
+
+        return Schedule(name, self.placement, self.microbatches, tuple(tuple(map(op, p)) for p in programs))
+
+    def programs(self, schedule: Schedule) -> Programs:
+        """The other way: each whole backward becomes I and W."""
+        found: Programs = []
+        for program in schedule.programs:
+            numbers: list[int] = []
+            for stage, kind, microbatch in program:
+                first = stage * self.row + 3 * microbatch
+                numbers += (first + I, first + W) if kind == "B" else (first + KINDS.index(kind),)
+            found.append(numbers)
+        return found
+
+
+def problem(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs,
+    limits: Sequence[float | None],
+    copies: tuple[int, ...] | None = None,
+    from_first_op: bool = False,
+) -> Problem:
+    """The limits by rank, None without one. from_first_op: the time of each rank counts from its first op on."""
+    times = [costs.durations(kind, placement, microbatches) for kind in KINDS]
+    ways = costs.delays(placement, microbatches)
+    held = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
+    everything = [x for rows in (*times, ways) for row in rows for x in row]
+    per_unit, exact = _quanta(everything)
+    sizes = [x for rows in held for row in rows for x in row]
+    per_size, exact_sizes = _quanta([*sizes, *(x for x in limits if x is not None)])
+    quanta = _scaled(per_unit, round if exact else floor)
+    grains = _scaled(per_size, round if exact_sizes else _up)
+    take, give = _held(grains(held[0]), grains(held[1]))
+    need, delay = _edges(placement, microbatches, quanta(ways))
+    total = sum(take) + 1
+    found = Problem(
+        placement=placement,
+        microbatches=microbatches,
+        copies=copies or tuple(i % placement.replicas for i in range(microbatches)),
+        quantum=1 / per_unit,
+        duration=[x for rows in zip(*map(quanta, times), strict=True) for ops in zip(*rows, strict=True) for x in ops],
+        need=need,
+        delay=delay,
+        take=take,
+        give=give,
+        # rounding that is not exact keeps what `simulate` would call too much by a last digit
+        limit=[total if x is None else min(total, floor(x * per_size * (1 + 1e-12) + 1e-9)) for x in limits],
+        offset=[0] * placement.ranks,
+        exact=exact,
+        exact_sizes=exact_sizes,
+        alike=all(row == row[:1] * len(row) for rows in (*times, ways, *held) for row in rows),
+    )  # fmt: skip
+    if from_first_op:
+        found.offset[:] = [min(arrivals(found)[line] for line in lines) for lines in found.lines_of]
+    return found
+
+
+def arrivals(problem: Problem) -> list[int]:
+    """By line: before when none of its ops can start, whatever the ranks do."""
+    least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
+    ways = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
+    found = [0] * len(problem.lines)
+    depth = problem.placement.depth
+    for first in range(0, problem.placement.stages, depth):
+        now = 0
+        for stage in range(first, first + depth):
+            found[3 * stage + F] = now + ways[3 * stage + F]
+            now = found[3 * stage + F] + least[3 * stage + F]
+        for stage in reversed(range(first, first + depth)):
+            found[3 * stage + I] = now + ways[3 * stage + I]
+            now = found[3 * stage + I] + least[3 * stage + I]
+            found[3 * stage + W] = now
+    return found
+
+
+def _held(activation: list[list[int]], kept: list[list[int]]) -> tuple[list[int], list[int]]:
+    """take and give. Where more is kept for W than was held before I, I takes the difference."""
+    take: list[int] = []
+    give: list[int] = []
+    for rows in zip(activation, kept, strict=True):
+        for whole, later in zip(*rows, strict=True):
+            take += (whole, max(0, later - whole), 0)
+            give += (0, max(0, whole - later), later)
+    return take, give
+
+
+def _edges(placement: Placement, microbatches: int, ways: list[list[int]]) -> tuple[list[int], list[int]]:
+    """need and delay."""
+    row, hosts = 3 * microbatches, placement.rank_of
+    need: list[int] = []
+    delay: list[int] = []
+    for stage, host in enumerate(hosts):
+        first, last = placement.is_first(stage), placement.is_last(stage)
+        for i in range(microbatches):
+            number = stage * row + 3 * i
+            need += (NOTHING if first else number - row, NOTHING if last else number + I + row, NOTHING)
+            delay += (0 if first or hosts[stage - 1] == host else ways[stage - 1][i],
+                      0 if last or hosts[stage + 1] == host else ways[stage][i], 0)  # fmt: skip
+    return need, delay
+
+
+def _quanta(values: Sequence[float]) -> tuple[float, bool]:
+    """How many quanta make a unit, and whether every value is a whole number of them."""
+    total, per_unit = sum(values), 1
+    for value in set(values):
+        near = Fraction(value).limit_denominator(_DENOMINATOR)
+        per_unit = lcm(per_unit, near.denominator)
+        if abs(float(near) - value) > 1e-12 * max(1.0, value) or total * per_unit > _MOST:
+            return _MOST / total, False
+    return float(per_unit), True
+
+
+def _scaled(per_unit: float, whole: Callable[[float], int]) -> Callable[[list[Row]], list[list[int]]]:
+    return lambda rows: [[whole(x * per_unit) for x in row] for row in rows]
+
+
+def _up(x: float) -> int:
+    return -floor(-x)

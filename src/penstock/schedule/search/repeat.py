@@ -1,0 +1,91 @@
+"""From a schedule for few microbatches to one for many: its steady state, some more times."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import replace
+
+from penstock.schedule.search.budget import OP_TIMED, Budget
+from penstock.schedule.search.evaluate import Key, key, times
+from penstock.schedule.search.problem import Problem, Programs
+
+_CUTS = 60  # moments that are tried
+
+
+def fewer(problem: Problem, microbatches: int) -> Problem:
+    """The same for the first so many microbatches, which are to be alike."""
+
+    def of_each_stage(values: list[int]) -> list[int]:
+        starts = range(0, problem.count, problem.row)
+        return [value for start in starts for value in values[start : start + 3 * microbatches]]
+
+    gone = 3 * (problem.microbatches - microbatches)  # between an op and the same one of the next stage
+
+    def renumbered(number: int) -> int:
+        return number if number < 0 else number - gone * (number // problem.row)
+
+    return replace(
+        problem,
+        microbatches=microbatches,
+        copies=problem.copies[:microbatches],
+        duration=of_each_stage(problem.duration),
+        need=[renumbered(number) for number in of_each_stage(problem.need)],
+        delay=of_each_stage(problem.delay),
+        take=of_each_stage(problem.take),
+        give=of_each_stage(problem.give),
+    )
+
+
+def extended(problem: Problem, small: Problem, programs: Programs, budget: Budget) -> Programs | None:
+    """`programs` of `small` for as many microbatches as `problem` has; None where no part of it repeats.
+
+    Each rank repeats a stretch of its program that holds every line once. What it holds is the same before and
+    after, so that the limit is kept.
+    """
+    ends = times(small, programs)
+    assert ends is not None
+    starts = [[ends[n] - small.duration[n] for n in program] for program in programs]
+    lines = [[small.line_of[n] for n in program] for program in programs]
+    makespan, more = max(ends), problem.microbatches - small.microbatches
+    best: tuple[Key, Programs] | None = None
+    for cut in range(_CUTS):
+        found: Programs = []
+        for rank, program in enumerate(lines):
+            near = bisect_left(starts[rank], makespan * (cut + 0.5) / _CUTS)
+            at = _once(program, near, len(small.lines_of[rank]))
+            if at is None:
+                break
+            stretch = program[at : at + len(small.lines_of[rank])]
+            found.append(_numbered(problem, program[:at] + stretch * more + program[at:]))
+        if len(found) < problem.ranks:
+            continue
+        budget.spend(2 * OP_TIMED * problem.size)
+        found_ends = times(problem, found)
+        if found_ends is None:
+            continue
+        reached = key(problem, found, found_ends)
+        if best is None or reached < best[0]:
+            best = reached, found
+    return best[1] if best else None
+
+
+def _once(program: list[int], near: int, count: int) -> int | None:
+    """Where, close to `near`, a stretch begins in which each of `count` lines stands once."""
+    for at in sorted(range(max(0, near - count), min(len(program) - count, near + count) + 1),
+                     key=lambda at: abs(at - near)):  # fmt: skip
+        if len(set(program[at : at + count])) == count:
+            return at
+    return None
+
+
+def _numbered(problem: Problem, lines: list[int]) -> list[int]:
+    """The ops of the lines, each line's in its order."""
+    seen: Counter[int] = Counter()
+    found = []
+    for line in lines:
+        found.append(problem.lines[line][seen[line]])
+        seen[line] += 1
+    return found
+
+

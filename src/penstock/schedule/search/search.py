@@ -1,0 +1,246 @@
+"""`search`: from the user's costs and limit to a proven schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from random import Random
+from typing import Literal
+
+from penstock.errors import ConfigError
+from penstock.schedule.costs import Costs
+from penstock.schedule.ops import Op, Schedule
+from penstock.schedule.placement import Placement, loop, wave
+from penstock.schedule.search.budget import Budget
+from penstock.schedule.search.candidates import candidates
+from penstock.schedule.search.problem import F, I, Problem, Programs, W, problem
+from penstock.schedule.search.strategy import Best, find
+from penstock.schedule.simulate import simulate
+from penstock.schedule.timeline import Timeline
+
+Objective = Literal["makespan", "extent"]
+
+_DIGITS = 1e-9  # relative: what sums of floats may differ by
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best schedule found, and how good it is known to be. Times are in the unit of the costs.
+
+    timeline: `schedule` on paper, at the costs given
+    value: what was made small, see `search`
+    lower_bound: no schedule within the limit has a smaller value
+    optimal: `value` is proven to be the least
+    method: what found it
+    best_builder, builder_value: the best builder's schedule on this placement within the limit; None where none fits
+    cut_short: the search took four times as long as it should and was stopped, so that another run may differ
+    """
+
+    schedule: Schedule
+    timeline: Timeline
+    value: float
+    lower_bound: float
+    optimal: bool
+    method: str
+    best_builder: str | None
+    builder_value: float | None
+    cut_short: bool
+
+    @property
+    def makespan(self) -> float:
+        return self.timeline.makespan
+
+
+def search(
+    *,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    placement: str | Placement = "loop",
+    stages_per_rank: int | None = None,
+    objective: Objective = "makespan",
+    seconds: float = 30.0,
+    seed: int = 0,
+) -> Found:
+    """The best schedule that `seconds` of searching find; never worse than the best builder's that fits.
+
+    costs: unit times where none are given
+    memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one number, or one a rank
+    placement: "loop", "v", or a Placement; stages_per_rank: 1 for a loop and 2 for a V unless given
+    objective: "makespan": when the last rank is done; among equals ranks end early.
+        "extent": the longest time from a rank's first op to its last one, which is what a step takes
+        where steps follow each other without a pause. It counts from when the first op may start at the earliest
+    seconds: about how long; it is counted in work done, so that the same call gives the same schedule. The search
+        ends early where it has proven that nothing is better
+
+    With OR-tools installed (``penstock[search]``) cases of up to about 200 ops are usually proven optimal.
+    Raises ConfigError for a limit that nothing keeps.
+    """
+    where = _placement(placement, ranks, stages_per_rank)
+    _check(microbatches, seconds, objective)
+    costs = costs or Costs()
+    limits = _limits(memory_limit, where.ranks)
+    given = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
+    _check_limits(given, memory_limit, costs, limits)
+    builders = _fitting(given, costs, limits)
+    if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
+        copies = _copies(builders[0][1])
+        given = problem(where, microbatches, costs, limits, copies, objective == "extent")
+    seeds = [(name, given.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == given.copies]
+    seeds.append(("one microbatch after the other", _serial(given)))
+    budget = Budget(seconds)
+    best = find(given, seeds, Random(seed), budget)
+    return _found(best, costs, builders, budget)
+
+
+def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
+    if isinstance(given, Placement):
+        if given.ranks != ranks or stages_per_rank not in (None, given.stages // given.ranks):
+            raise ConfigError(
+                f"ranks={ranks}, stages_per_rank={stages_per_rank}",
+                f"the placement given has {given.stages} stages on {given.ranks} ranks",
+                f"Give ranks={given.ranks}, and leave stages_per_rank out",
+            )
+        return given
+    for name, value in (("ranks", ranks), ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank)):
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name}={value!r}", "there is a whole number of them, and at least one", "Give 1 or more")
+    if given == "loop":
+        return loop(ranks, stages_per_rank or 1)
+    if given == "v":
+        return wave(ranks, stages_per_rank or 2)
+    raise ConfigError(f"placement={given!r}", "a search knows 'loop' and 'v' by name", "Give one of them or a Placement")
+
+
+def _check(microbatches: int, seconds: float, objective: str) -> None:
+    if type(microbatches) is not int or microbatches < 1:
+        raise ConfigError(f"microbatches={microbatches!r}", "a step has a whole number of them", "Give 1 or more")
+    if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
+        raise ConfigError(f"seconds={seconds!r}", "a search takes some time, and ends", "Give more than 0, say 30")
+    if objective not in ("makespan", "extent"):
+        raise ConfigError(f"objective={objective!r}", "a search makes the makespan or the extent small",
+                          "Give 'makespan' or 'extent'")  # fmt: skip
+
+
+def _limits(given: float | Sequence[float] | None, ranks: int) -> list[float | None]:
+    limits = [given] * ranks if given is None or isinstance(given, int | float) else list(given)
+    if len(limits) != ranks:
+        raise ConfigError(f"memory_limit with {len(limits)} numbers", f"there are {ranks} ranks, and each takes one",
+                          f"Give one number, or {ranks}")  # fmt: skip
+    for limit in limits:
+        if limit is not None and not limit >= 0:
+            raise ConfigError(f"memory_limit={given!r}", "a limit is 0 or more", "Leave it out for no limit")
+    return [None if limit is None or not isfinite(limit) else limit for limit in limits]
+
+
+def _check_limits(given: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
+    """One microbatch at a time holds the least; what that is on each rank, every schedule needs."""
+    alone = simulate(given.schedule(_serial(given)), costs).peak_memory
+    short = [rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)]
+    if short:
+        least = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
+        raise ConfigError(
+            f"memory_limit={memory_limit!r}",
+            "a rank holds one microbatch's activations of all its stages at once, however the ops are ordered",
+            f"Give {least} or more",
+        )
+
+
+def _serial(given: Problem) -> Programs:
+    """One microbatch after the other: on each rank forwards, then I and W of the last stage first."""
+    found: Programs = []
+    for rank in range(given.ranks):
+        program: list[int] = []
+        for i, copy in enumerate(given.copies):
+            depth = given.placement.depth
+            own = [s * given.row + 3 * i for s in given.placement.stages_of(rank) if s // depth == copy]
+            program += [first + F for first in own]
+            program += [first + kind for first in reversed(own) for kind in (I, W)]
+        found.append(program)
+    return found
+
+
+def _copies(schedule: Schedule) -> tuple[int, ...]:
+    """The copy of the model that each microbatch goes through."""
+    found = {op.microbatch: op.stage // schedule.placement.depth for program in schedule.programs for op in program}
+    return tuple(found[i] for i in range(schedule.microbatches))
+
+
+def _fitting(
+    given: Problem, costs: Costs, limits: Sequence[float | None]
+) -> list[tuple[str, Schedule, float]]:
+    """The builders' schedules that keep the limits, with their values; the best first."""
+    found = []
+    for name, schedule in candidates(given.placement, given.microbatches, costs):
+        timeline = simulate(schedule, costs)
+        if _keeps(timeline, limits):
+            found.append((name, schedule, _value(given, timeline)))
+    return sorted(found, key=lambda builder: builder[2])
+
+
+def _keeps(timeline: Timeline, limits: Sequence[float | None]) -> bool:
+    pairs = zip(timeline.peak_memory, limits, strict=True)
+    return all(limit is None or peak <= limit * (1 + _DIGITS) for peak, limit in pairs)
+
+
+def _value(given: Problem, timeline: Timeline) -> float:
+    """As `evaluate.key` has it, at the true costs."""
+    ends = [max((span.end for span in timeline.of_rank(rank)), default=0.0) for rank in range(given.ranks)]
+    return max(end - offset * given.quantum for end, offset in zip(ends, given.offset, strict=True))
+
+
+def _found(best: Best, costs: Costs, builders: list[tuple[str, Schedule, float]], budget: Budget) -> Found:
+    given = best.problem
+    assert best.programs is not None
+    schedule = _merged(given.schedule(best.programs), costs)
+    timeline, method = simulate(schedule, costs), best.method
+    value = _value(given, timeline)
+    if builders and builders[0][2] < value:  # rounded times have misled
+        schedule, value, method = replace(builders[0][1], name="searched"), builders[0][2], builders[0][0]
+        timeline = simulate(schedule, costs)
+    least = best.least * given.quantum
+    slack = _DIGITS * max(1.0, value)
+    return Found(
+        schedule=schedule,
+        timeline=timeline,
+        value=value,
+        lower_bound=min(least, value),
+        optimal=value <= least + slack,
+        method=method,
+        best_builder=builders[0][0] if builders else None,
+        builder_value=builders[0][2] if builders else None,
+        cut_short=budget.cut_short,
+    )
+
+
+def _merged(schedule: Schedule, costs: Costs) -> Schedule:
+    """I and the W right behind it as one B, where nothing waits for the gradient before W is done.
+
+    A whole backward costs the runtime less than its two halves, and no op moves.
+    """
+    timeline = simulate(schedule, costs)
+    start = {span.op: span.start for span in timeline.spans}
+    end = {span.op: span.end for span in timeline.spans}
+    hosts, delays = schedule.placement.rank_of, costs.delays(schedule.placement, schedule.microbatches)
+
+    def whole(one: Op, other: Op) -> bool:
+        if one.kind != "I" or other != Op(one.stage, "W", one.microbatch):
+            return False
+        if schedule.placement.is_first(one.stage):
+            return True
+        before = one.stage - 1
+        way = delays[before][one.microbatch] if hosts[before] != hosts[one.stage] else 0.0
+        return end[other] + way <= start[Op(before, "I", one.microbatch)]
+
+    programs = []
+    for program in schedule.programs:
+        merged: list[Op] = []
+        for op in program:
+            if merged and whole(merged[-1], op):
+                merged[-1] = Op(op.stage, "B", op.microbatch)
+            else:
+                merged.append(op)
+        programs.append(tuple(merged))
+    return replace(schedule, programs=tuple(programs))

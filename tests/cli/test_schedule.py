@@ -1,0 +1,330 @@
+"""``penstock schedule``: what each command prints, with which code it ends, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple, NoReturn
+
+import pytest
+
+from penstock.cli import schedule as commands
+from penstock.cli.main import main
+from penstock.schedule import Costs, build, simulate, wave
+from penstock.schedule.builders import BUILDERS
+from penstock.schedule.compare import compare, share
+from penstock.schedule.io import dump, load
+
+SMALL = ("--ranks", "2", "--microbatches", "4")
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Penstock = Callable[..., Ended]
+
+
+@pytest.fixture
+def penstock(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Penstock:
+    def run(*arguments: str | Path) -> Ended:
+        """`penstock schedule` with these arguments, in this process."""
+        monkeypatch.setattr(sys, "argv", ["penstock", "schedule", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+def test_show_draws_and_proves(penstock: Penstock) -> None:
+    code, out, err = penstock("show", "1F1B", *SMALL)
+    assert (code, err) == (0, "")
+    for part in (
+        "1f1b: 2 ranks, 2 stages, 4 microbatches",
+        "rank 0 | F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3",
+        "rank 1 | .  F0 B0 B0 F1",
+        "proven: each op is there once",
+        "even where a send blocks until it is received",
+    ):
+        assert part in out
+    assert [line.split() for line in out.splitlines() if line.startswith("   ")][:1] == [["0", "0", "2", "0"]]
+
+
+def test_show_lists_programs(penstock: Penstock, tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_text("0F0,3F0,0F1,(3F1;0B1)OVERLAP_F_B\n1F0,2F0\n")
+    code, out, err = penstock("show", tmp_path / "s.csv", "--programs")
+    assert code == 2
+    assert "rank 0 | 0F0 3F0 0F1 (3F1;0B1)OVERLAP_F_B\nrank 1 | 1F0 2F0\n" in out
+    assert "proven" not in out
+    assert "penstock: error: schedule 's': it breaks" in err
+    assert "rank 0 | 0F0 0F1 0B0" in penstock("show", "1f1b", *SMALL, "--programs").out
+
+
+def test_verify_proves_or_lists_every_violation(penstock: Penstock, tmp_path: Path) -> None:
+    assert penstock("verify", "gpipe", *SMALL, "--memory-limit", "4").code == 0
+    code, out, err = penstock("verify", "gpipe", *SMALL, "--memory-limit", "3")
+    assert code == 2
+    assert out.splitlines() == [
+        f"rank {rank}: it holds 4 live activations at its peak, and 3 are allowed" for rank in (0, 1)
+    ]
+    assert err == "penstock: error: schedule 'gpipe' breaks 2 rule(s)\n"
+    (tmp_path / "s.csv").write_text(",".join(f"0F{i}" for i in range(60)) + ",0B0\n")
+    assert len(penstock("verify", tmp_path / "s.csv").out.splitlines()) == 59  # and not only the first twenty
+
+
+def test_simulate_predicts(penstock: Penstock) -> None:
+    costs = ("--forward", "1,2", "--input-grad", "1", "--weight-grad", "0.5,1", "--communication", "0.25")
+    code, out, err = penstock("simulate", "1f1b", *SMALL, *costs, "--activation", "2")
+    assert (code, err) == (0, "")
+    found = simulate(build("1f1b", ranks=2, microbatches=4), Costs([1, 2], 1, [0.5, 1], 0.25, activation=2))
+    rows = [line.split() for line in out.splitlines()]
+    for rank in (0, 1):
+        assert [
+            str(rank), f"{found.busy[rank]:g}", f"{found.rank_bubble[rank]:.1%}",
+            f"{found.rank_inner_bubble[rank]:.1%}", str(2 - rank), str(4 - 2 * rank),
+        ] in rows  # fmt: skip
+    assert f"makespan {found.makespan:g}, most memory 4" in out
+    assert f"bubble {found.bubble:.1%}, or {found.inner_bubble:.1%} between" in out
+    assert "critical path: 0F0 1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 0B3" in out
+
+
+def test_simulate_for_machines(penstock: Penstock) -> None:
+    code, out, _ = penstock("simulate", "gpipe", *SMALL, "--json", "--memory-limit", "3")
+    data = json.loads(out)
+    assert code == 2  # more than the limit
+    assert data["makespan"] == 15
+    assert data["bubble"] == pytest.approx(0.2)
+    assert [rank["peak_memory"] for rank in data["per_rank"]] == [4, 4]
+    assert data["critical_path"][0] == "0F0"
+    assert penstock("simulate", "gpipe", *SMALL, "--json", "--memory-limit", "4").code == 0
+
+
+def test_a_long_critical_path_is_shortened(penstock: Penstock) -> None:
+    out = penstock("simulate", "1f1b", "-r", "4", "-m", "32").out
+    assert "critical path: 0F0 1F0 2F0 3F0 3B0 3F1 3B1 3F2 ... 54 more ... " in out
+
+
+@pytest.mark.parametrize("ending", [".svg", ".txt"])
+def test_draw_to_a_file(penstock: Penstock, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"s{ending}"
+    assert penstock("draw", "1f1b", *SMALL, "--forward", "2", "--out", path) == (0, f"wrote {path}\n", "")
+    assert path.stat().st_size > 100
+
+
+def test_draw_as_text(penstock: Penstock) -> None:
+    assert "rank 0 | F0 F0 F1 F1" in penstock("draw", "gpipe", *SMALL, "--forward", "4").out
+
+
+def test_convert_there_and_back(penstock: Penstock, tmp_path: Path) -> None:
+    first, second = tmp_path / "gpipe.csv", tmp_path / "gpipe.json"
+    assert penstock("convert", "gpipe", first, *SMALL).code == 0
+    assert penstock("convert", first, second).code == 0
+    assert load(second) == build("gpipe", ranks=2, microbatches=4)
+    assert penstock("verify", second, *SMALL).code == 0
+
+
+def test_compare_shows_all(penstock: Penstock) -> None:
+    code, out, err = penstock("compare", *SMALL, "--memory-limit", "2", "--communication", "0.1")
+    assert (code, err) == (0, "")
+    assert "2 ranks, 4 microbatches, memory limit 2" in out
+    lines = out.splitlines()
+    assert lines[3].endswith("yes")
+    assert next(line.split()[-1] for line in lines if line.startswith("gpipe ")) == "no"
+    assert "gpipe: take a memory limit of 4 or more." in lines
+    assert "\n1f1b " in out
+
+
+def test_compare_for_machines(penstock: Penstock) -> None:
+    data = json.loads(penstock("compare", *SMALL, "--memory-limit", "2", "--json").out)
+    entries = compare(ranks=2, microbatches=4, memory_limit=2)
+    assert [entry["name"] for entry in data["schedules"]] == [entry.name for entry in entries]
+    assert [entry["fits"] for entry in data["schedules"]] == [entry.fits for entry in entries]
+    assert entries[0].timeline is not None
+    assert data["schedules"][0]["makespan"] == entries[0].timeline.makespan
+    assert "NaN" not in json.dumps(data)
+    assert "Infinity" not in json.dumps(data)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_schedule_by_name(penstock: Penstock, name: str) -> None:
+    assert penstock("verify", name, "--ranks", "4", "--microbatches", "8").code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("show", "1f1bb", *SMALL), "Did you mean '1f1b'?"),
+        (("show", "1f1b", "-m", "4"), "without ranks"),
+        (("show", "1f1b", "-r", "0", "-m", "4"), "ranks=0: a schedule has a whole number of them"),
+        (("show", "1f1b", *SMALL, "--waves", "2"), "schedule option waves=2: schedule '1f1b' takes"),
+        (("show", "1f1b", *SMALL, "--option", "waves"), "--option 'waves': an option is a key and a value"),
+        (("show", "1f1b", *SMALL, "--option", "wave=x"), "schedule option wave='x'"),
+        (("show", "inference", *SMALL, "--option", "stages-per-rank=0"), "stages_per_rank=0"),
+        (("verify", "none.csv"), "schedule file 'none.csv': it cannot be read: No such file or directory"),
+        (("verify", "none.svg"), "End the path in .json or in .csv"),
+        (("convert", "1f1b", "no/folder.csv", *SMALL), "cannot be written: No such file or directory"),
+        (("convert", "1f1b", "s.svg", *SMALL), "End the path in .json or in .csv"),
+        (("draw", "1f1b", *SMALL, "--out", "s.png"), "End the path in one of"),
+        (("simulate", "1f1b", *SMALL, "--forward", "1,x"), "--forward '1,x': a cost is a number"),
+        (("simulate", "1f1b", *SMALL, "--forward", "1,2,3"), "with 3 numbers: the schedule has 2 stages"),
+        (("simulate", "1f1b", *SMALL, "--forward", "-1"), "a cost is finite and not negative"),
+        (("compare", *SMALL, "--forward", "1,2,3"), "with 3 numbers: for a comparison"),
+        (("compare", *SMALL, "--memory-limit", "0"), "memory_limit=0"),
+        (("compare", *SMALL, "--search", "0"), "Invalid value for '--search'"),
+        (("search", *SMALL, "--memory-limit", "0.5"), "Give 1 on rank 0"),
+        (("search", *SMALL, "--seconds", "0"), "seconds=0"),
+        (("compare", "--ranks", "two", "--microbatches", "4"), "Invalid value"),
+        (("shwo",), "No such command"),
+    ],
+)
+def test_errors_teach(
+    penstock: Penstock,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = penstock(*arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_a_file_brings_its_own_numbers(penstock: Penstock, tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    dump(build("1f1b", ranks=2, microbatches=4), file)
+    assert penstock("verify", file, *SMALL).code == 0
+    assert "ranks=3: the schedule given has 2" in penstock("verify", file, "-r", "3").err
+    assert "waves=2 with" in penstock("verify", file, "--waves", "2").err
+
+
+def test_options_reach_the_builder(penstock: Penstock) -> None:
+    for option in (("--stages-per-rank", "2"), ("--option", "stages_per_rank=2")):
+        assert "inference: 2 ranks, 4 stages" in penstock("show", "inference", *SMALL, *option).out
+
+
+def test_ctrl_c(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "verify", interrupt)
+    assert penstock("verify", "1f1b", *SMALL) == (130, "", "penstock: interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "penstock",
+        "schedule",
+        "show",
+        "gpipe",
+        "-r",
+        "8",
+        "-m",
+        "2000",
+        "--programs",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("gpipe: 8 ranks")
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141
+
+
+# None among the modules is what Python takes for a module that is not installed
+NO_TORCH = """
+import sys
+
+sys.modules.update(dict.fromkeys(["torch", "transformers", "numpy", "ortools"]))
+from penstock.cli.main import main
+
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["penstock", "schedule", *line.split()]
+    try:
+        main()
+    except SystemExit as ended:
+        print("ended with", ended.code, *sys.argv[2:])
+"""
+
+
+def test_no_command_needs_torch(tmp_path: Path) -> None:
+    named = "1f1b --ranks 2 --microbatches 4"
+    lines = [f"{command} {named}" for command in ("show", "verify", "simulate", "draw")]
+    lines += [f"draw {named} --out {tmp_path}/s{ending}" for ending in (".txt", ".svg")]
+    lines += [f"convert 1f1b {tmp_path}/s.csv --ranks 2 --microbatches 4", f"verify {tmp_path}/s.csv"]
+    lines += ["compare --ranks 2 --microbatches 4", "search --ranks 2 --microbatches 2 --seconds 0.1"]
+    found = subprocess.run(
+        [sys.executable, "-c", NO_TORCH], input="\n".join(lines), capture_output=True, text=True, timeout=60
+    )
+    ends = [line for line in found.stdout.splitlines() if line.startswith("ended with")]
+    assert ends == [f"ended with 0 {line}" for line in lines], found.stderr
+
+
+def test_search_says_how_good_it_is(
+    penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = build("1f1b", ranks=2, microbatches=4)
+    asked: dict[str, object] = {}
+
+    def search(**given: object) -> SimpleNamespace:
+        asked.update(given)
+        timeline = simulate(schedule)
+        return SimpleNamespace(
+            schedule=schedule, timeline=timeline, value=timeline.makespan, lower_bound=12.0, optimal=False,
+            method="luck", best_builder="gpipe", builder_value=16.0, cut_short=True,
+        )  # fmt: skip
+
+    monkeypatch.setattr(import_module("penstock.schedule.search"), "search", search, raising=False)
+    out_file = tmp_path / "best.json"
+    code, out, err = penstock(
+        "search", *SMALL, "--placement", "v", "--memory-limit", "3", "--seconds", "0.5", "--out", out_file
+    )
+    assert (code, err) == (0, "")
+    assert asked == {
+        "ranks": 2, "microbatches": 4, "costs": Costs(), "memory_limit": 3.0, "placement": "v",
+        "stages_per_rank": None, "objective": "makespan", "seconds": 0.5, "seed": 0,
+    }  # fmt: skip
+    assert "makespan 15" in out
+    assert "found by luck" in out
+    assert "none can take less than 12: at most 25.0% could be gained" in out
+    assert "the best built by name that keeps the limit: gpipe, 16" in out
+    assert "another run may find another one" in out
+    assert load(out_file) == schedule
+    asked.clear()
+    assert "there is no folder" in penstock("search", *SMALL, "--out", tmp_path / "no" / "s.csv").err
+    assert not asked  # before the time is spent
+    assert "searched placement=loop" not in penstock("compare", *SMALL).out
+    assert asked == {}
+    penstock("compare", *SMALL, "--search", "0.5")
+    assert (asked["placement"], asked["seconds"]) == ("v", 0.25)
+    assert asked["costs"] == share(Costs(), wave(2))
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "simulate", "draw", "convert", "compare", "search"])
+def test_help_has_an_example(penstock: Penstock, command: str) -> None:
+    code, out, _ = penstock(command, "--help")
+    assert code == 0
+    assert f"Example: penstock schedule {command} " in " ".join(out.split())
+
+
+def test_a_narrow_terminal_cuts_nothing_off(penstock: Penstock, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = penstock("compare", *SMALL)
+    monkeypatch.setenv("COLUMNS", "20")
+    assert penstock("compare", *SMALL) == wide
+
+
+def test_no_colour_where_nobody_sees_it(penstock: Penstock) -> None:
+    assert "\x1b" not in penstock("compare", *SMALL, "--memory-limit", "2").out

@@ -1,0 +1,188 @@
+"""Whole and split backwards: what they hold, when they let go, and how they share a process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.deferred import Deferred, Tape, deferring
+from support.pool import Pool
+from support.split_jobs import sharded
+
+ROWS, WIDTH = 5, 4
+SIZE = ROWS * WIDTH * 4  # bytes of one activation in float32
+
+
+class Attention(nn.Module):
+    """Three products of one activation, as queries, keys and values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = torch.tanh(x)
+        result: Tensor = self.o(self.q(normed) * self.k(normed).sigmoid() + self.v(normed).sin())
+        return result
+
+
+def forward(module: nn.Module, x: Tensor, split: bool = True) -> Live:
+    with deferring() as tape:
+        output = module(leaf(x))
+    return hold([x], [output], tape if split else None)
+
+
+def given() -> list[Tensor]:
+    return [torch.randn(ROWS, WIDTH)]
+
+
+def test_an_activation_that_three_products_share_is_counted_once() -> None:
+    _, deferred = input_backward(forward(Attention(), torch.randn(ROWS, WIDTH)), given())
+    x_of_qkv, x_of_o, dy = 1, 1, 4
+    assert deferred.nbytes == (x_of_qkv + x_of_o + dy) * SIZE
+    deferred.run()
+    assert deferred.nbytes == 0
+
+
+def test_parameters_are_not_counted() -> None:
+    table, one = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
+    with deferring() as tape:
+        output = one(table)
+    _, deferred = input_backward(hold([], [output], tape), given())
+    assert deferred.nbytes == SIZE
+
+
+def test_i_keeps_nothing_that_w_does_not_need() -> None:
+    kept: list[weakref.ref[object]] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x)
+            squashed = hidden.sigmoid()
+            square = hidden * hidden  # saves `hidden`
+            kept.extend(weakref.ref(t.untyped_storage()) for t in (hidden, squashed))
+            result: Tensor = self.two(squashed) + square
+            return result
+
+    gc.disable()  # a cycle would count as held
+    try:
+        live = forward(Watched(), torch.randn(ROWS, WIDTH))
+        _, deferred = input_backward(live, given())
+        del live
+        assert [ref() is not None for ref in kept] == [False, True]
+        assert all(product.x.grad_fn is None for group in deferred._groups for product in group)
+        deferred.run()
+        assert [ref() is not None for ref in kept] == [False, False]
+    finally:
+        gc.enable()
+
+
+def test_w_runs_once() -> None:
+    module = Attention()
+    _, deferred = input_backward(forward(module, torch.randn(ROWS, WIDTH)), given())
+    assert [p.grad is None for p in module.q.parameters()] == [True, False]
+    deferred.run()
+    before = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    deferred.run()
+    after = [p.grad for p in module.parameters() if p.grad is not None]
+    assert len(before) == len(after) == 8
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine keeps the product that it is given: one that Python held as well it would have to copy."""
+    made: list[int] = []
+    module = nn.Linear(WIDTH, WIDTH)
+    _, deferred = input_backward(forward(module, torch.randn(ROWS, WIDTH)), given())
+    (group,) = deferred._groups
+    form = group[0].form
+
+    def noting(x: Tensor, dy: Tensor) -> Tensor:
+        gradient = form.weight_gradient(x, dy)
+        made.append(gradient.data_ptr())
+        return gradient
+
+    group[0] = group[0]._replace(form=form._replace(weight_gradient=noting))
+    deferred.run()
+    assert module.weight.grad is not None
+    assert module.weight.grad.data_ptr() == made[0]
+
+
+def test_a_forward_that_was_not_deferring_takes_a_whole_backward() -> None:
+    module = Attention()
+    with torch.no_grad():
+        x = torch.randn(ROWS, WIDTH)
+    output = module(leaf(x))
+    gradients, deferred = input_backward(hold([x], [output]), given())
+    assert len(gradients) == 1
+    assert deferred.nbytes == 0
+    assert all(p.grad is not None for p in module.parameters())
+    deferred.run()
+
+
+def test_nothing_that_needs_a_gradient() -> None:
+    with deferring() as tape:
+        output = nn.Linear(WIDTH, WIDTH).requires_grad_(False)(torch.ones(ROWS, WIDTH))
+    gradients, deferred = input_backward(hold([], [output], tape), given())
+    deferred.run()
+    assert (gradients, deferred.nbytes) == ((), 0)
+
+
+def test_a_failed_i_leaves_the_tape_as_it_was() -> None:
+    module = nn.Linear(WIDTH, WIDTH)
+    live = forward(module, torch.randn(ROWS, WIDTH))
+    with pytest.raises(RuntimeError):
+        input_backward(live, [torch.ones(ROWS, WIDTH + 1)])
+    assert isinstance(live.tape, Tape)
+    assert live.tape._task is None
+    whole_backward(forward(module, torch.randn(ROWS, WIDTH)), given())
+    assert module.weight.grad is not None
+
+
+def test_stages_of_one_process_do_not_mix() -> None:
+    """Two stages with a shared module, the second one's I between the first one's F and I."""
+    shared = nn.Linear(WIDTH, WIDTH)
+    x, gradient = torch.randn(ROWS, WIDTH), given()
+    reference = leaf(x.clone())
+    shared(shared(reference)).backward(gradient[0])
+    expected = shared.weight.grad
+    shared.zero_grad()
+    with deferring() as tape:
+        middle = shared(leaf(x))
+    first = hold([x], [middle], tape)
+    second = forward(shared, received := middle.detach())
+    (back,), late = input_backward(second, gradient)
+    assert back is received.grad
+    (found,), later = input_backward(first, [back])
+    assert shared.weight.grad is None
+    later.run()
+    late.run()
+    torch.testing.assert_close(shared.weight.grad, expected)
+    torch.testing.assert_close(found, reference.grad)
+
+
+def test_the_gradient_of_what_passes_through_unchanged() -> None:
+    x = torch.ones(3)
+    with deferring() as tape:
+        live = hold([leaf(x)], [x], tape)
+    (gradient,), deferred = input_backward(live, [torch.full((3,), 5.0)])
+    assert gradient.tolist() == [5.0] * 3
+    assert isinstance(deferred, Deferred)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_fsdp2(pool: Pool, ranks: int, reshard: bool, checkpointed: bool) -> None:
+    for order in ("interleaved", "delayed", "whole"):
+        for held in pool.run(ranks, sharded, order, reshard, checkpointed):
+            assert all((size > 0) == (order != "whole") for size in held)

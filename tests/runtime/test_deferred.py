@@ -1,0 +1,508 @@
+"""The hard cases of a split backward: each gradient as plain autograd has it, put off where it can be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from penstock.auto import checkpoint_layers
+from penstock.runtime.backward import hold, input_backward, leaf
+from penstock.runtime.deferred import deferring
+from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
+from support.splitting import assert_exact
+
+DTYPES = (torch.float32, torch.float64)
+WIDTH = 8
+
+
+class Functional(nn.Module):
+    """A module made of its parameters and one function of (module, inputs)."""
+
+    def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self, *inputs)
+
+
+def linear(inputs: int = WIDTH, outputs: int = WIDTH, **options: Any) -> nn.Linear:
+    return nn.Linear(inputs, outputs, **options)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+
+
+def reused() -> nn.Module:
+    return Functional(lambda m, x: m.one(m.one(x).tanh()) + m.one(x), one=linear())
+
+
+def shared_across_layers() -> nn.Module:
+    return Functional(
+        lambda m, x: m.b(m.a(x).relu()), a=(shared := linear()), b=nn.Sequential(shared, linear())
+    )
+
+
+def tied() -> nn.Module:
+    """The same weight in a lookup, whose gradient is I's, and in a product, whose gradient is W's."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        return F.linear(x + m.table.weight[:5], m.table.weight)
+
+    return Functional(run, table=nn.Embedding(9, WIDTH))
+
+
+def several_outputs() -> nn.Module:
+    return Functional(lambda m, x: (m.a(x), m.b(x), m.a(x) * 0 + 1, torch.arange(3)), a=linear(), b=linear())
+
+
+def nodes_of_several_outputs() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        q, k, v = m.qkv(x).chunk(3, -1)
+        a, b = m.wide(q).split([2, WIDTH - 2], -1)
+        c, d = m.stack.unbind(0)
+        return a.sum() * k, torch.cat([b, v], -1), F.linear(v, c) + F.linear(k, d) * c.sum()
+
+    return Functional(run, qkv=linear(WIDTH, 3 * WIDTH), wide=linear(), stack=weight(2, 4, WIDTH))
+
+
+def off_the_path() -> nn.Module:
+    """A bias-only branch, a positional table, and a product that no input takes part in."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        own = m.own(m.table)
+        return m.one(x) + m.bias + m.table * own, m.own(m.bias)
+
+    parts = {
+        "one": linear(),
+        "bias": weight(WIDTH),
+        "table": weight(5, WIDTH),
+        "own": linear(),
+        "idle": linear(),
+    }
+    return Functional(run, **parts)
+
+
+def some_frozen() -> nn.Module:
+    module = nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear())
+    module[2].requires_grad_(False)
+    module[4].bias.requires_grad_(False)
+    return module
+
+
+def all_frozen() -> nn.Module:
+    return nn.Sequential(linear(), nn.ReLU(), linear()).requires_grad_(False)
+
+
+def lora() -> nn.Module:
+    parts = {"base": linear(), "a": linear(WIDTH, 2, bias=False), "b": linear(2, WIDTH, bias=False)}
+    module = Functional(lambda m, x: m.base(x) + m.b(m.a(x)) * 2, **parts)
+    module.base.requires_grad_(False)
+    return module
+
+
+def experts() -> nn.Module:
+    """Slices of one parameter, one of them for no row at all."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        rows = x.flatten(0, -2)
+        parts = [F.linear(rows[i::3] if i < 3 else rows[:0], m.up[i]) @ m.down[i] for i in range(4)]
+        return torch.cat(parts) + torch.cat([rows[i::3] for i in range(3)]) @ m.up[2:].select(0, 1)[:WIDTH]
+
+    return Functional(run, up=weight(4, 2 * WIDTH, WIDTH), down=weight(4, 2 * WIDTH, WIDTH))
+
+
+def grouped() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        rows, ends = x.flatten(0, -2), torch.tensor([2, 2, x[..., 0].numel()], dtype=torch.int32)
+        hidden = F.grouped_mm(rows, m.up, offs=ends)
+        return F.grouped_mm(hidden.tanh(), m.down.transpose(-2, -1), offs=ends)
+
+    return Functional(run, up=weight(3, WIDTH, 16), down=weight(3, WIDTH, 16))
+
+
+def in_place() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        hidden = m.a(x).relu_()
+        out = m.b(hidden)
+        out += x
+        out[..., 1:] *= 2
+        out.view(-1)[:3].add_(1)
+        return m.c(out).mul_(2)
+
+    return Functional(run, a=linear(), b=linear(bias=False), c=linear())
+
+
+def other_calls() -> nn.Module:
+    """Every way to call a product, and those that have to stay torch's."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        rows = x.flatten(0, -2)
+        results = [
+            F.linear(input=x, weight=m.w, bias=m.b).flatten(0, -2),
+            F.linear(x, m.w.t()).flatten(0, -2),
+            F.linear(weight=m.w, input=rows),
+            torch.addmm(m.b, rows, m.w),
+            torch.addmm(input=m.b, mat1=rows, mat2=m.w),
+            torch.addmm(m.b, rows, m.w, alpha=2, beta=0.5),
+            torch.addmm(m.b.sum(), rows, m.w[:, :]),
+            rows @ m.w, torch.matmul(rows, m.w), rows.matmul(other=m.w), torch.mm(rows, m.w), rows.mm(m.w),
+            (x @ m.w).flatten(0, -2), (m.w @ rows.t()).t(), torch.einsum("ri,io->ro", rows, m.w),
+            torch.stack([F.linear(rows[0], m.w, m.b), rows[0] @ m.w]).sum(0, keepdim=True),
+            F.linear(rows, m.w * 2), F.linear(rows, m.w[0]).unsqueeze(1), F.linear(m.w, m.w).sum() * rows,
+        ]  # fmt: skip
+        return sum(results)
+
+    return Functional(run, w=weight(WIDTH, WIDTH), b=weight(WIDTH))
+
+
+def detached_parts() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            gate = m.a(x).sigmoid()
+        return m.b(x) * gate + m.a(x.detach())
+
+    return Functional(run, a=linear(), b=linear())
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.2))
+
+
+def gradient_inside() -> nn.Module:
+    """A forward that differentiates, once for good and once to be differentiated again."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        with torch.enable_grad():
+            y = m.a(x).tanh()
+        (kept,) = torch.autograd.grad(y.sum(), m.a.weight, create_graph=True)
+        (dropped,) = torch.autograd.grad(m.b(x).sum(), m.b.weight)
+        return m.b(y) + kept.pow(2).sum() + dropped.sum()
+
+    return Functional(run, a=linear(), b=linear())
+
+
+class AsksForWeights(torch.autograd.Function):
+    """Its backward runs a backward of its own, and needs the weight's gradient there and then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: list[Tensor]) -> Tensor:
+        ctx.inner = inner
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (of_weight,) = torch.autograd.grad(*ctx.inner)
+        return gradients[0] * of_weight.sum(), None
+
+
+def backward_in_backward() -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        inner = [m.a(x.detach()).sin().sum(), m.a.weight]
+        return m.b(AsksForWeights.apply(m.b(x), inner))  # type: ignore[no-untyped-call]
+
+    return Functional(run, a=linear(), b=linear())
+
+
+def given_away() -> nn.Module:
+    """The table's gradient is, memory and all, that of the product's output; later ones are added to it."""
+    return Functional(
+        lambda m, x: m.one(x) + m.table.view(x.shape), one=linear(), table=weight(3 * 5 * WIDTH)
+    )
+
+
+class Stops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def no_gradient_back() -> nn.Module:
+    """A product that no gradient comes back to: its weight has none, rather than zeros."""
+    return Functional(lambda m, x: m.a(x) + Stops.apply(m.b(x)), a=linear(), b=linear())  # type: ignore[no-untyped-call]
+
+
+def checkpointed(use_reentrant: bool = False) -> nn.Module:
+    def run(m: Any, x: Tensor) -> Any:
+        for layer in m.layers:
+            x = x + checkpoint(layer, x, use_reentrant=use_reentrant)
+        return m.layers[0](x)
+
+    parts = [nn.Sequential(linear(), nn.Dropout(0.3), nn.GELU(), linear(bias=False)) for _ in range(2)]
+    return Functional(run, layers=nn.ModuleList(parts))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether W has something to do
+    "reused": (reused, True),
+    "shared across layers": (shared_across_layers, True),
+    "tied": (tied, True),
+    "several outputs": (several_outputs, True),
+    "nodes of several outputs": (nodes_of_several_outputs, True),
+    "off the path": (off_the_path, True),
+    "some frozen": (some_frozen, True),
+    "all frozen": (all_frozen, False),
+    "lora": (lora, True),
+    "experts": (experts, True),
+    "grouped": (grouped, True),
+    "in place": (in_place, True),
+    "other calls": (other_calls, True),
+    "detached parts": (detached_parts, True),
+    "dropout": (dropping, True),
+    "a gradient inside": (gradient_inside, True),
+    "a backward inside the backward": (backward_in_backward, True),
+    "memory given away": (given_away, True),
+    "no gradient back": (no_gradient_back, True),
+    "checkpointed": (checkpointed, True),
+    "checkpointed, reentrant": (lambda: checkpointed(True), True),
+    "no parameter": (lambda: nn.ReLU(), False),
+}  # fmt: skip
+
+
+def microbatches(dtype: torch.dtype, *shape: int, count: int = 3) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(shape, generator=generator, dtype=dtype)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_gradient_is_that_of_plain_autograd(case: str, dtype: torch.dtype) -> None:
+    make, something_put_off = CASES[case]
+    if case == "grouped" and dtype == torch.float64:
+        pytest.skip("torch has no grouped product in float64")
+    torch.manual_seed(0)
+    module = make().to(dtype)
+    held = assert_exact(module, microbatches(dtype, 3, 5, WIDTH))
+    assert (held > 0) == something_put_off
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, WIDTH), (WIDTH,), (2, 1, 3, WIDTH), (0, WIDTH), (2, 0, WIDTH)], ids=str
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_of_any_shape(shape: Sequence[int], bias: bool) -> None:
+    module = nn.Sequential(linear(bias=bias), nn.Tanh(), linear(bias=bias)).double()
+    assert_exact(module, microbatches(torch.float64, *shape))
+
+
+def test_inputs_that_are_not_contiguous() -> None:
+    def run(m: Any, x: Tensor) -> Any:
+        return m.a(x.transpose(0, 1))[:, ::2] + m.b(x[..., ::2]).transpose(0, 1)[:, ::2]
+
+    module = Functional(run, a=linear(), b=linear(WIDTH // 2)).double()
+    assert assert_exact(module, microbatches(torch.float64, 4, 4, WIDTH)) > 0
+
+
+def test_a_first_stage_has_no_input_gradients() -> None:
+    module = nn.Sequential(nn.Embedding(9, WIDTH), linear(), nn.LayerNorm(WIDTH), linear()).double()
+    assert assert_exact(module, [[torch.randint(9, (2, 3))] for _ in range(3)]) > 0
+
+
+def test_frozen_then_unfrozen_between_steps() -> None:
+    module = some_frozen().double()
+    first = next(module.children())
+    for frozen in (True, False, True):
+        first.requires_grad_(not frozen)
+        assert assert_exact(module, microbatches(torch.float64, 5, WIDTH)) > 0
+
+
+@pytest.mark.parametrize("make", [reused, experts, in_place, lora, checkpointed, dropping])
+def test_autocast(make: Callable[[], nn.Module]) -> None:
+    """Half the precision, and still the same numbers.
+
+    The frozen product of LoRA keeps autocast's own cast of x, so that x's two gradients add up in float32.
+    """
+    torch.manual_seed(0)
+    module = make()
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result: Tensor = module(x)
+        return result
+
+    tolerance = 2**-7 if make is lora else 1e-5
+    assert assert_exact(module, microbatches(torch.float32, 3, 5, WIDTH), call=call, tolerance=tolerance) > 0
+
+
+@pytest.mark.parametrize("make", [reused, experts, in_place, tied, checkpointed, grouped])
+def test_bfloat16(make: Callable[[], nn.Module]) -> None:
+    """Tied weights have one more sum that is rounded: the part of I, and that of W."""
+    torch.manual_seed(0)
+    module = make().bfloat16()
+    assert assert_exact(module, microbatches(torch.bfloat16, 3, 5, WIDTH), tolerance=2**-6) > 0
+
+
+def test_a_compiled_part_stays_whole() -> None:
+    """The compiler sees torch's own products, and compiles once for all microbatches."""
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    part = torch.compile(nn.Sequential(linear(), nn.GELU(), linear()), backend=backend)
+    module = Functional(lambda m, x: m.last(m.part(x)), part=part, last=linear())
+    assert assert_exact(module, microbatches(torch.float32, 5, WIDTH)) > 0
+    assert len(compiled) <= 2, "once under the mode, and once without"
+    assert not any("Product" in str(node.target) for graph in compiled for node in graph.graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch's own, in jvp
+def test_transforms_of_functions_stay_torchs() -> None:
+    module = linear().double()
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    with deferring():
+        mapped = torch.vmap(module)(x)
+        tangent = torch.func.jvp(module, (x,), (x,))[1]
+    torch.testing.assert_close(mapped, module(x))
+    torch.testing.assert_close(tangent, F.linear(x, module.weight))
+
+
+def test_a_wrong_call_gets_torchs_own_error() -> None:
+    one = linear()
+    with deferring():
+        with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):
+            one(torch.ones(2, WIDTH + 1))
+        with pytest.raises(RuntimeError, match="must be a matrix"):
+            torch.mm(torch.ones(2, 3, WIDTH), one.weight)
+        with pytest.raises(TypeError, match="linear"):
+            F.linear(torch.ones(2, WIDTH), one.weight, spurious=1)  # type: ignore[call-arg]
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found
+
+
+def token_microbatches() -> list[list[Tensor]]:
+    return [[ids.clone()] for ids in torch.chunk(ragged_batch(6)["input_ids"], 3)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    model = tiny_model(family, layers=2, tied=True)
+    assert assert_exact(model, token_microbatches(), call=logits, orders=["interleaved", "whole"]) > 0
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_mixture_of_experts(family: str, experts: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(moe_config(family), experts_implementation=experts).train()
+    orders = ["interleaved", "whole"]
+    assert assert_exact(model, token_microbatches(), call=logits, orders=orders) > 0
+
+
+def moe_config(family: str) -> Any:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES, family, FAMILIES.get(family, sizes))
+        return tiny_config(family, layers=2)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
+def test_checkpointing_as_transformers_does_it(family: str) -> None:
+    model = tiny_model(family, layers=2)
+    checkpoint_layers(model)
+    whole = assert_exact(model, token_microbatches(), call=logits, orders=["interleaved", "delayed", "whole"])
+    assert whole > model.config.hidden_size * 2 * 10 * 4, "layers that were run again were put off as well"
+
+
+def test_hooks_see_the_whole_gradient_once() -> None:
+    """0.2.0: a weight with a hook and a use that cannot be put off would show the hook two parts."""
+    module, reference = tied().double(), tied().double()
+    reference.load_state_dict(module.state_dict())
+    seen: dict[str, list[Tensor]] = {"a": [], "b": [], "a after": [], "b after": []}
+
+    def see(name: str, gradient: Tensor) -> Tensor:
+        seen[name].append(gradient)
+        return gradient.clamp(-0.1, 0.1)
+
+    for name, part in (("a", reference), ("b", module)):
+        (table,) = part.parameters()
+        after = seen[f"{name} after"]
+        table.register_hook(functools.partial(see, name))  # type: ignore[no-untyped-call]
+        table.register_post_accumulate_grad_hook(lambda p, after=after: after.append(p.grad.clone()))  # type: ignore[no-untyped-call]
+    x, gradient = torch.randn(5, WIDTH).double(), torch.randn(5, 9).double()
+    reference(x).backward(gradient)
+    with deferring() as tape:
+        output = module(x)
+    _, deferred = input_backward(hold([], [output], tape), [gradient])
+    deferred.run()
+    for one, other in (("a", "b"), ("a after", "b after")):
+        assert len(seen[one]) == len(seen[other]) == 1
+        torch.testing.assert_close(seen[one], seen[other])
+
+
+def test_weights_may_change_between_i_and_w() -> None:
+    """W needs what went in and what came back, not the weight: an optimizer may have stepped already."""
+    module = linear().double()
+    x, gradient = torch.randn(5, WIDTH).double(), torch.randn(5, WIDTH).double()
+    module(x).backward(gradient)
+    expected = module.weight.grad
+    module.zero_grad()
+    with deferring() as tape:
+        output = module(leaf(x))
+    _, deferred = input_backward(hold([x], [output], tape), [gradient])
+    with torch.no_grad():
+        module.weight.zero_()
+    deferred.run()
+    torch.testing.assert_close(module.weight.grad, expected)
+
+
+def test_a_weight_frozen_between_i_and_w_gets_nothing_more() -> None:
+    """As autograd has it where a weight is frozen between a forward and its backward."""
+    module = linear()
+    for grad in (None, torch.zeros(WIDTH, WIDTH)):
+        x = leaf(torch.randn(5, WIDTH))
+        with deferring() as tape:
+            output = module.requires_grad_()(x)
+        _, deferred = input_backward(hold([x], [output], tape), [torch.ones(5, WIDTH)])
+        module.weight.requires_grad_(False).grad = grad
+        deferred.run()
+        assert module.weight.grad is None or not module.weight.grad.any()
+
+
+@pytest.mark.parametrize("when", ["before I", "before W"])
+def test_activations_may_not_change(when: str) -> None:
+    module = nn.Sequential(linear(), nn.Tanh(), linear())
+    x, hidden = leaf(torch.randn(5, WIDTH)), []
+    module[1].register_forward_hook(lambda _, __, output: hidden.append(output.detach()))
+    with deferring() as tape:
+        output = module(x)
+    live = hold([x], [output], tape)
+    if when == "before I":
+        hidden[0].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            input_backward(live, [torch.ones_like(output)])
+    else:
+        _, deferred = input_backward(live, [torch.ones_like(output)])
+        hidden[0].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            deferred.run()
+
+
+def test_checkpointing_of_calls_that_are_no_products() -> None:
+    """Under saved-tensor hooks of any kind, here those that keep copies."""
+    module = reused().double()
+
+    def call(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copy: copy):
+            result: Tensor = module(x)
+        return result
+
+    assert assert_exact(module, microbatches(torch.float64, 5, WIDTH), call=call) > 0

@@ -1,0 +1,120 @@
+"""Two copies of the model in one pipeline: alike from the start, and alike after every step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock import Pipeline
+from penstock.models.protocol import StageInfo
+from penstock.runtime.shapes import Microbatch
+from penstock.schedule import Op, Schedule, both_ways
+from support import jobs
+from support.pool import Pool
+
+# microbatches 0 and 2 go from rank 0 to rank 1, microbatch 1 the other way
+PROGRAMS = (
+    "0F0 0F2 3F1 3B1 0B0 0B2",
+    "2F1 1F0 1I0 1W0 1F2 1B2 2B1",
+)
+
+
+def schedule() -> Schedule:
+    programs = tuple(tuple(map(Op.parse, text.split())) for text in PROGRAMS)
+    return Schedule("both ways", both_ways(2), 3, programs)
+
+
+class Part(nn.Module):
+    """Initialised from torch's own random state, so that copies start apart; one weight is never used."""
+
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def mean_square(output: Tensor, microbatch: Microbatch) -> Tensor:
+    return F.mse_loss(output, microbatch["y"], reduction="sum") / output.shape[0]
+
+
+def batch() -> dict[str, Tensor]:
+    x = torch.linspace(-1, 1, 21, dtype=torch.float64).reshape(7, 3)
+    return {"x": x, "y": x.flip(0)}
+
+
+def reference(pipe_modules: dict[int, nn.Module]) -> tuple[float, list[nn.Module]]:
+    """A plain process with the values of the first copy; the loss and modules with gradients."""
+    whole = [Part(StageInfo(stage, 2)) for stage in range(2)]
+    for stage, part in enumerate(whole):
+        part.load_state_dict(pipe_modules[stage].state_dict())
+    loss = mean_square(nn.Sequential(*whole)(batch()["x"]), batch())
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), list(whole)
+
+
+def test_copies_start_alike_and_get_the_sum_of_the_gradients() -> None:
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+    modules = dict(pipe.modules)
+    for stage in (0, 1):
+        for one, other in zip(modules[stage].parameters(), modules[stage + 2].parameters(), strict=True):
+            assert torch.equal(one, other)
+            assert one is not other
+    loss, whole = reference(modules)
+    assert pipe.step(batch()).loss == pytest.approx(loss, rel=1e-12)
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            expected = whole[stage % 2].get_parameter(name).grad
+            if expected is None:
+                assert parameter.grad is None, name
+            else:
+                torch.testing.assert_close(parameter.grad, expected, rtol=1e-10, atol=0)
+    assert pipe.timeline.peak_live == pipe.proof.peak_live
+    assert pipe.evaluate(batch()).loss == pytest.approx(loss, rel=1e-12)
+
+
+def test_gradients_of_several_steps_add_up() -> None:
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+    _, whole = reference(dict(pipe.modules))
+    pipe.step(batch())
+    pipe.step(batch())
+    for stage, module in pipe.modules.items():
+        torch.testing.assert_close(
+            module.get_parameter("linear.weight").grad,
+            2 * whole[stage % 2].get_parameter("linear.weight").grad,  # type: ignore[operator]
+        )
+
+
+def test_a_copy_counts_once_in_the_norm_and_stays_alike_under_an_optimizer() -> None:
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+    _, whole = reference(dict(pipe.modules))
+    pipe.step(batch())
+    norm = nn.utils.clip_grad_norm_([p for part in whole for p in part.parameters()], 1e9)
+    assert pipe.clip_grad_norm_(1e9) == pytest.approx(float(norm), rel=1e-12)
+    torch.optim.AdamW(pipe.parameters(), lr=0.1).step()
+    for stage in (0, 1):
+        first, second = pipe.modules[stage], pipe.modules[stage + 2]
+        assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_over_gloo(pool: Pool) -> None:
+    """Each rank holds stage 0 of one copy and stage 1 of the other."""
+    told = pool.run(2, jobs.replicas)
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+    for values, gradients, loss, norm in told:
+        for stage, state in values.items():
+            pipe.modules[stage].load_state_dict(state)
+        assert told[0][2:] == (loss, norm)
+        for stage in gradients:
+            other = told[1 - pipe.schedule.placement.rank_of[stage]][1][(stage + 2) % 4]
+            assert all(map(torch.equal, gradients[stage], other))
+    loss, whole = reference(dict(pipe.modules))
+    assert told[0][2] == pytest.approx(loss, rel=1e-12)
+    for stage, found in told[0][1].items():
+        expected = [p.grad for p in whole[stage % 2].parameters() if p.grad is not None]
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=0)

@@ -1,0 +1,150 @@
+import re
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from penstock.schedule import Schedule, Timeline, build, render, simulate
+from support.drawn import COPIES, SECONDS, SPLIT, jittered
+
+
+def elements(svg: str, tag: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(svg).iter(f"{{http://www.w3.org/2000/svg}}{tag}"))
+
+
+def words(svg: str) -> list[str]:
+    return ["".join(text.itertext()) for text in elements(svg, "text")]
+
+
+def op_titles(svg: str) -> list[str]:
+    """The tooltips of the ops, without the picture's own title."""
+    return [title.text or "" for title in elements(svg, "title")][1:]
+
+
+def svg_of(drawn: Schedule | Timeline, folder: Path, **options: object) -> str:
+    return render(drawn, folder / "drawing.svg", **options)  # type: ignore[arg-type]
+
+
+def test_the_picture_has_a_rectangle_an_op(tmp_path: Path) -> None:
+    schedule = build("1f1b", ranks=4, microbatches=8)
+    svg = svg_of(schedule, tmp_path)
+    card, rows, ops = 1, 4, 4 * 8 * 2
+    legend = 2 + 2 + 1  # two shades of each kind, and idle
+    assert len(elements(svg, "rect")) == card + rows + ops + legend
+    assert op_titles(svg) == [
+        f"{span.op}, {span.start:.0f} to {span.end:.0f}" for span in simulate(schedule).spans
+    ]
+
+
+def test_the_picture_tells_bubble_and_peak_of_each_rank(tmp_path: Path) -> None:
+    said = words(svg_of(build("1f1b", ranks=4, microbatches=8), tmp_path))
+    assert said[0] == "1f1b: 4 ranks, 8 microbatches"
+    assert said.count("27.3%") == 4
+    at = said.index("rank 0")
+    assert said[at : at + 18] == ["rank 0", *"0123041526374567", "27.3%"]
+    assert said[at + 18] == "4"
+    assert {
+        "forward",
+        "backward",
+        "idle",
+        "makespan 33, bubble 27.3%, 15.8% between first and last op",
+    } <= set(said)
+
+
+def test_ops_lie_side_by_side_within_their_row(tmp_path: Path) -> None:
+    svg = svg_of(build("gpipe", ranks=3, microbatches=5), tmp_path)
+    boxes = [
+        (float(rect.get("y", "")), float(rect.get("x", "")), float(rect.get("width", "")))
+        for rect in elements(svg, "rect")
+        if rect.find("{http://www.w3.org/2000/svg}title") is not None
+    ]
+    assert len({y for y, _, _ in boxes}) == 3
+    for (y, x, width), (next_y, next_x, _) in pairwise(boxes):
+        assert y < next_y or x + width <= next_x
+    assert all(x >= 84 and x + width <= 832 for _, x, width in boxes)
+
+
+def test_labels_that_do_not_fit_are_dropped(tmp_path: Path) -> None:
+    schedule = build("1f1b", ranks=16, microbatches=64)
+    svg = svg_of(schedule, tmp_path)
+    assert len(op_titles(svg)) == 16 * 64 * 2
+    assert not [text for text in elements(svg, "text") if "op" in (text.get("class") or "").split()]
+
+
+def test_each_stage_of_a_rank_has_its_shade(tmp_path: Path) -> None:
+    svg = svg_of(build("inference", ranks=2, microbatches=2, stages_per_rank=3), tmp_path)
+    shades = {
+        title.text[0]: rect.get("class")
+        for rect in elements(svg, "rect")
+        for title in rect
+        if title.text is not None
+    }
+    assert shades == {"0": "F0", "1": "F0", "2": "F500", "3": "F500", "4": "F1000", "5": "F1000"}
+    said = words(svg)
+    assert "light to dark: the rank's stages in order" in said
+    assert "backward" not in " ".join(said)
+
+
+def test_two_panels_share_one_scale(tmp_path: Path) -> None:
+    predicted = simulate(build("1f1b", ranks=2, microbatches=4), SECONDS)
+    svg = svg_of(jittered(predicted, seed=1), tmp_path, predicted=predicted)
+    said = words(svg)
+    assert [text.split()[0] for text in said if "makespan" in text] == ["predicted", "measured"]
+    ticks = [
+        sorted(path.get("d", "").split(" ")[0] for path in elements(svg, "path"))[at::2] for at in (0, 1)
+    ]
+    assert ticks[0] == ticks[1]
+    assert "time, ms" in said
+    idle = [float(rect.get("width", "")) for rect in elements(svg, "rect") if rect.get("class") == "idle"]
+    assert idle[0] == idle[1] < idle[2] == idle[3]
+
+
+def test_text_is_escaped(tmp_path: Path) -> None:
+    title = "<script> & \"quotes\" 'too'"
+    svg = svg_of(build("gpipe", ranks=1, microbatches=1), tmp_path, title=title, unit="<b>&")
+    assert "<script>" not in svg
+    assert "<b>" not in svg
+    assert words(svg)[0] == title
+    assert "time, <b>&" in words(svg)
+
+
+def test_the_picture_needs_nothing_from_outside(tmp_path: Path) -> None:
+    svg = svg_of(build("gpipe", ranks=2, microbatches=2), tmp_path)
+    assert not re.search(r"href|url\(|@import|<script", svg)
+
+
+def test_halves_of_a_backward_have_colours_and_names_of_their_own(tmp_path: Path) -> None:
+    svg = svg_of(SPLIT, tmp_path)
+    kinds = {(rect.get("class") or "")[0] for rect in elements(svg, "rect") if len(rect)}
+    assert kinds == {"F", "I", "W"}
+    said = words(svg)
+    assert {"forward", "input gradient", "weight gradient", "idle"} <= set(said)
+    assert not {"backward", "to overlap"} & set(said)
+    assert "makespan 7, bubble 14.3%, 7.7% between first and last op" in said
+
+
+def test_an_outline_joins_what_is_to_overlap(tmp_path: Path) -> None:
+    svg = svg_of(COPIES, tmp_path)
+    boxes = {
+        (title.text or "").split(",")[0]: rect
+        for rect in elements(svg, "rect")
+        for title in rect
+    }  # fmt: skip
+    outlines = [rect for rect in elements(svg, "rect") if rect.get("class") == "pair"]
+    assert len(outlines) == len(COPIES.overlaps) + 1  # and in the legend
+    assert "to overlap" in words(svg)
+    for pair, outline in zip(sorted(COPIES.overlaps), outlines[:-1], strict=True):
+        left, right = boxes[str(pair.forward)], boxes[str(pair.backward)]
+        assert float(outline.get("x", "")) == pytest.approx(float(left.get("x", "")), abs=1)
+        end = float(right.get("x", "")) + float(right.get("width", ""))
+        outlined = float(outline.get("x", "")) + float(outline.get("width", ""))
+        assert outlined == pytest.approx(end, abs=1)
+        assert 0 < float(left.get("y", "")) - float(outline.get("y", "")) < 3
+
+
+def test_copies_of_the_model_are_told_apart(tmp_path: Path) -> None:
+    svg = svg_of(COPIES, tmp_path)
+    shades = {(title.text or "")[:2]: rect.get("class") for rect in elements(svg, "rect") for title in rect}
+    assert (shades["0F"], shades["1F"], shades["2F"], shades["3F"]) == ("F0", "F0", "F1000", "F1000")
+    assert "light to dark: the copies of the model" in words(svg)

@@ -1,0 +1,44 @@
+"""What the builders' tests compare with: the drawing in a builder's docstring, and torch's own orders."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from penstock.schedule import Op, Pair, Schedule, render
+from penstock.schedule.placement import wave
+
+
+def grid(text: str) -> list[str]:
+    """The rows of the ranks in a drawing."""
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("rank ") and "|" in line]
+
+
+def drawn_and_built(builder: Callable[..., Schedule]) -> tuple[list[str], list[str]]:
+    """The drawing in the docstring of the builder's module, and the one of what it builds at that size."""
+    doc = sys.modules[builder.__module__].__doc__ or ""
+    size = re.search(r"P = (\d+) ranks,\s+m = (\d+) microbatches", doc)
+    assert size is not None
+    ranks, microbatches = map(int, size.groups())
+    return grid(doc), grid(render(builder(ranks=ranks, microbatches=microbatches)))
+
+
+def torch_order(schedule_class: type[Any], ranks: int, microbatches: int) -> Schedule:
+    """The order of a V schedule of torch.distributed.pipelining, made without stages or a process group."""
+    maker: Any = object.__new__(schedule_class)
+    maker.pp_group_size, maker.num_stages, maker._n_microbatches = ranks, 2 * ranks, microbatches
+    programs, overlaps = [], set()
+    for rank in range(ranks):
+        program: list[Op] = []
+        for action in filter(None, maker._calculate_single_rank_operations(rank)):
+            ops = [
+                Op(part.stage_index, part.computation_type.value, part.microbatch_index)
+                for part in action.sub_actions or (action,)
+            ]
+            program += ops
+            if len(ops) == 2:
+                overlaps.add(Pair(*ops))
+        programs.append(tuple(program))
+    return Schedule(schedule_class.__name__, wave(ranks), microbatches, tuple(programs), frozenset(overlaps))

@@ -1,0 +1,119 @@
+"""Split backwards beside plain autograd, in the orders that zero-bubble schedules run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.deferred import Deferred, deferring
+from support.reference import TOLERANCE, Gradients, assert_gradients
+
+# what runs for which microbatch; B is a whole backward after a forward that could have been split
+ORDERS = {
+    "at once": "F0 I0 W0 F1 I1 W1 F2 I2 W2",
+    "interleaved": "F0 F1 I0 F2 I1 W0 I2 W1 W2",
+    "delayed": "F0 F1 F2 I0 I1 I2 W2 W0 W1",
+    "whole": "F0 F1 B0 F2 B1 B2",
+    "mixed": "F0 F1 I0 B1 F2 I2 W0 W2",
+}
+Call = Callable[..., Any]
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def upstream(outputs: Sequence[Tensor], number: int) -> list[Tensor]:
+    """The gradients that come back for microbatch `number`: of every floating-point output."""
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype)
+            for o in outputs if o.is_floating_point()]  # fmt: skip
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def plain(module: nn.Module, call: Call, microbatches: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """Accumulates by plain autograd; the gradients of the inputs."""
+    found = []
+    for number, microbatch in enumerate(microbatches):
+        inputs = [leaf(tensor.clone()) for tensor in microbatch]
+        torch.manual_seed(number)
+        outputs = outputs_of(call(module, *inputs))
+        floating = [output for output in outputs if output.is_floating_point()]
+        gradients = upstream(outputs, number)
+        pairs = [(o, g) for o, g in zip(floating, gradients, strict=True) if o.requires_grad]
+        if pairs:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        found.append([torch.zeros_like(i) if i.grad is None else i.grad for i in inputs if i.requires_grad])
+    return found
+
+
+def split(
+    module: nn.Module, call: Call, microbatches: Sequence[Sequence[Tensor]], order: str
+) -> tuple[list[list[Tensor]], int]:
+    """The same by `order`; the gradients of the inputs, and the most bytes that one W had to hold."""
+    found: dict[int, list[Tensor]] = {}
+    live: dict[int, tuple[Live, list[Tensor]]] = {}
+    deferred: dict[int, Deferred] = {}
+    held = 0
+    for op in order.split():
+        kind, number = op[0], int(op[1:])
+        if kind == "F":
+            inputs = [leaf(tensor.clone()) for tensor in microbatches[number]]
+            torch.manual_seed(number)
+            with deferring() as tape:
+                outputs = outputs_of(call(module, *inputs))
+            live[number] = hold(inputs, outputs, tape), upstream(outputs, number)
+            del inputs, outputs
+        elif kind == "B":
+            found[number] = list(whole_backward(*live.pop(number)))
+        elif kind == "I":
+            given, deferred[number] = input_backward(*live.pop(number))
+            found[number] = list(given)
+            held = max(held, deferred[number].nbytes)
+        else:
+            deferred[number].run()
+            assert deferred.pop(number).nbytes == 0
+    assert not live
+    assert not deferred
+    return [found[number] for number in sorted(found)], held
+
+
+def largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def assert_exact(
+    module: nn.Module,
+    microbatches: Sequence[Sequence[Tensor]],
+    *,
+    call: Call = lambda module, *inputs: module(*inputs),
+    orders: Sequence[str] = tuple(ORDERS),
+    tolerance: float | None = None,
+) -> int:
+    """Every gradient as plain autograd has it, and None where it has None; the most bytes that a W held."""
+    module.zero_grad()
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
+    inputs_expected = plain(module, call, microbatches)
+    expected = gradients_of(module)
+    most = 0
+    for order in orders:
+        module.zero_grad()
+        inputs_found, held = split(module, call, microbatches, ORDERS[order])
+        found = gradients_of(module)
+        assert found.keys() == expected.keys(), order
+        if found:
+            assert_gradients(found, expected, tolerance)
+        for mine, theirs in zip(inputs_found, inputs_expected, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest(other), msg=order)
+        most = max(most, held)
+    module.zero_grad()
+    return most

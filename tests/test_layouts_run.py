@@ -1,0 +1,249 @@
+"""Uneven splits, stages of the embedding or the head alone and empty stages train like one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock import AutoPipeline
+from penstock.auto import Outline, balance, estimated_memory
+from penstock.errors import ConfigError, PartitionError
+from penstock.models.balance import LayerCosts
+from penstock.schedule import Op, Schedule, loop
+from penstock.train.assemble import make_auto
+from penstock.train.config import load_config
+from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_config, tiny_model
+from support.reference import TOLERANCE, assert_gradients, plain_step
+
+LAYOUTS = ["E|tt|tt|L", "Et||ttt|L", "Ett|tt L", "E||tttt|L", "Etttt||L", "Ett|||tt L", "|||", "E|ttttL"]
+NAMES = [["model.embed_tokens", "model.rotary_emb"], ["model.layers.0"],
+         ["model.layers.1", "model.layers.2", "model.layers.3", "model.norm", "lm_head"]]  # fmt: skip
+
+
+def there_and_back(ranks: int, stages_per_rank: int, microbatches: int, kinds: str) -> Schedule:
+    """All forwards, then all backwards, stage after stage: the plainest schedule with several on a rank.
+
+    kinds: of a backward's ops, B or I and W
+    """
+    placement = loop(ranks, stages_per_rank)
+    numbers = range(microbatches)
+    programs = []
+    for rank in range(ranks):
+        own = placement.stages_of(rank)
+        forwards = [Op(stage, "F", number) for stage in own for number in numbers]
+        backwards = [
+            Op.parse(f"{stage}{kind}{number}") for stage in own[::-1] for number in numbers for kind in kinds
+        ]
+        programs.append((*forwards, *backwards))
+    return Schedule("there and back", placement, microbatches, tuple(programs))
+
+
+def exact(
+    family: str,
+    ranks: int | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    layers: int = 4,
+    tied: bool = False,
+    **options: Any,
+) -> AutoPipeline:
+    """Run one step of the family's tiny model so split, and compare loss and every gradient."""
+    auto = AutoPipeline(ranks=ranks, microbatches=3 if ranks else None, **options)
+    model = tiny_model(family, dtype, layers=layers, tied=tied)
+    batch = ragged_batch()
+    loss, gradients = plain_step(model, batch)
+    pipe = auto.build(model)
+    result = pipe.step(batch)
+    assert result.loss == pytest.approx(loss, rel=TOLERANCE[dtype])
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert set(found) == set(gradients)
+    assert_gradients(found, gradients, TOLERANCE[dtype])
+    return auto
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_layouts_are_exact(family: str, layout: str, tied: bool) -> None:
+    layers = layout.count("t")
+    if not layers:  # no model has none
+        layout, layers = "E|tt||L", 2
+    exact(family, layout.count("|") + 1, layers=layers, tied=tied, layout=layout)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str, checkpointing: bool) -> None:
+    dtype = torch.float32 if family in FLOAT32_INSIDE else torch.float64
+    exact(family, 4, dtype, layout="E||tttt|L", activation_checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "counts"),
+    [
+        (3, {"first_stage_layers": 0, "last_stage_layers": 1}, [0, 3, 1]),
+        (3, {"first_stage_layers": 1, "last_stage_layers": 0}, [1, 3, 0]),
+        (3, {"last_stage_layers": 2}, [1, 1, 2]),
+        (2, {"layers_per_stage": 2}, [2, 2]),
+        (4, {"layers_per_stage": [1, 0, 3, 0]}, [1, 0, 3, 0]),
+        (3, {"modules_per_stage": NAMES}, [0, 1, 3]),
+    ],
+)
+def test_each_way_to_say_it_is_exact(ranks: int, options: dict[str, Any], counts: list[int]) -> None:
+    auto = exact("llama", ranks, **options)
+    stages = auto.outline(tiny_config("llama")).stages
+    assert [len(stage.layers) for stage in stages] == counts
+
+
+@pytest.mark.parametrize("layout", ["E|tt||ttL", "E|t||tttL", "|tttt||", "Et|tt|t|L"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("kinds", ["B", "IW"])
+def test_several_stages_on_a_rank(layout: str, ranks: int, kinds: str) -> None:
+    """Also where a stage gets what it passes on from its own rank, and a tied weight stands on one rank."""
+    schedule = there_and_back(ranks, 4 // ranks, 3, kinds)
+    exact("gpt2", None, schedule=schedule, layout=layout, tied=True)
+
+
+def test_a_stage_without_weights_is_saved_and_read_back(tmp_path: Path) -> None:
+    model = tiny_model("llama", tied=True)
+    auto = AutoPipeline(ranks=5, microbatches=2, layout="E|tt||tt|L")
+    pipe = auto.build(model)
+    assert [len(dict(pipe.modules[stage].named_parameters())) for stage in range(5)] == [1, 18, 0, 18, 2]
+    assert {name for name, _ in pipe.named_parameters()} == {
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    }
+    pipe.save_pretrained(tmp_path / "model")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(name))
+    again = auto.build(tmp_path / "model")
+    pipe.load_weights(tmp_path / "model")
+    other = AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "model")
+    for other_pipe in (again, other):
+        found = dict(other_pipe.named_parameters())
+        assert all(torch.equal(parameter, found[name]) for name, parameter in pipe.named_parameters())
+    batch = ragged_batch()
+    assert pipe.step(batch).loss == pytest.approx(other.step(batch).loss, rel=1e-6)
+    assert pipe.clip_grad_norm_(1.0) == pytest.approx(other.clip_grad_norm_(1.0), rel=1e-5)
+    pipe.verify_against(model, batch)
+
+
+def test_initial_values_hang_on_no_layout() -> None:
+    one = AutoPipeline(ranks=1, microbatches=1).build(tiny_config("llama"))
+    cut = AutoPipeline(ranks=4, microbatches=1, layout="E||tttt|L").build(tiny_config("llama"))
+    found = dict(cut.named_parameters())
+    assert all(torch.equal(parameter, found[name]) for name, parameter in one.named_parameters())
+
+
+def test_the_model_given_is_left_as_it_was() -> None:
+    """Its first and its last layer are made doors in the copy alone."""
+    model = tiny_model("llama")
+    classes = [type(layer) for layer in model.model.layers]
+    pipe = AutoPipeline(ranks=3, microbatches=1, layout="E|tttt|L").build(model)
+    assert [type(layer) for layer in model.model.layers] == classes
+    assert all(isinstance(pipe.modules[1].get_submodule(f"model.layers.{i}"), classes[0]) for i in range(4))
+    assert plain_step(model, ragged_batch())[0] == pytest.approx(pipe.evaluate(ragged_batch()).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "Ett|t|tL"}, "it has 3 stages, and the schedule has 2"),
+        ({"layout": "Ett|ttt|L"}, "it has 3 stages"),
+        ({"layout": "Ett|tttL"}, "it has 5 layers"),
+        ({"layout": "Ett|tt)L"}, "character 7: no group is open here"),
+        ({"layout": "Ett|ttL", "modules_per_stage": [[], []]}, "layout and modules_per_stage"),
+        ({"modules_per_stage": [["model.embed_tokens"], ["lm_heat"]]}, "Did you mean 'lm_head'"),
+        ({"modules_per_stage": [["model.layers"], []]}, "Name each, such as model.layers.0"),
+        ({"layers_per_stage": [1, 2]}, "they add up to 3"),
+    ],
+)
+def test_refused_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        AutoPipeline(ranks=2, microbatches=2, **options).outline(tiny_config("llama"))
+
+
+def outlined(**changes: Any) -> Outline:
+    return AutoPipeline(ranks=4, microbatches=4).outline(tiny_config("llama", layers=8, **changes))
+
+
+def test_balance_gives_a_layout_that_runs() -> None:
+    assert balance(outlined()) == "E(tt|)*3ttL"
+    # the head has as many parameters as two layers
+    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    vocabulary = round(2 * layer / 32)
+    assert balance(outlined(vocab_size=vocabulary)) == "Et*3|t*3|tt|L"
+    assert balance(outlined(vocab_size=vocabulary, tie_word_embeddings=True)) == "Et*3|t*3|tt|L"
+    measured = LayerCosts([5, 1, 1, 1, 1, 1, 1, 4], embedding=1, head=0)
+    assert balance(outlined(), measured) == "E|t|t*5|ttL"
+    exact("llama", 4, layers=8, layout="E|t|t*5|ttL")
+    with pytest.raises(ConfigError, match="costs of 2 layers: the model has 8"):
+        balance(outlined(), LayerCosts([1, 2]))
+
+
+def test_balance_within_memory() -> None:
+    """1F1B holds as many microbatches as there are stages to come: early stages get fewer layers."""
+    outline = outlined()
+    plenty = estimated_memory(outline, 1e9, (4, 64))
+    assert list(plenty.live) == [4, 3, 2, 1]
+    assert plenty.weights[0] == 4 * 4 * sum(
+        parameter.numel() for parameter in outline.source.model.get_submodule("model.layers.0").parameters()
+    )
+    assert min(plenty.activations) > 4 * 64 * 32 * 4
+    assert balance(outline, memory=plenty) == "E(tt|)*3ttL"
+    with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
+        balance(outline, memory=estimated_memory(outline, 1e4, (4, 64)))
+    least = float(caught.value.remedy.split()[1].replace(",", ""))
+    tight = balance(outline, memory=estimated_memory(outline, least, (4, 64)))
+    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).outline(
+        tiny_config("llama", layers=8)
+    ).stages  # fmt: skip
+    assert len(first.layers) < len(last.layers)
+
+
+CONFIG = """
+model: {config: {model_type: qwen3, hidden_size: 64}}
+data: {path: text.txt, tokenizer: bytes}
+train: {device: cpu}
+pipeline: {ranks: 2, PIPELINE}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ('layout: "Et|tL"', {"layout": "Et|tL"}),
+        ("layers_per_stage: 4", {"layers_per_stage": 4}),
+        ("layers_per_stage: [4, 3]", {"layers_per_stage": (4, 3)}),
+        ("first_stage_layers: 0, last_stage_layers: 3", {"first_stage_layers": 0, "last_stage_layers": 3}),
+        ("modules_per_stage: [[a, b], [c]]", {"modules_per_stage": (("a", "b"), ("c",))}),
+    ],
+)
+def test_keys_of_the_config_file(tmp_path: Path, keys: str, expected: dict[str, Any]) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("PIPELINE", keys))
+    config = load_config(tmp_path / "config.yaml")
+    auto = make_auto(config)
+    assert {name: getattr(auto, name) for name in expected} == expected
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("layers_per_stage: 0", "0 is neither a number of layers nor a list"),
+        ("layers_per_stage: [1, x]", r"\[1, 'x'\] is neither"),
+        ("layers_per_stage: true", "True is neither"),
+        ("layout: 3", "pipeline.layout=3: it should be a valid string"),
+        ("first_stage_layers: -1", "Give 0 or more"),
+        ("modules_per_stage: [a]", "pipeline.modules_per_stage.0='a'"),
+    ],
+)
+def test_keys_that_are_refused(tmp_path: Path, keys: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("PIPELINE", keys))
+    with pytest.raises(ConfigError, match=message):
+        load_config(tmp_path / "config.yaml")
