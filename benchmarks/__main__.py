@@ -6,13 +6,14 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import memory, overhead, report, steptime, throughput
+from benchmarks import memory, overhead, report, split, steptime, throughput
 
 BENCHMARKS = {
     "steptime": steptime.measure,
     "overhead": overhead.measure,
     "memory": memory.measure,
     "throughput": throughput.measure,
+    "split": split.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

@@ -110,7 +110,7 @@ def programs(draw: st.DrawFn) -> Schedule:
     for row in rows:
         at = 0
         while at + 1 < len(row):
-            forward, backward = sorted(row[at : at + 2], key=lambda op: op.kind != "F")
+            forward, backward = row[at : at + 2]
             if forward.kind == "F" and backward.kind in ("B", "I") and draw(st.booleans()):
                 overlaps.add(Pair(forward, backward))
                 at += 1
@@ -280,7 +280,7 @@ HOSTILE_CSV = [
     (b"0F0,0SEND_F\n", "'0SEND_F' is no op"),
     (b"0F0,(0F1;0B0)\n", r"'\(0F1;0B0\)' is no op"),
     (b"0F0,(0F1;0B0;0W0)OVERLAP_F_B\n", "is no op"),
-    (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds than a forward and a backward"),
+    (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
     (b"0F0,0B0,,0F0\n", "row 1, column 4: 0F0 stands already at row 1, column 1"),
     (b"0F0,(0F1;0B0)OVERLAP_F_B,0B0\n", "row 1, column 3: 0B0 stands already at row 1, column 2"),
     (

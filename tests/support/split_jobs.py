@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.deferred import reduces_in_backward
+from penstock.runtime.deferred import Sharding
 from support.reference import Gradients, assert_gradients
 from support.splitting import ORDERS, gradients_of, plain, split
 
@@ -82,14 +82,14 @@ def sharded(order: str, reshard: bool, checkpointed: bool) -> list[int]:
     for block in module.blocks:
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(module, reshard_after_forward=reshard)
-    assert reduces_in_backward(module)
+    assert Sharding(module).reduces_in_backward
     expected = mean_over_ranks(dist.get_world_size())
     most = []
     for _ in range(2):
         module.set_is_last_backward(False)
         module.set_reshard_after_backward(reshard)
         module.set_requires_gradient_sync(False)
-        assert not reduces_in_backward(module)
+        assert not Sharding(module).reduces_in_backward
         held = split(module, call, data(dist.get_rank()), ORDERS[order])[1]
         reduce(module)
         found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}

@@ -330,16 +330,21 @@ def _hooked(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
-def reduces_in_backward(module: nn.Module) -> bool:
-    """Whether FSDP2 reduces gradients within each backward of `module`, and so before W has added its own.
+class Sharding:
+    """What FSDP2 does with the gradients of `module`, if it was applied to any part of it."""
 
-    Such a stage takes whole backwards, until `set_requires_gradient_sync(False)` has put the reduction off.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it does not use it
-    if fsdp is None:
-        return False
-    states = [part._get_fsdp_state() for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
-    return any(group.reduce_grads for state in states for group in state._fsdp_param_groups)
+    def __init__(self, module: nn.Module) -> None:
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it does not use it
+        parts = [] if fsdp is None else [p for p in module.modules() if isinstance(p, fsdp.FSDPModule)]
+        self._groups = [group for p in parts for group in p._get_fsdp_state()._fsdp_param_groups]
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """Whether it reduces gradients within each backward, and so before W has added its own.
+
+        Such a stage takes whole backwards, until `set_requires_gradient_sync(False)` puts the reduction off.
+        """
+        return any(group.reduce_grads for group in self._groups)
 
 
 class _Product(torch.autograd.Function):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
-from penstock.runtime.deferred import Deferred, deferring
+from penstock.runtime.deferred import Deferred, Sharding, deferring
 from penstock.runtime.loss import Loss
 from penstock.runtime.shapes import Microbatch
 
@@ -29,6 +29,7 @@ class Stage:
         # both by microbatch, and empty after every step
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
+        self._sharding: Sharding | None = None
 
     @property
     def held(self) -> int:
@@ -72,7 +73,13 @@ class Stage:
 
     def input_backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradients of the inputs; what of the weights' is put off waits for `weight_backward`."""
-        inputs, self.deferred[number] = input_backward(self.live.pop(number), gradients)
+        live = self.live.pop(number)
+        if self._sharding is None:  # not earlier: the user may have wrapped the module since it was made
+            self._sharding = Sharding(self.module)
+        if self._sharding.reduces_in_backward:
+            self.deferred[number] = Deferred()
+            return whole_backward(live, gradients)
+        inputs, self.deferred[number] = input_backward(live, gradients)
         return inputs
 
     def weight_backward(self, number: int) -> None:

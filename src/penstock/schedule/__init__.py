@@ -1,5 +1,6 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
+from penstock.schedule.compare import Entry, compare
 from penstock.schedule.config import AnySchedule, ScheduleConfig, build
 from penstock.schedule.costs import Costs
 from penstock.schedule.io import dump, load
@@ -13,6 +14,7 @@ from penstock.schedule.verify import Proof, Violation, verify
 __all__ = [
     "AnySchedule",
     "Costs",
+    "Entry",
     "Op",
     "Pair",
     "Placement",
@@ -24,6 +26,7 @@ __all__ = [
     "Violation",
     "both_ways",
     "build",
+    "compare",
     "dump",
     "load",
     "loop",

@@ -59,11 +59,10 @@ class Cells:
     def _pair(self, text: str, place: Place) -> list[Op]:
         pair = Pair.parse(text)
         assert pair is not None
-        backward, forward = sorted(pair, key=lambda op: op.kind == "F")
-        if forward.kind != "F" or backward.kind not in ("B", "I"):
-            self.complain(place, f"{shortened(text)} overlaps other kinds than a forward and a backward")
-        self.overlaps.add(Pair(forward, backward))
-        return list(pair)  # in the order in which they stand
+        if pair.forward.kind != "F" or pair.backward.kind not in ("B", "I"):
+            self.complain(place, f"{shortened(text)} overlaps other kinds than a forward and then a backward")
+        self.overlaps.add(pair)
+        return list(pair)
 
     def complain(self, place: Place, what: str) -> None:
         self.complaints.append(f"{self.name_place(place)}: {what}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -33,6 +34,20 @@ _StagesPerRank = Annotated[
 ]
 _GROUP_SIZE = AliasChoices("microbatch_group_size", "microbatch_group_size_per_vp_stage")
 _GroupSize = Annotated[_Count | None, Field(validation_alias=_GROUP_SIZE)]
+
+
+def _read_costs(given: object) -> object:
+    """Also from a mapping, as a config file has it."""
+    if not isinstance(given, Mapping):
+        return given
+    known = [field.name for field in fields(Costs)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"costs with {name!r}: costs are {', '.join(known)}; leave it out")
+    return Costs(**given)
+
+
+_Costs = Annotated[Costs | None, BeforeValidator(_read_costs)]
 
 
 class ScheduleConfig(BaseModel):
@@ -145,12 +160,12 @@ class ZBV(_V):
 
 class VHalf(_V):
     schedule: Literal["v_half"]
-    costs: Costs | None = None
+    costs: _Costs = None
 
 
 class VMin(_V):
     schedule: Literal["v_min"]
-    costs: Costs | None = None
+    costs: _Costs = None
 
 
 class DualPipeV(_V):
@@ -168,7 +183,7 @@ class Searched(ScheduleConfig):
     placement: Literal["loop", "v"] = "loop"
     stages_per_rank: Annotated[_Count | None, Field(
         validation_alias=AliasChoices("stages_per_rank", "num_stages_per_rank"))] = None  # fmt: skip
-    costs: Costs | None = None
+    costs: _Costs = None
     memory_limit: Annotated[float, Field(gt=0)] | None = None  # in the unit of costs.activation
     seconds: Annotated[float, Field(gt=0)] = 30.0
     seed: Annotated[int, Field(ge=0)] = 0

@@ -28,7 +28,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from itertools import islice
@@ -37,7 +37,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.cells import Cells, placed
-from penstock.schedule.ops import Pair, Schedule
+from penstock.schedule.ops import Schedule
 from penstock.schedule.placement import Placement
 
 _FORMAT, _VERSION = "penstock schedule", 1
@@ -151,24 +151,10 @@ def _text(path: Path) -> str:
     return text
 
 
-def _entries(schedule: Schedule, rank: int) -> Iterator[str]:
-    """The texts of a program, overlapped neighbours as one, in the order in which they stand."""
-    program, overlaps = schedule.programs[rank], schedule.overlaps
-    at = 0
-    while at < len(program):
-        two = program[at : at + 2]
-        if overlaps and len(two) == 2 and not overlaps.isdisjoint((Pair(*two), Pair(*two[::-1]))):
-            yield str(Pair(*two))
-            at += 2
-        else:
-            yield str(program[at])
-            at += 1
-
-
 def _to_csv(schedule: Schedule) -> str:
     out = StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerows(_entries(schedule, rank) for rank in range(len(schedule.programs)))
+    writer.writerows(map(str, schedule.entries(rank)) for rank in range(len(schedule.programs)))
     return out.getvalue()
 
 
@@ -215,7 +201,7 @@ def _to_json(schedule: Schedule) -> str:
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     ranks = range(len(schedule.programs))
-    programs = ",\n".join(f"    {json.dumps([*_entries(schedule, rank)])}" for rank in ranks)
+    programs = ",\n".join(f"    {json.dumps([*map(str, schedule.entries(rank))])}" for rank in ranks)
     return "\n".join(["{", *lines, f'  "programs": [\n{programs}\n  ]', "}"]) + "\n"
 
 

@@ -18,7 +18,7 @@ from penstock.schedule.placement import Placement
 # forward, whole backward, its two halves: input gradient, weight gradient
 Kind = Literal["F", "B", "I", "W"]
 
-_OP = re.compile(r"\s*(\d+)([FBIW])(\d+)\s*")
+_OP = re.compile(r"\s*(\d{1,9})([FBIW])(\d{1,9})\s*", re.ASCII)
 _PAIR = re.compile(r"\s*\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B\s*")
 
 
@@ -47,7 +47,7 @@ class Op(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward of one rank, next to each other in its program, that are to overlap."""
+    """A forward and, next in the same program, a backward that is to overlap with it."""
 
     forward: Op
     backward: Op

@@ -20,7 +20,7 @@ class Placement:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        if not self.rank_of or sorted(set(self.rank_of)) != list(range(self.ranks)):
+        if not 0 < self.ranks <= self.stages or set(self.rank_of) != set(range(self.ranks)):
             raise ConfigError(
                 f"placement {list(self.rank_of)}",
                 "each rank from 0 to the highest one hosts at least one stage",

@@ -175,7 +175,7 @@ class _Reading:
         return [NOTHING if self._unknown(op) else self.numbers.of(op) for op in program]
 
     def missing(self) -> Iterator[Violation]:
-        """Each microbatch goes through all stages of one copy of the model; back too if the schedule trains."""
+        """Each microbatch goes through all stages of one copy of the model, and back where they train."""
         placement, trains = self.schedule.placement, self.schedule.trains
         depth = placement.depth
         for microbatch in range(self.schedule.microbatches):
@@ -240,11 +240,10 @@ class _Reading:
         taken: set[Op] = set()
         for pair in sorted(self.schedule.overlaps):
             kinds = (pair.forward.kind, pair.backward.kind)
-            reversed_pair = Pair(pair.backward, pair.forward)
-            if {pair, reversed_pair}.isdisjoint(neighbours):
-                yield Violation(f"{pair} overlaps two ops that do not stand next to each other")
+            if pair not in neighbours:
+                yield Violation(f"{pair} overlaps two ops that do not follow each other")
             elif kinds not in (("F", "B"), ("F", "I")):
-                yield Violation(f"{pair} overlaps other kinds than a forward and a backward")
+                yield Violation(f"{pair} overlaps other kinds than a forward and then a backward")
             elif pair.forward == Op(pair.backward.stage, "F", pair.backward.microbatch):
                 yield Violation(f"{pair} overlaps a backward with the forward that it needs")
             elif taken.intersection(pair):
@@ -281,7 +280,7 @@ class _Reading:
             self.programs[rank][at]: needed
             for rank, program in enumerate(programs if overlaps else ())
             for at, (here, there) in enumerate(pairwise(program))
-            if (here, there) in overlaps or (there, here) in overlaps
+            if (here, there) in overlaps
             if (needed := self.numbers.needed(self.programs[rank][at + 1])) != NOTHING
         }
 

@@ -91,7 +91,7 @@ def test_no_send_needs_a_buffer() -> None:
 @pytest.mark.parametrize("put_off", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("warm_up", [0, 1, 3, 5])
 def test_turns_leave_nothing_out(warm_up: int, put_off: int) -> None:
-    forwards, gradients, weights = ([Op(0, kind, i) for i in range(3)] for kind in ("F", "I", "W"))  # type: ignore[arg-type]
+    forwards, gradients, weights = ([Op(0, kind, i) for i in range(3)] for kind in ("F", "I", "W"))
     ops = turns(forwards, gradients, warm_up, weights, put_off)
     assert sorted(ops) == sorted([*forwards, *gradients, *weights])
     waiting = [

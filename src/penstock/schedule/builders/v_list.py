@@ -55,7 +55,7 @@ class Work:
         edges, none = costs.delays(placement, microbatches), [0.0] * microbatches
         edges[ranks - 1] = edges[-1] = none  # the V turns on the last rank, and ends on the first
         delays = [
-            [edges[rank], edges[-1 - rank], edges[-1 - rank], edges[rank - 1] if rank else none]
+            [edges[rank], edges[-1 - rank], edges[-2 - rank], edges[rank - 1] if rank else none]
             for rank in range(ranks)
         ]
         return cls(ranks, microbatches, takes, delays)

@@ -64,12 +64,17 @@ class _Bounds:
     def way_home(self, rank: int) -> int:
         """Once the last I of s_1 is done, nothing but W is left to do on the rank."""
         first = self._stages(rank)[0]
-        put_off = self._fill([(self.most[3 * s + W], self.kept[s], self.all[3 * s + W]) for s in self._stages(rank)],
-                             self.limit[rank])  # fmt: skip
-        put_off = max(put_off, self.most[3 * first + W])
+        items = [(self.most[3 * s + W], self.kept[s], self.all[3 * s + W]) for s in self._stages(rank)]
+        put_off = max(self._fill(items, self.limit[rank]), self.most[3 * first + W])
         home = sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(first)) + self.least[W]
-        done = self.start[rank] + self.problem.offset[rank] + self._before(rank) + self.problem.work[rank] - put_off
-        return done + home - self.problem.offset[self.problem.placement.rank_of[0]]
+        start = self.arrival[3 * first + F] + self._before(rank)
+        return (
+            start
+            + self.problem.work[rank]
+            - put_off
+            + home
+            - self.problem.offset[self.problem.placement.rank_of[0]]
+        )
 
     def residence(self, rank: int) -> int:
         """An activation is held from F to I at least as long as it takes to come back, and then until W."""
@@ -98,7 +103,7 @@ class _Bounds:
         return self._fill(items, self.limit[rank])
 
     def _after(self, rank: int) -> int:
-        """From the start of the last F, which is one of s_v, to the end of the W of s_1, less what there is to do."""
+        """From the last F, which is one of s_v, to the end of the same microbatch's W of s_1, less the work left."""
         stages = self._stages(rank)
         first, last = 3 * stages[0], 3 * stages[-1]
         items: list[tuple[int, int, int]] = []
@@ -109,16 +114,21 @@ class _Bounds:
                 (self.most[3 * stage + W], self.kept[stage], weight),
             )
         left = min(self._fill(items, self.limit[rank]), sum(whole for _, _, whole in items[::2]))
-        return max(0, self._return(stages[-1], stages[0]) + self.least[first + W] - self.most[last + F] - left)
+        return max(
+            0, self._return(stages[-1], stages[0]) + self.least[first + W] - self.most[last + F] - left
+        )
 
     def _return(self, start: int, end: int) -> int:
-        """The least time from the start of F on stage `start` to the end of the same microbatch's I on `end`."""
+        """The least time from F on stage `start` to the end of I on stage `end`, of one microbatch."""
         depth = self.problem.placement.depth
-        there = sum(self.least[3 * s + F] + self.way[3 * s + F] for s in range(start, depth)) - self.way[3 * start + F]
+        there = (
+            sum(self.least[3 * s + F] + self.way[3 * s + F] for s in range(start, depth))
+            - self.way[3 * start + F]
+        )
         return there + sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(end, depth))
 
     def _fill(self, items: list[tuple[int, int, int]], limit: int) -> int:
-        """The most time, where each item takes (time, size) apiece and so much time in all; parts are allowed."""
+        """The most time that fits. An item: its time and size apiece, its time in all. Parts are allowed."""
         time = 0.0
         for apiece, size, together in sorted(items, key=lambda item: -item[0] / item[1] if item[1] else -inf):
             if not size:

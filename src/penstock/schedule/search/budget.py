@@ -1,4 +1,4 @@
-"""How much searching `seconds` are: counted work, so that the same call does the same whatever the machine."""
+"""How much searching `seconds` are: counted work, so that the same call does the same on any machine."""
 
 from __future__ import annotations
 

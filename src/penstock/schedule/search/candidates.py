@@ -26,7 +26,9 @@ def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterato
                 yield name, found
 
 
-def _options(builder: Callable[..., Schedule], placement: Placement, costs: Costs) -> Iterator[dict[str, Any]]:
+def _options(
+    builder: Callable[..., Schedule], placement: Placement, costs: Costs
+) -> Iterator[dict[str, Any]]:
     """What to call a builder with, for what it knows of these: a placement's laps, costs, split backwards."""
     known = inspect.signature(builder).parameters
     laps = placement.stages // placement.ranks

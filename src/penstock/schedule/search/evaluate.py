@@ -12,7 +12,7 @@ from penstock.schedule.search.problem import NOTHING, Problem, Programs
 
 
 class Key(NamedTuple):
-    """What a search makes small: first the time that counts, then the sum of the times when the ranks are done."""
+    """What a search makes small: first the time that counts, then the sum of the ranks' ends."""
 
     value: int
     ends: int
@@ -24,7 +24,9 @@ def times(problem: Problem, programs: Programs) -> list[int] | None:
     return _run(problem, programs, ends, [0] * len(programs), [0] * len(programs))
 
 
-def times_after(problem: Problem, programs: Programs, before: list[int], rank: int, at: int) -> list[int] | None:
+def times_after(
+    problem: Problem, programs: Programs, before: list[int], rank: int, at: int
+) -> list[int] | None:
     """The same where only the program of `rank` has changed, from position `at` on; `before`: as it was.
 
     What started earlier than anything could change stays. The unchanged programs are read for when that is.

@@ -1,8 +1,8 @@
 """CP-SAT on a part of a schedule, or on all of it.
 
-A part is a stretch of each rank's program. What stands before it stays; what stands behind it keeps its order
-and moves up. So an op of the part that ends at t makes the whole take at least t + its tail, and the best order
-of the part is the best of the whole, all else kept.
+A part is a stretch of each rank's program. What stands before it stays; what stands behind it keeps its
+order and moves up. So an op of the part that ends at t makes the whole take at least t + its tail, and the
+best order of the part is the best of the whole, all else kept.
 
 OR-tools is an extra: `available` says whether it is there.
 """
@@ -19,7 +19,7 @@ from penstock.schedule.search.budget import CP_SAT_SECOND, OP_MODELLED, Budget
 from penstock.schedule.search.evaluate import key, tails, times
 from penstock.schedule.search.problem import NOTHING, F, I, Problem, Programs, W
 
-# what is made small: the value; the sum of the times when the ranks end the part, the value kept; or both at once
+# what is made small: the value; the sum of the ranks' ends of the part, the value being kept; or both at once
 Aim = Literal["value", "ends", "both"]
 
 
@@ -29,7 +29,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Solved:
-    """programs: the best found, perhaps those given; bound: with all else kept, nothing has a smaller value"""
+    """programs: the best found, perhaps those given; bound: all else kept, nothing has a smaller value"""
 
     programs: Programs
     bound: int
@@ -38,10 +38,14 @@ class Solved:
 
 @dataclass(frozen=True)
 class Part:
-    """Of rank r's program the positions from starts[r] up to stops[r]."""
+    """Of rank r's program the positions from starts[r] up to stops[r].
+
+    in_order: ranks that keep their order. They are part of it, because what other ranks do depends on theirs
+    """
 
     starts: Sequence[int]
     stops: Sequence[int]
+    in_order: frozenset[int] = frozenset()
 
     @classmethod
     def whole(cls, programs: Programs) -> Part:
@@ -49,9 +53,16 @@ class Part:
 
 
 def solve(
-    problem: Problem, programs: Programs, part: Part, aim: Aim, least: int, seconds: float, seed: int, budget: Budget
+    problem: Problem,
+    programs: Programs,
+    part: Part,
+    aim: Aim,
+    least: int,
+    seconds: float,
+    seed: int,
+    budget: Budget,
 ) -> Solved:
-    """The best order of `part` that so many deterministic seconds find; `least` bounds the value from below."""
+    """The best order of `part` found in so many deterministic seconds; no value is below `least`."""
     from ortools.sat.python import cp_model
 
     model = _Model(cp_model.CpModel(), problem, programs, part, aim, least)
@@ -67,18 +78,22 @@ def solve(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(programs, bound, False)
     found = [list(program) for program in programs]
-    for program, piece, start in zip(found, model.pieces, part.starts, strict=True):
-        # of two ops at one time the one that takes no time comes first, and then the one that the given order has
-        places = {number: at for at, number in enumerate(piece)}
-        piece = sorted(piece, key=lambda n: (solver.value(model.start[n]), problem.duration[n] > 0, places[n]))
-        program[start : start + len(piece)] = piece
+    for rank, piece in enumerate(model.pieces):
+        if rank in part.in_order:
+            continue
+        # of ops at one time those that take none come first, and then the order given decides
+        start = {number: solver.value(model.start[number]) for number in piece}
+        ordered = sorted(piece, key=lambda number: (start[number], problem.duration[number] > 0))
+        found[rank][part.starts[rank] : part.stops[rank]] = ordered
     return Solved(found, bound, status == cp_model.OPTIMAL)
 
 
 class _Model:
     """start[n]: the variable of each op in the part. `model` is a cp_model.CpModel."""
 
-    def __init__(self, model: Any, problem: Problem, programs: Programs, part: Part, aim: Aim, least: int) -> None:
+    def __init__(
+        self, model: Any, problem: Problem, programs: Programs, part: Part, aim: Aim, least: int
+    ) -> None:
         self.model, self.problem, self.given, self.part = model, problem, programs, part
         ends = times(problem, programs)
         assert ends is not None, "the programs given deadlock"
@@ -87,13 +102,16 @@ class _Model:
         self.horizon = self.value + max(problem.offset)
         self.pieces = [program[a:b] for program, a, b in zip(programs, part.starts, part.stops, strict=True)]
         self.free = {number for piece in self.pieces for number in piece}
-        self.behind = {number for program, stop in zip(programs, part.stops, strict=True) for number in program[stop:]}
+        self.behind = {
+            number for program, stop in zip(programs, part.stops, strict=True) for number in program[stop:]
+        }
         self.start: dict[int, Any] = {}
         for rank in range(problem.ranks):
             self._rank(rank)
         self._order()
         for rank in range(problem.ranks):
-            self._memory(rank)
+            if rank not in part.in_order:
+                self._memory(rank)
         self._aim(aim, least)
 
     def _rank(self, rank: int) -> None:
@@ -108,7 +126,11 @@ class _Model:
             self.start[number] = start = self.model.new_int_var(earliest, self.horizon - takes, "")
             self.model.add_hint(start, self.ends[number] - takes)
             intervals.append(self.model.new_fixed_size_interval_var(start, takes, ""))
-        self.model.add_no_overlap(intervals)
+        if rank in self.part.in_order:
+            for one, other in pairwise(self.pieces[rank]):
+                self.model.add(self.start[other] >= self._end(one))
+        else:
+            self.model.add_no_overlap(intervals)
 
     def _end(self, number: int) -> Any:
         return self.start[number] + self.problem.duration[number]
@@ -136,8 +158,8 @@ class _Model:
         self._room_over_time(rank)
 
     def _room_by_order(self, stage: int, alone: bool) -> bool:
-        """F of microbatch i + k waits for W of i, where k of them fit. Whether that is all there is to memory."""
-        forwards = [number for number in self.problem.lines[3 * stage + F]]
+        """F of microbatch i + k waits for W of i, where k fit. Returns whether that says all about memory."""
+        forwards = list(self.problem.lines[3 * stage + F])
         if not forwards:
             return True
         limit = self.problem.limit[self.problem.rank_of[forwards[0]]]
@@ -178,7 +200,7 @@ class _Model:
         model.add_cumulative(intervals, sizes, limit)
 
     def _aim(self, aim: Aim, least: int) -> None:
-        """The value is the latest end with its tail, over all ops that something outside of the part waits for."""
+        """The value is the latest end with its tail, of the ops that something behind the part waits for."""
         model, problem = self.model, self.problem
         value = model.new_int_var(min(least, self.value), self.value, "")
         sum_of_ends = []

@@ -44,11 +44,16 @@ class Listed:
 
 
 def listed(
-    problem: Problem, random: Random, budget: Budget, share: float, known: Sequence[Policy] = (), least: int = 0
+    problem: Problem,
+    random: Random,
+    budget: Budget,
+    share: float,
+    known: Sequence[Policy] = (),
+    least: int = 0,
 ) -> list[Listed]:
     """The best that policies lead to, best first; `known` ones and two others are tried in any case.
 
-    Stops when `share` of the budget is spent, or when a value of `least` is found and nothing got better since.
+    Stops when `share` of the budget is spent, or when none is below `least` and nothing has got better for long.
     """
     best: list[Listed] = []
     room = reserves(problem)
@@ -85,7 +90,8 @@ def _drawn(problem: Problem, random: Random) -> Policy:
     later = random.choice((0.0, 0.0, 6.0, -6.0, -60.0)) * unit
     noise = random.choice((0.0, 0.5, 1.0, 3.0)) * unit
     base = tuple(
-        way + random.uniform(-noise, noise) + (later if line % 3 == W else 0.0) for line, way in enumerate(left)
+        way + random.uniform(-noise, noise) + (later if line % 3 == W else 0.0)
+        for line, way in enumerate(left)
     )
     slope = (random.uniform(0.2, 1.5) * problem.cycle,) * len(left)
     return Policy(base, slope, random.uniform(0.0, 3.0), int(random.choice((0.0, 0.0, 0.3, 0.6, 1.0)) * unit))
@@ -134,15 +140,17 @@ def _ways_left(problem: Problem) -> list[float]:
 def reserves(problem: Problem) -> list[int]:
     """By line: what must stay free when one of its ops has taken its own.
 
-    Behind an F it is room for the later stages of one microbatch on that rank. As microbatches keep their order
-    on every stage, the oldest one then always gets through, and so no rank ever fills up with what cannot end.
+    Behind an F it is room for the later stages of one microbatch on that rank. As microbatches keep their
+    order on every stage, the oldest one then always gets through, and no rank fills up with what cannot end.
     """
     found = [0] * len(problem.lines)
     for rank in range(problem.ranks):
         later = 0
         for stage in reversed(problem.placement.stages_of(rank)):
             found[3 * stage + F] = later
-            later += max((problem.take[n] + problem.take[n + I] for n in problem.lines[3 * stage + F]), default=0)
+            later += max(
+                (problem.take[n] + problem.take[n + I] for n in problem.lines[3 * stage + F]), default=0
+            )
     return found
 
 

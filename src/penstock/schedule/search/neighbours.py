@@ -7,112 +7,120 @@ from random import Random
 
 from penstock.schedule.search.budget import OP_TIMED, Budget
 from penstock.schedule.search.evaluate import key, levels, times, times_after
-from penstock.schedule.search.problem import NOTHING, Problem, Programs
+from penstock.schedule.search.problem import NOTHING, F, Problem, Programs, W
 
-_FAR = 12  # positions that an op moves at most
+Place = tuple[int, int]  # rank, position
+
+_OF_THE_ENDS = (
+    0.3  # what the mean of the ranks' ends counts beside the value, to tell apart what the value does not
+)
+_HEAT = 0.15  # at first, of a cycle
+_ON_THE_PATH = 0.7  # share of the moves
 
 
-def annealed(problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int) -> Programs:
-    """`programs` or better, once `share` of the budget is spent.
-
-    What is made small is the value plus a little of the ranks' ends: it tells apart what the value does not.
-    """
+def annealed(
+    problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
+) -> Programs:
+    """`programs` or better, once `share` of the budget is spent. least: what the value cannot be below."""
     ends = times(problem, programs)
     assert ends is not None, "the programs given deadlock"
     current = [list(program) for program in programs]
     best, best_key = programs, key(problem, programs, ends)
-    now = _score(problem, current, ends)
-    first = budget.left(share)
-    hot = 0.15 * problem.cycle
-    tick = 0
-    path = _critical(problem, current, ends)
-    while (left := budget.left(share)) > 0 and first:
-        tick += 1
-        heat = hot * (left / first) ** 2 + 1e-9
-        rank, at, to = _move(problem, current, path, random)
-        program = current[rank]
-        moved = _moved(problem, program, at, to)
-        budget.spend(8)
-        if moved is None:
+    score, path = _score(problem, current, ends, least), _critical(problem, current, ends)
+    steps = max(1.0, budget.left(share))
+    while (left := budget.left(share)) > 0:
+        heat = _HEAT * problem.cycle * (left / steps) ** 2
+        rank, at, to = _drawn(problem, current, path, random)
+        old = current[rank]
+        new = _moved(problem, old, at, to)
+        budget.spend(0.2 * len(old) + 10)
+        if new is None:
             continue
-        current[rank] = moved
-        found = times_after(problem, current, ends, rank, min(at, to)) if False else times(problem, current)
-        budget.spend(problem.size * OP_TIMED)
-        score = _score(problem, current, found) if found else None
-        if found is None or score is None or (score > now and random.random() >= exp((now - score) / heat)):
-            current[rank] = program
+        budget.spend(0.7 * OP_TIMED * problem.size)
+        current[rank] = new
+        found = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
+        reached = _score(problem, current, found, least) if found else None
+        # a random number is drawn either way, for the draws that follow to stay in step
+        chance = random.random()
+        if (
+            found is None
+            or reached is None
+            or (reached > score and chance >= exp((score - reached) / (heat + 1e-9)))
+        ):
+            current[rank] = old
             continue
-        ends, now = found, score
-        path = _critical(problem, current, ends)
-        reached = key(problem, current, ends)
-        if reached < best_key:
-            best, best_key = [list(program) for program in current], reached
+        ends, score, path = found, reached, _critical(problem, current, found)
+        now = key(problem, current, found)
+        if now < best_key:
+            best, best_key = [list(program) for program in current], now
     return best
 
 
-def _score(problem: Problem, programs: Programs, ends: list[int]) -> float:
-    value, total = key(problem, programs, ends)
-    return value + 0.3 * total / problem.ranks
+def _first_difference(old: list[int], new: list[int], since: int) -> int:
+    return next(at for at in range(since, len(old)) if old[at] != new[at])
 
 
-def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[tuple[int, int]]:
-    """(rank, position) of the ops that the value hangs on."""
-    rank = max(range(problem.ranks), key=lambda r: (ends[programs[r][-1]] - problem.offset[r]) if programs[r] else 0)
-    where = {number: at for at, number in enumerate(programs[rank])}
-    places = {rank: where}
+def _score(problem: Problem, programs: Programs, ends: list[int], least: int) -> float:
+    value, together = key(problem, programs, ends)
+    return max(value, least) + _OF_THE_ENDS * together / problem.ranks
+
+
+def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Place]:
+    """The ops that the value hangs on, the last one first."""
+    rank = max(
+        (rank for rank in range(problem.ranks) if programs[rank]),
+        key=lambda rank: ends[programs[rank][-1]] - problem.offset[rank],
+    )
     at = len(programs[rank]) - 1
-    path = []
+    path: list[Place] = []
     while True:
         path.append((rank, at))
         number = programs[rank][at]
         start = ends[number] - problem.duration[number]
+        needed = problem.need[number]
         if at and ends[programs[rank][at - 1]] == start:
             at -= 1
-            continue
-        needed = problem.need[number]
-        if needed == NOTHING or start == 0:
+        elif needed == NOTHING or not start:
             return path
-        rank = problem.rank_of[needed]
-        if rank not in places:
-            places[rank] = {n: i for i, n in enumerate(programs[rank])}
-        at = places[rank][needed]
+        else:
+            rank = problem.rank_of[needed]
+            at = programs[rank].index(needed)
 
 
-def _move(problem, programs, path, random):
-    if random.random() < 0.7:
-        rank, at = path[int(random.random() * len(path))]
+def _drawn(problem: Problem, programs: Programs, path: list[Place], random: Random) -> tuple[int, int, int]:
+    """Which op of which rank moves where to; rather one that the value hangs on, rather not far."""
+    if random.random() < _ON_THE_PATH:
+        rank, at = random.choice(path)
     else:
-        rank = int(random.random() * problem.ranks)
-        at = int(random.random() * len(programs[rank]))
+        rank = random.randrange(problem.ranks)
+        at = random.randrange(max(1, len(programs[rank])))
     far = 1 + int(random.expovariate(0.5))
     to = at + far if random.random() < 0.5 else at - far
     return rank, at, max(0, min(len(programs[rank]) - 1, to))
 
 
 def _moved(problem: Problem, program: list[int], at: int, to: int) -> list[int] | None:
-    """With the op at `at` moved towards `to`, as far as its line and its rank's own order allow."""
-    number = program[at]
-    line_of, need = problem.line_of, problem.need
-    line = line_of[number]
-    if to < at:
-        stop = at
-        while stop > to:
-            other = program[stop - 1]
-            if line_of[other] == line or (number % 3 and other == number - 1) or other == need[number]:
-                break
-            stop -= 1
-        if stop == at: return None
-        new = program[:stop] + [number] + program[stop:at] + program[at + 1:]
-    else:
-        stop = at
-        fed = problem.feeds[number]
-        while stop < to:
-            other = program[stop + 1]
-            if line_of[other] == line or (number % 3 != 2 and other == number + 1) or other == fed:
-                break
-            stop += 1
-        if stop == at: return None
-        new = program[:at] + program[at + 1: stop + 1] + [number] + program[stop + 1:]
-    if max(levels(problem, new)) > problem.limit[problem.rank_of[number]]:
+    """With the op at `at` moved towards `to`, as far as its line and its microbatch allow.
+
+    None where that is not at all, and where the rank would hold too much.
+    """
+    if not program:
         return None
-    return new
+    number, line_of = program[at], problem.line_of
+    back = to < at
+    # what it must not pass: its stage's other op, and the neighbouring stage's where that is on this rank
+    kind = number % 3
+    own = (number - 1 if kind != F else NOTHING) if back else (number + 1 if kind != W else NOTHING)
+    kin = (own, problem.need[number] if back else problem.feeds[number])
+    step, stop = (-1, at) if back else (1, at)
+    while stop != to:
+        other = program[stop + step]
+        if line_of[other] == line_of[number] or other in kin:
+            break
+        stop += step
+    if stop == at:
+        return None
+    found = program.copy()
+    del found[at]
+    found.insert(stop, number)
+    return found if max(levels(problem, found)) <= problem.limit[problem.rank_of[number]] else None

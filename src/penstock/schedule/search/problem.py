@@ -6,7 +6,7 @@ whole backward: I with its W right behind it does the same, and hands the gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -65,7 +65,7 @@ class Problem:
 
     @cached_property
     def count(self) -> int:
-        """Of the numbers, also of those that stand for no op because the microbatch goes through another copy."""
+        """Of the numbers, also of those that are no op because the microbatch goes through another copy."""
         return self.row * self.placement.stages
 
     @cached_property
@@ -77,7 +77,11 @@ class Problem:
         """By 3 x stage + kind: the ops of that kind on that stage, in the order of the microbatches."""
         depth = self.placement.depth
         return [
-            tuple(stage * self.row + 3 * i + kind for i, copy in enumerate(self.copies) if copy == stage // depth)
+            tuple(
+                stage * self.row + 3 * i + kind
+                for i, copy in enumerate(self.copies)
+                if copy == stage // depth
+            )
             for stage in range(self.placement.stages)
             for kind in (F, I, W)
         ]
@@ -150,7 +154,7 @@ def problem(
     copies: tuple[int, ...] | None = None,
     from_first_op: bool = False,
 ) -> Problem:
-    """The limits by rank, None without one. from_first_op: the time of each rank counts from its first op on."""
+    """limits: by rank, None for no limit; from_first_op: each rank's time counts from its first op on."""
     times = [costs.durations(kind, placement, microbatches) for kind in KINDS]
     ways = costs.delays(placement, microbatches)
     held = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
@@ -168,7 +172,7 @@ def problem(
         microbatches=microbatches,
         copies=copies or tuple(i % placement.replicas for i in range(microbatches)),
         quantum=1 / per_unit,
-        duration=[x for rows in zip(*map(quanta, times), strict=True) for ops in zip(*rows, strict=True) for x in ops],
+        duration=_interleaved(map(quanta, times)),
         need=need,
         delay=delay,
         take=take,
@@ -201,6 +205,11 @@ def arrivals(problem: Problem) -> list[int]:
             now = found[3 * stage + I] + least[3 * stage + I]
             found[3 * stage + W] = now
     return found
+
+
+def _interleaved(kinds: Iterable[list[list[int]]]) -> list[int]:
+    """By op number, from one table a kind."""
+    return [x for stage in zip(*kinds, strict=True) for ops in zip(*stage, strict=True) for x in ops]
 
 
 def _held(activation: list[list[int]], kept: list[list[int]]) -> tuple[list[int], list[int]]:

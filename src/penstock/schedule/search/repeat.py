@@ -40,7 +40,7 @@ def fewer(problem: Problem, microbatches: int) -> Problem:
 def extended(problem: Problem, small: Problem, programs: Programs, budget: Budget) -> Programs | None:
     """`programs` of `small` for as many microbatches as `problem` has; None where no part of it repeats.
 
-    Each rank repeats a stretch of its program that holds every line once. What it holds is the same before and
+    Each rank repeats a stretch of its program that has every line once. What it holds is the same before and
     after, so that the limit is kept.
     """
     ends = times(small, programs)
@@ -87,5 +87,3 @@ def _numbered(problem: Problem, lines: list[int]) -> list[int]:
         found.append(problem.lines[line][seen[line]])
         seen[line] += 1
     return found
-
-

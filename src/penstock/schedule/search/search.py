@@ -33,8 +33,8 @@ class Found:
     lower_bound: no schedule within the limit has a smaller value
     optimal: `value` is proven to be the least
     method: what found it
-    best_builder, builder_value: the best builder's schedule on this placement within the limit; None where none fits
-    cut_short: the search took four times as long as it should and was stopped, so that another run may differ
+    best_builder, builder_value: the best of the builders on this placement within the limit; None if none fits
+    cut_short: the search took four times as long as it should and was stopped; another run may differ
     """
 
     schedule: Schedule
@@ -67,12 +67,12 @@ def search(
     """The best schedule that `seconds` of searching find; never worse than the best builder's that fits.
 
     costs: unit times where none are given
-    memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one number, or one a rank
+    memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one number or one a rank
     placement: "loop", "v", or a Placement; stages_per_rank: 1 for a loop and 2 for a V unless given
     objective: "makespan": when the last rank is done; among equals ranks end early.
         "extent": the longest time from a rank's first op to its last one, which is what a step takes
-        where steps follow each other without a pause. It counts from when the first op may start at the earliest
-    seconds: about how long; it is counted in work done, so that the same call gives the same schedule. The search
+        where steps follow each other without a pause. It counts from when that first op can start at best
+    seconds: about how long; counted in work done, so that the same call gives the same schedule. The search
         ends early where it has proven that nothing is better
 
     With OR-tools installed (``penstock[search]``) cases of up to about 200 ops are usually proven optimal.
@@ -88,7 +88,11 @@ def search(
     if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
         copies = _copies(builders[0][1])
         given = problem(where, microbatches, costs, limits, copies, objective == "extent")
-    seeds = [(name, given.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == given.copies]
+    seeds = [
+        (name, given.programs(schedule))
+        for name, schedule, _ in builders
+        if _copies(schedule) == given.copies
+    ]
     seeds.append(("one microbatch after the other", _serial(given)))
     budget = Budget(seconds)
     best = find(given, seeds, Random(seed), budget)
@@ -104,21 +108,32 @@ def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) 
                 f"Give ranks={given.ranks}, and leave stages_per_rank out",
             )
         return given
-    for name, value in (("ranks", ranks), ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank)):
+    for name, value in (
+        ("ranks", ranks),
+        ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
+    ):
         if type(value) is not int or value < 1:
-            raise ConfigError(f"{name}={value!r}", "there is a whole number of them, and at least one", "Give 1 or more")
+            raise ConfigError(
+                f"{name}={value!r}", "there is a whole number of them, and at least one", "Give 1 or more"
+            )
     if given == "loop":
         return loop(ranks, stages_per_rank or 1)
     if given == "v":
         return wave(ranks, stages_per_rank or 2)
-    raise ConfigError(f"placement={given!r}", "a search knows 'loop' and 'v' by name", "Give one of them or a Placement")
+    raise ConfigError(
+        f"placement={given!r}", "a search knows 'loop' and 'v' by name", "Give one of them or a Placement"
+    )
 
 
 def _check(microbatches: int, seconds: float, objective: str) -> None:
     if type(microbatches) is not int or microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches!r}", "a step has a whole number of them", "Give 1 or more")
+        raise ConfigError(
+            f"microbatches={microbatches!r}", "a step has a whole number of them", "Give 1 or more"
+        )
     if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
-        raise ConfigError(f"seconds={seconds!r}", "a search takes some time, and ends", "Give more than 0, say 30")
+        raise ConfigError(
+            f"seconds={seconds!r}", "a search takes some time, and ends", "Give more than 0, say 30"
+        )
     if objective not in ("makespan", "extent"):
         raise ConfigError(f"objective={objective!r}", "a search makes the makespan or the extent small",
                           "Give 'makespan' or 'extent'")  # fmt: skip
@@ -127,8 +142,8 @@ def _check(microbatches: int, seconds: float, objective: str) -> None:
 def _limits(given: float | Sequence[float] | None, ranks: int) -> list[float | None]:
     limits = [given] * ranks if given is None or isinstance(given, int | float) else list(given)
     if len(limits) != ranks:
-        raise ConfigError(f"memory_limit with {len(limits)} numbers", f"there are {ranks} ranks, and each takes one",
-                          f"Give one number, or {ranks}")  # fmt: skip
+        rule = f"there are {ranks} ranks, and each takes one"
+        raise ConfigError(f"memory_limit with {len(limits)} numbers", rule, f"Give one number, or {ranks}")
     for limit in limits:
         if limit is not None and not limit >= 0:
             raise ConfigError(f"memory_limit={given!r}", "a limit is 0 or more", "Leave it out for no limit")
@@ -138,12 +153,14 @@ def _limits(given: float | Sequence[float] | None, ranks: int) -> list[float | N
 def _check_limits(given: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
     """One microbatch at a time holds the least; what that is on each rank, every schedule needs."""
     alone = simulate(given.schedule(_serial(given)), costs).peak_memory
-    short = [rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)]
+    short = [
+        rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)
+    ]
     if short:
         least = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
         raise ConfigError(
             f"memory_limit={memory_limit!r}",
-            "a rank holds one microbatch's activations of all its stages at once, however the ops are ordered",
+            "in any order a rank holds one microbatch's activations of all its stages at once",
             f"Give {least} or more",
         )
 
@@ -164,7 +181,9 @@ def _serial(given: Problem) -> Programs:
 
 def _copies(schedule: Schedule) -> tuple[int, ...]:
     """The copy of the model that each microbatch goes through."""
-    found = {op.microbatch: op.stage // schedule.placement.depth for program in schedule.programs for op in program}
+    found = {
+        op.microbatch: op.stage // schedule.placement.depth for program in schedule.programs for op in program
+    }
     return tuple(found[i] for i in range(schedule.microbatches))
 
 

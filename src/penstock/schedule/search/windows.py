@@ -27,41 +27,36 @@ def improved(
         solved = solve(problem, best, part, "both", least, seconds, random.randrange(2**30), budget)
         # windows grow until they cannot be searched out
         size = min(_MOST, size * 1.08) if solved.proven else max(_FEWEST, size * 0.85)
-        found = _key(problem, solved.programs) if fits(problem, solved.programs) else None
-        idle += 1
-        if found is None or found.value > best_key.value or solved.programs == best:
-            continue
-        if found < best_key:
-            idle = 0
-        # as good as it was, in another order, lets the next window start from elsewhere
+        found = _key(problem, solved.programs)
+        idle = 0 if found < best_key else idle + 1
+        # as good in another order is taken too: the next window starts from elsewhere
         if found <= best_key:
             best, best_key = solved.programs, found
     return best
 
 
 def _key(problem: Problem, programs: Programs) -> Key:
-    ends = times(problem, programs)
-    assert ends is not None, "a window's order deadlocks"
-    return key(problem, programs, ends)
+    """Beyond all others where ops that take no time have come in an order that does not run."""
+    ends = times(problem, programs) if fits(problem, programs) else None
+    return key(problem, programs, ends) if ends else Key(2**62, 0)
 
 
 def _window(problem: Problem, programs: Programs, size: float, random: Random) -> Part:
-    """What starts within a stretch of time, on neighbouring ranks; about `size` ops."""
-    ends = times(problem, programs)
-    assert ends is not None
+    """What starts within a stretch of time. Neighbouring ranks are free there, about `size` ops of theirs."""
+    ends, duration = times(problem, programs), problem.duration
+    assert ends is not None, "the programs given deadlock"
     ranks = problem.ranks
     wide = ranks if random.random() < 0.5 else random.randint(min(2, ranks), ranks)
     lowest = random.randint(0, ranks - wide)
     makespan = max(ends)
     length = makespan * size / problem.size * ranks / wide
     begin = random.uniform(-0.5 * length, makespan - 0.5 * length)
-    starts, stops = [], []
-    for rank, program in enumerate(programs):
-        inside = lowest <= rank < lowest + wide
 
-        def start(number: int) -> int:
-            return ends[number] - problem.duration[number]
+    def place(program: list[int], time: float) -> int:
+        return bisect_left(program, time, key=lambda number: ends[number] - duration[number])
 
-        starts.append(bisect_left(program, begin, key=start) if inside else 0)
-        stops.append(bisect_left(program, begin + length, key=start) if inside else 0)
-    return Part(starts, stops)
+    return Part(
+        [place(program, begin) for program in programs],
+        [place(program, begin + length) for program in programs],
+        frozenset(range(ranks)).difference(range(lowest, lowest + wide)),
+    )

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from penstock.errors import ConfigError
+from penstock.schedule import AnySchedule, Costs, build, dump, verify
+from penstock.schedule.builders import BUILDERS
+from penstock.schedule.config import CONFIGS, canonical, schedule_config
+
+
+@pytest.mark.parametrize(
+    ("spelt", "name"),
+    [
+        ("1F1B", "1f1b"), ("GPipe", "gpipe"), ("afab", "gpipe"), ("zero_bubble_v", "zb_v"), ("ZBV", "zb_v"),
+        ("dual_pipe_v", "dualpipe_v"), ("DualPipeV", "dualpipe_v"), ("looped_bfs", "looped_bfs"),
+        ("Interleaved1F1B", "interleaved_1f1b"), ("InterleavedZeroBubble", "interleaved_zero_bubble"),
+        ("ScheduleZBVZeroBubble", "zb_v"), ("Schedule1F1B", "1f1b"), ("zb-h1", "zb_h1"), ("V-Half", "v_half"),
+    ],
+)  # fmt: skip
+def test_other_spellings(spelt: str, name: str) -> None:
+    assert canonical(spelt) == name
+    assert schedule_config(spelt).schedule == name
+
+
+def test_every_builder_has_a_config_of_its_options() -> None:
+    assert CONFIGS.keys() == BUILDERS.keys() | {"searched", "file"}
+    for name in BUILDERS:
+        microbatches = 4
+        assert build(name, ranks=2, microbatches=microbatches) == BUILDERS[name](
+            ranks=2, microbatches=microbatches
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "options"),
+    [
+        ({"schedule": "1f1b"}, "1f1b", {}),
+        ({"schedule": "1f1b", "zero_bubble": True}, "1f1b", {"zero_bubble": True}),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, "interleaved_1f1b", {"stages_per_rank": 2}),
+        ({"schedule": "1F1B", "num_stages_per_rank": 3, "zero_bubble": True},
+         "interleaved_zero_bubble", {"stages_per_rank": 3}),
+        ({"schedule": "1f1b", "stages_per_rank": 2, "microbatch_group_size_per_vp_stage": 6},
+         "interleaved_1f1b", {"stages_per_rank": 2, "microbatch_group_size": 6}),
+        ({"schedule": "zero_bubble_v", "stages_per_rank": 2}, "zb_v", {}),
+        ({"schedule": "hanayo", "num_waves": 2}, "hanayo", {"waves": 2}),
+        ({"schedule": "v_half", "costs": {"forward": 1, "input_grad": 2, "weight_grad": [1, 2, 1, 2, 1, 2]}},
+         "v_half", {"costs": Costs(1, 2, [1, 2, 1, 2, 1, 2])}),
+    ],
+)  # fmt: skip
+def test_what_a_config_builds(config: dict[str, Any], name: str, options: dict[str, Any]) -> None:
+    built = schedule_config(config).build(ranks=3, microbatches=6)
+    assert built == BUILDERS[name](ranks=3, microbatches=6, **options)
+    verify(built)
+
+
+@pytest.mark.parametrize(
+    ("config", "value", "remedy"),
+    [
+        ({"schedule": "1f1"}, "schedule '1f1'", "Did you mean '1f1b'"),
+        ({"schedule": "zzzz"}, "schedule 'zzzz'", "Take one of inference, gpipe"),
+        ({"stages_per_rank": 2}, "a schedule of the keys stages_per_rank", "Take one of"),
+        ({"schedule": 3}, "a schedule of the keys schedule", "Take one of"),
+        ({"schedule": "gpipe", "stages_per_rank": 2}, "schedule option stages_per_rank=2", "Leave it out"),
+        ({"schedule": "1f1b", "zero_bubbles": True}, "schedule option zero_bubbles=True",
+         "Did you mean zero_bubble?"),
+        ({"schedule": "1f1b", "stages_per_rank": 0}, "stages_per_rank=0", "Give 1 or more"),
+        ({"schedule": "1f1b", "stages_per_rank": "2"}, "stages_per_rank='2'", "Give 1 or more"),
+        ({"schedule": "1f1b", "zero_bubble": 1}, "zero_bubble=1", "takes stages_per_rank"),
+        ({"schedule": "zb_v", "stages_per_rank": 3}, "stages_per_rank=3", "Give 2"),
+        ({"schedule": "1f1b", "microbatch_group_size": 4}, "microbatch_group_size=4", "stages_per_rank=2"),
+        ({"schedule": "v_min", "costs": {"forwards": 1}}, "costs with 'forwards'", "Leave it out"),
+        ({"schedule": "searched", "placement": "round"}, "placement='round'", "takes placement"),
+        ({"schedule": "searched", "memory_limit": 0}, "memory_limit=0", "takes placement"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(config: dict[str, Any], value: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        schedule_config(config)
+    assert caught.value.value == value
+    assert remedy in caught.value.remedy
+
+
+def test_numbers_that_a_schedule_does_not_take_are_answered_with_some_that_it_does() -> None:
+    with pytest.raises(ConfigError, match=r"ranks") as caught:
+        build("dualpipe", ranks=3, microbatches=4)
+    assert "2 or 4" in caught.value.remedy
+    with pytest.raises(ConfigError, match=r"microbatches=5"):
+        build("dualpipe", ranks=4, microbatches=5)
+
+
+def test_it_is_a_discriminated_union_for_configs_of_one_s_own() -> None:
+    class Mine(BaseModel):
+        pipeline: AnySchedule
+
+    read = Mine.model_validate({"pipeline": {"schedule": "1F1B", "stages_per_rank": 2, "zero_bubble": True}})
+    assert read.pipeline == schedule_config({"schedule": "1f1b", "stages_per_rank": 2, "zero_bubble": True})
+    assert Mine.model_validate({"pipeline": "gpipe"}).pipeline.schedule == "gpipe"
+    assert Mine.model_validate(read.model_dump()) == read
+    with pytest.raises(ValidationError, match="Did you mean 'gpipe'"):
+        Mine.model_validate({"pipeline": "gpip"})
+
+
+def test_a_file_brings_numbers_of_its_own(tmp_path: Path) -> None:
+    dump(build("zb_v", ranks=2, microbatches=4), tmp_path / "own.csv")
+    config = {"schedule": "file", "path": str(tmp_path / "own.csv")}
+    assert schedule_config(config).build(2, 4).microbatches == 4
+    with pytest.raises(ConfigError, match="microbatches=8: the schedule given has 4"):
+        schedule_config(config).build(2, 8)
