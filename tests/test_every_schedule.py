@@ -143,5 +143,5 @@ def test_a_split_backward_in_every_family(family: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_gloo(pool: Pool, form: str, ranks: int) -> None:
     cases = [(FORMS[form], microbatches) for microbatches in (2, 4, 8)]
-    wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, 12)
+    wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, 4 * ranks)
     assert [line for rank in wrong for line in rank] == []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.auto import AutoPipeline
     from penstock.pipeline import Pipeline, StepResult
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["AutoPipeline", "Pipeline", "StepResult", "__version__"]
 
 _HOMES = {"AutoPipeline": "penstock.auto", "Pipeline": "penstock.pipeline", "StepResult": "penstock.pipeline"}

@@ -156,6 +156,7 @@ class _V(ScheduleConfig):
 
 class ZBV(_V):
     schedule: Literal["zb_v"]
+    costs: _Costs = None
 
 
 class VHalf(_V):

@@ -47,7 +47,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     def entries(rank: int) -> Iterator[Entry]:
         from_end = min(rank, ranks - 1 - rank)
         stages = (rank, 2 * ranks - 1 - rank)  # of copy 0 and of copy 1
-        near = 1 if rank < ranks // 2 else 1  # the copy whose data enters at the nearer end
+        near = 0 if rank < ranks // 2 else 1  # the copy whose data enters at the nearer end
         for steps in eight_phases(ranks // 2, from_end, each_way):
             yield tuple(
                 Op(stages[copy], kind, microbatch + copy * each_way)
