@@ -253,8 +253,8 @@ def measure(repeats: int) -> Found:
         f"one-way latency of {torch.zeros(HIDDEN).nbytes // 1024} KiB between two ranks that do something "
         f"else for {SECONDS * 1e3:.0f} ms before, as in the step: {median(latencies) * 1e6:.0f} µs, which "
         f"`simulate` is given; of messages that follow at once: {median(hot) * 1e6:.0f} µs",
-        f"an op of {SECONDS * 1e3:.0f} ms sleeps but for the last {SPUN * 1e3} ms, which it spins to end on time; "
-        f"it takes {late * 1e6:.0f} µs longer than asked, all ranks at it; nothing is subtracted",
+        f"an op of {SECONDS * 1e3:.0f} ms sleeps but for the last {SPUN * 1e3} ms, which it spins to end on "
+        f"time; it takes {late * 1e6:.0f} µs longer than asked, all ranks at it; nothing is subtracted",
         "recorded: from the first op's start to the last op's end; ops as long as they really were: "
         "`simulate` is given the medians of the ops' recorded times; what lies between ops is left",
         "each library's ratios are to its own order of the ops, which differ; torch's times beside ours are "

@@ -22,13 +22,33 @@ from penstock.schedule.search.problem import F, I, Problem, W, arrivals
 
 def lower_bound(problem: Problem) -> int:
     """In quanta; what `evaluate.key` calls value is never less."""
+    if problem.placement.replicas > 1:
+        return _of_copies(problem)
     bounds = _Bounds(problem)
     found = [bounds.chain()]
     for rank in range(problem.ranks):
-        if problem.placement.replicas > 1:  # whose ops come first and last is open
-            found.append(bounds.start[rank] + problem.work[rank])
-        else:
-            found += (bounds.busy(rank), bounds.way_home(rank), bounds.residence(rank))
+        found += (bounds.busy(rank), bounds.way_home(rank), bounds.residence(rank))
+    return max(found)
+
+
+def _of_copies(problem: Problem) -> int:
+    """However the microbatches are dealt out to the copies of the model: each rank's work alone.
+
+    Where they are alike, the rank waits besides for the first of them.
+    """
+    arrival, depth = arrivals(problem), problem.placement.depth
+    used = set(problem.copies) == set(range(problem.placement.replicas))
+    found = []
+    for rank, (lines, offset) in enumerate(zip(problem.lines_of, problem.offset, strict=True)):
+        work = 0
+        for first in range(0, problem.row, 3):
+            by_copy = [0] * problem.placement.replicas
+            for stage in problem.placement.stages_of(rank):
+                begin = stage * problem.row + first
+                by_copy[stage // depth] += sum(problem.duration[begin : begin + 3])
+            work += min(by_copy)
+        start = min(arrival[line] for line in lines) if problem.alike and used else 0
+        found.append(start + work - offset)
     return max(found)
 
 
@@ -103,7 +123,7 @@ class _Bounds:
         return self._fill(items, self.limit[rank])
 
     def _after(self, rank: int) -> int:
-        """From the last F, which is one of s_v, to the end of the same microbatch's W of s_1, less the work left."""
+        """From the last F, one of s_v, to the end of the same microbatch's W of s_1, less the work left."""
         stages = self._stages(rank)
         first, last = 3 * stages[0], 3 * stages[-1]
         items: list[tuple[int, int, int]] = []

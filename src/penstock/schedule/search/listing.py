@@ -53,7 +53,7 @@ def listed(
 ) -> list[Listed]:
     """The best that policies lead to, best first; `known` ones and two others are tried in any case.
 
-    Stops when `share` of the budget is spent, or when none is below `least` and nothing has got better for long.
+    Stops when `share` of the budget is spent, or when `least` is reached and nothing has got better for long.
     """
     best: list[Listed] = []
     room = reserves(problem)

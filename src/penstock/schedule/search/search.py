@@ -33,7 +33,7 @@ class Found:
     lower_bound: no schedule within the limit has a smaller value
     optimal: `value` is proven to be the least
     method: what found it
-    best_builder, builder_value: the best of the builders on this placement within the limit; None if none fits
+    best_builder, builder_value: the best of the builders on this placement within the limit; None if none is
     cut_short: the search took four times as long as it should and was stopped; another run may differ
     """
 

@@ -28,7 +28,8 @@ from penstock.schedule.search.repeat import extended, fewer
 from penstock.schedule.search.weights import replaced
 from penstock.schedule.search.windows import improved
 
-_ALL_AT_ONCE = 400  # ops that CP-SAT gets in one piece
+# ops that CP-SAT gets in one piece; more where each rank has one stage: the limit is a matter of order then
+_ALL_AT_ONCE, _ALL_AT_ONCE_SINGLY = 400, 700
 _LARGE = 900  # ops from which on a smaller problem comes first
 
 
@@ -84,7 +85,8 @@ class Best:
         seed = self.random.randrange(2**30)
         solved = exact.solve(self.problem, self.programs, whole, aim, self.least, seconds, seed, self.budget)
         self.offer(solved.programs, "CP-SAT")
-        if self.problem.exact_sizes:
+        # another way to deal the microbatches out to the copies of the model may be better
+        if self.problem.exact_sizes and self.problem.placement.replicas == 1:
             self.least = max(self.least, solved.bound)
 
 
@@ -125,7 +127,8 @@ def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Poli
 
 def _improve(best: Best, policies: list[Policy]) -> None:
     begun = best.budget.spent / best.budget.total
-    whole = best.problem.size <= _ALL_AT_ONCE
+    singly = best.problem.placement.stages == best.problem.ranks
+    whole = best.problem.size <= (_ALL_AT_ONCE_SINGLY if singly else _ALL_AT_ONCE)
 
     def until(share: float) -> float:
         return begun + share * (1.0 - begun)

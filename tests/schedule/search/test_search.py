@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import ConfigError
+from penstock.schedule import Costs, Placement, both_ways, loop, simulate, verify, wave
+from penstock.schedule.builders import BUILDERS
+from penstock.schedule.search import Found, search
+from penstock.schedule.search import exact as cp_sat
+from penstock.schedule.search.search import Objective
+
+with_and_without = pytest.mark.parametrize("ortools", [True, False], ids=["ortools", "plain"])
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without OR-tools."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **options: Any) -> Any:
+        assert not name.startswith("ortools"), "OR-tools is not there"
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(cp_sat, "available", lambda: False)
+    monkeypatch.setattr(builtins, "__import__", without)
+
+
+def holds(found: Found, limit: float | Sequence[float] | None) -> bool:
+    limits = [limit] * found.schedule.ranks if limit is None or isinstance(limit, int | float) else limit
+    pairs = zip(found.timeline.peak_memory, limits, strict=True)
+    return all(limit is None or peak <= limit + 1e-9 for peak, limit in pairs)
+
+
+def test_a_v_with_room_for_half_as_much_again_has_hardly_a_bubble() -> None:
+    costs = Costs(1, 1.2, 0.8, communication=0.1)
+    built = simulate(BUILDERS["zb_v"](ranks=4, microbatches=8), costs)
+    found = search(
+        ranks=4, microbatches=8, costs=costs, memory_limit=12, placement="v", objective="extent", seconds=4
+    )
+    assert holds(found, 12)
+    assert found.timeline.inner_bubble < built.inner_bubble / 4
+
+
+def test_one_stage_a_rank_with_half_as_much_again_is_optimal() -> None:
+    # room for 9 forwards on rank 0, whose first I comes at 11 at the earliest: 2 idle there, none elsewhere
+    found = search(ranks=6, microbatches=12, memory_limit=9, objective="extent", seconds=2)
+    assert found.value == found.lower_bound == 3 * 12 + 2
+    assert found.optimal
+    assert (
+        found.timeline.inner_bubble < simulate(BUILDERS["zb_h1"](ranks=6, microbatches=12)).inner_bubble / 4
+    )
+
+
+def test_below_the_memory_of_1f1b_nothing_built_fits() -> None:
+    found = search(ranks=4, microbatches=8, memory_limit=2, seconds=2)
+    assert (found.makespan, found.optimal, found.best_builder) == (41, True, None)
+    assert holds(found, 2)
+
+
+def test_unequal_stages() -> None:
+    """An embedding in front and a head behind: the last rank never waits once it has begun."""
+    work = [1.3, 1.0, 1.0, 1.8]
+    found = search(ranks=4, microbatches=8, costs=Costs(work, work, work), memory_limit=4, seconds=2)
+    assert found.optimal
+    assert found.makespan == pytest.approx(3.3 + 8 * 3 * 1.8)
+
+
+def test_microbatches_that_differ_may_change_places() -> None:
+    costs = Costs(forward=[[3, 1, 1, 2]] * 3, input_grad=[[3, 1, 1, 2]] * 3, weight_grad=0.5)
+    found = search(ranks=3, microbatches=4, costs=costs, memory_limit=3, seconds=3)
+    built = min(
+        simulate(BUILDERS[name](ranks=3, microbatches=4), costs).makespan for name in ("1f1b", "zb_h1")
+    )
+    assert found.lower_bound <= found.makespan < built
+    assert verify(found.schedule)
+
+
+def test_the_makespan_counts_first_and_the_ends_next() -> None:
+    """zb_h1 and zb_h2 end alike; with room for zb_h2 no rank but the last two need wait inside."""
+    found = search(ranks=4, microbatches=8, memory_limit=7, seconds=2)
+    assert found.makespan == simulate(BUILDERS["zb_h1"](ranks=4, microbatches=8)).makespan
+    assert found.timeline.inner_bubble == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    "placement", [both_ways(4), wave(2), loop(2, 2), Placement((0, 1, 1, 0, 0, 1))], ids=str
+)
+def test_any_placement(placement: Placement) -> None:
+    found = search(ranks=placement.ranks, microbatches=4, placement=placement, memory_limit=8, seconds=0.3)
+    assert found.schedule.placement == placement
+    assert holds(found, 8)
+
+
+@with_and_without
+def test_the_same_seed_gives_the_same(ortools: bool, request: pytest.FixtureRequest) -> None:
+    if not ortools:
+        request.getfixturevalue("plain")
+
+    def once(seed: int) -> Found:
+        costs = Costs(1, 1.3, 0.7, communication=0.2)
+        return search(
+            ranks=3, microbatches=7, costs=costs, memory_limit=8, placement="v", seconds=0.5, seed=seed
+        )
+
+    one, same = once(1), once(1)
+    assert not one.cut_short
+    assert one == same
+
+
+@with_and_without
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_never_worse_than_a_builder_and_within_the_limit(
+    ortools: bool, request: pytest.FixtureRequest, data: st.DataObject
+) -> None:
+    if not ortools:
+        request.getfixturevalue("plain")
+    ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
+    placement = data.draw(st.sampled_from(["loop", "v"]))
+    stages = ranks * (2 if placement == "v" else 1)
+    time = st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 1.0, 1.7])
+    times = [data.draw(st.lists(time, min_size=stages, max_size=stages)) for _ in range(3)]
+    kept = data.draw(st.sampled_from([None, 0.0, 0.3, 1.0]))
+    costs = Costs(times[0], times[1], times[2], data.draw(time), held_for_weight=kept)
+    limit = data.draw(st.sampled_from([None, 2.0, 2.5, ranks * 1.5 + 1.0, 2.0 * ranks]))
+    objective: Objective = data.draw(st.sampled_from(["makespan", "extent"]))
+    found = search(
+        ranks=ranks, microbatches=microbatches, costs=costs, memory_limit=limit, placement=placement,
+        objective=objective, seconds=0.05,
+    )  # fmt: skip
+    verify(found.schedule)
+    assert holds(found, limit)
+    assert found.lower_bound <= found.value
+    assert found.builder_value is None or found.value <= found.builder_value
+    assert found.timeline == simulate(found.schedule, costs)
+    if limit is None and objective == "makespan":
+        gpipe = BUILDERS["gpipe"](ranks=ranks, microbatches=microbatches)
+        assert placement == "v" or found.makespan <= simulate(gpipe, costs).makespan + 1e-9
+
+
+def test_a_whole_backward_where_nothing_waits_for_its_first_half() -> None:
+    """The first stage's gradient goes nowhere."""
+    found = search(ranks=2, microbatches=3, seconds=0.1)
+    kinds = {op.kind for op in found.schedule.programs[0]}
+    assert kinds >= {"B"}
+    assert "B" not in {op.kind for op in found.schedule.programs[1][:-2]}
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "least"),
+    [
+        ({"memory_limit": 0.5}, "memory_limit=0.5", "1 on rank 0, 1 on rank 1"),
+        ({"memory_limit": [3, 1.5], "placement": "v"}, "memory_limit=[3, 1.5]", "2 on rank 1"),
+        ({"memory_limit": 2, "costs": Costs(activation=[1, 2.5])}, "memory_limit=2", "2.5 on rank 1"),
+    ],
+)
+def test_an_impossible_limit_tells_the_least(options: dict[str, Any], value: str, least: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        search(ranks=2, microbatches=3, seconds=0.1, **options)
+    assert caught.value.value == value
+    assert caught.value.remedy == f"Give {least} or more"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks": 0}, {"microbatches": 0}, {"seconds": 0}, {"seconds": float("nan")}, {"placement": "w"},
+        {"memory_limit": [1.0]}, {"memory_limit": -1}, {"memory_limit": float("nan")}, {"objective": "speed"},
+        {"placement": wave(3)}, {"stages_per_rank": 0}, {"costs": Costs(forward=[1, 2, 3])},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_makes_no_sense_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        search(**{"ranks": 2, "microbatches": 2, "seconds": 0.1, **options})
