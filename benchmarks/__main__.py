@@ -6,7 +6,7 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import memory, overhead, report, split, steptime, throughput
+from benchmarks import memory, overhead, report, searched, split, steptime, throughput
 
 BENCHMARKS = {
     "steptime": steptime.measure,
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "memory": memory.measure,
     "throughput": throughput.measure,
     "split": split.measure,
+    "searched": searched.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,22 +111,16 @@ def theirs(work: Work, schedule: str, rank: int, ranks: int) -> Torch:
     return Torch(stages, runner, step)
 
 
-def torch_programs(runner: Any) -> list[list[str]] | None:
-    """The ops of torch's order, by rank, as text; None where the runner has none written down."""
-    order = getattr(runner, "pipeline_order", None)
-    if not order:
+def torch_programs(schedule: str, runner: Any) -> list[list[str]] | None:
+    """The ops of torch's order, by rank, as text; None where it is penstock's."""
+    if schedule in SCHEDULES:
         return None
+    order = runner.pipeline_order
     return [[str(action) for action in order[rank] if action is not None] for rank in sorted(order)]
 
 
 def as_schedule(name: str, programs: list[list[str]], ranks: int, microbatches: int) -> Schedule:
     """torch's order as a schedule; overlapped pairs one after the other, as torch runs them."""
-    ops = [
-        [
-            Op.parse(part)
-            for text in program
-            for part in text.removesuffix("OVERLAP_F_B").strip("()").split(";")
-        ]
-        for program in programs
-    ]
+    computes = re.compile(r"\d+[FBIW]\d+")  # beside sharding and reducing, which take no time here
+    ops = [[Op.parse(op) for text in program for op in computes.findall(text)] for program in programs]
     return Schedule(name, placement(name, ranks), microbatches, tuple(map(tuple, ops)))

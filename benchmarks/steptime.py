@@ -126,7 +126,7 @@ class SleepWeight(torch.autograd.Function):
 class Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        return hidden.view_as(hidden)
+        return torch.empty_like(hidden)  # no view: torch detaches a stage's output in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,7 +143,7 @@ class TorchSleeper(Sleeper):
 
 
 def first(output: Tensor, target: Tensor) -> Tensor:
-    return output[0, 0, 0]
+    return output[0, 0, 0].clone()  # no view, as above
 
 
 def prepare(rank: Rank, library: str, programs: dict[str, Schedule]) -> dict[str, list[list[str]]]:
@@ -160,7 +160,7 @@ def prepare(rank: Rank, library: str, programs: dict[str, Schedule]) -> dict[str
         else:
             made = theirs(work, schedule, rank.index, rank.count)
             rank.kept[schedule] = made.step
-            if (order := torch_programs(made.runner)) is not None:
+            if (order := torch_programs(schedule, made.runner)) is not None:
                 orders[schedule] = order
         rank.kept[schedule]()  # the first step makes what later ones reuse
     return orders

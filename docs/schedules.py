@@ -82,8 +82,9 @@ forward, with F = I = W = 1 and B = 2, of a stage of *this* schedule: with v sta
 as large, and so is its live activation. The bubble counts from time zero to the end of the step. `//` rounds
 down, `%` is the remainder. Each line is checked against the simulator by a test.
 
-The least that any schedule can take is what a rank computes, and for the last of them to begin the way of the
-first microbatch to it: 3vm + P-1. `penstock schedule compare` shows all of them for your numbers.
+The least that training with one copy of the model can take is what a rank computes, and for the last of them
+to begin the way of the first microbatch to it: 3vm + P-1. `penstock schedule compare` shows all of them for
+your numbers.
 
 """
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from penstock.errors import ConfigError
-from penstock.schedule import AnySchedule, Costs, build, dump, verify
+from penstock.schedule import AnySchedule, Costs, build, compare, dump, search, verify
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.config import CONFIGS, canonical, schedule_config
 
@@ -82,6 +82,36 @@ def test_what_is_wrong_is_said(config: dict[str, Any], value: str, remedy: str) 
         schedule_config(config)
     assert caught.value.value == value
     assert remedy in caught.value.remedy
+
+
+def test_the_public_search_is_a_function() -> None:
+    """Version 0.2.0 gave the package of that name, which cannot be called."""
+    assert search(ranks=1, microbatches=1, seconds=1).makespan == 3
+
+
+def test_what_is_no_schedule_at_all() -> None:
+    with pytest.raises(ConfigError, match=r"schedule None: a schedule is a name, or a mapping"):
+        schedule_config(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"schedule 'file' without path: .*Give path"):
+        build("file", ranks=2, microbatches=2)
+
+
+def test_a_schedule_is_named_once() -> None:
+    """Version 0.2.0 built GPipe here."""
+    with pytest.raises(ConfigError, match=r"schedule='gpipe': the name is '1f1b' already"):
+        build("1f1b", ranks=2, microbatches=2, schedule="gpipe")
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 8), (4, 10**9)])
+def test_a_schedule_that_would_fill_the_memory_is_refused(sizes: tuple[int, int]) -> None:
+    """Version 0.2.0 built it until it was killed."""
+    ranks, microbatches = sizes
+    with pytest.raises(ConfigError, match="would fill the memory"):
+        build("gpipe", ranks=ranks, microbatches=microbatches)
+    with pytest.raises(ConfigError, match="would fill the memory"):
+        compare(ranks=ranks, microbatches=microbatches)
+    with pytest.raises(ConfigError, match="would fill the memory"):
+        build("hanayo", ranks=4, microbatches=8, waves=10**9)
 
 
 def test_numbers_that_a_schedule_does_not_take_are_answered_with_some_that_it_does() -> None:

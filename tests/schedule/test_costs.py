@@ -38,3 +38,11 @@ def test_measured_costs_are_the_medians_of_a_timeline() -> None:
 def test_measured_costs_of_inference_have_no_backward() -> None:
     run = simulate(build("inference", ranks=2, microbatches=2), Costs(forward=3))
     assert Costs.measured(run) == Costs(forward=[3, 3], input_grad=[0, 0], weight_grad=[0, 0])
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "zb_v", "1f1b"])
+def test_what_was_measured_predicts_itself(name: str) -> None:
+    """0.2.0: where whole and split backwards were mixed, a whole one's time was taken for that of an I."""
+    schedule = build(name, ranks=2, microbatches=6)
+    run = simulate(schedule, Costs(1, 2, 3, 0.5))
+    assert simulate(schedule, Costs.measured(run, communication=0.5)).makespan == run.makespan

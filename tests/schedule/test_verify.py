@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from penstock.errors import ScheduleError
@@ -61,6 +63,14 @@ def test_a_kind_that_does_not_exist() -> None:
     assert violations(wrong) == (Violation("there are only the kinds F, B, I and W", 0, 1, stray),)
 
 
+def test_an_overlap_that_is_no_pair() -> None:
+    """Version 0.2.0 ended with an AttributeError."""
+    bare: Any = (op("0F1"), op("0B0"))
+    program = tuple(map(op, ("0F0", "0F1", "0B0", "0B1")))
+    (found,) = violations(Schedule("mine", loop(1), 2, (program,), frozenset({bare})))
+    assert found.rule.endswith("in overlaps is no Pair")
+
+
 def test_an_op_on_another_rank_than_its_stage() -> None:
     assert violations(schedule(1, "0F0 1F0", "1F0 0F0")) == (
         Violation("stage 1 is placed on rank 1", 0, 1, op("1F0")),
@@ -83,6 +93,13 @@ def test_a_forward_that_is_missing() -> None:
 def test_a_backward_that_is_missing() -> None:
     assert violations(schedule(1, "0F0 0B0", "1F0")) == (
         Violation("it is in no program", 1, None, op("1B0"), op("1B0")),
+    )
+
+
+def test_an_input_gradient_that_is_missing() -> None:
+    """Version 0.2.0 asked for 0B0, and where that was put in, refused the W beside it."""
+    assert violations(schedule(1, "0F0 0W0")) == (
+        Violation("it is in no program", 0, None, op("0I0"), op("0I0")),
     )
 
 

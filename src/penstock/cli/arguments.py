@@ -18,7 +18,7 @@ from penstock import launch
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.config import CONFIGS, canonical, check_numbers, chosen_schedule
+from penstock.schedule.config import CONFIGS, canonical, check_numbers, chosen_schedule, named_twice
 from penstock.schedule.io import load
 
 _BROKEN_PIPE = 141  # what shells give a command whose reader is gone
@@ -80,6 +80,8 @@ class Choice:
         """costs: for those schedules that shape themselves after them. Raises ConfigError."""
         if Path(self.name).suffix or "/" in self.name:  # no schedule's name has a dot in it
             return self._loaded()
+        if "schedule" in self.options:
+            raise named_twice(self.name, self.options["schedule"])
         given: dict[str, Any] = {**self.options, "schedule": self.name}
         if costs not in (None, Costs()) and "costs" in CONFIGS[canonical(self.name)].model_fields:
             given.setdefault("costs", costs)

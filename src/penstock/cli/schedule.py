@@ -95,6 +95,9 @@ def simulate(choice: Choice, costs: Costs, memory_limit: Limit = None, as_json: 
 
     Example: penstock schedule simulate 1f1b -r 4 -m 8 --forward 1,1,1,1.5 --communication 0.1
     """
+    if memory_limit is not None and not memory_limit >= 0:  # also where it is not a number
+        rule = "it is the most that a rank may hold"
+        raise ConfigError(f"--memory-limit {memory_limit}", rule, "Give 0 or more, or leave it out")
     schedule = choice.schedule(costs)
     timeline = run_on_paper(schedule, costs)
     if as_json:

@@ -171,6 +171,7 @@ class Executor:
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""
+        self.current = None
         self.inbox.clear()
         self.outbox.clear()
         for stage in self.stages.values():

@@ -44,7 +44,8 @@ def deferred_bytes(reports: Reports) -> tuple[int, ...]:
 def bubble(schedule: Schedule, reports: Reports) -> float:
     """As Timeline.bubble, without making a span of every op."""
     marks = [_marks(program, vector) for program, vector in zip(schedule.programs, reports, strict=True)]
-    makespan = max(max(rank) for rank in marks) - min(min(rank) for rank in marks)
+    ran = [rank for rank in marks if rank]  # a rank of a copy that gets no microbatch has nothing to do
+    makespan = max(map(max, ran)) - min(map(min, ran))
     busy = sum(sum(rank[1::2]) - sum(rank[::2]) for rank in marks)
     return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
 

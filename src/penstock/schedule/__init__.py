@@ -7,6 +7,7 @@ from penstock.schedule.io import dump, load
 from penstock.schedule.ops import Op, Pair, Schedule
 from penstock.schedule.placement import Placement, both_ways, loop, wave
 from penstock.schedule.render import render
+from penstock.schedule.search import Found, search
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Span, Timeline
 from penstock.schedule.verify import Proof, Violation, verify
@@ -15,6 +16,7 @@ __all__ = [
     "AnySchedule",
     "Costs",
     "Entry",
+    "Found",
     "Op",
     "Pair",
     "Placement",
@@ -31,6 +33,7 @@ __all__ = [
     "load",
     "loop",
     "render",
+    "search",
     "simulate",
     "verify",
     "wave",

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, InputError
 from penstock.schedule.builders import BUILDERS
+from penstock.schedule.config import check_size
 from penstock.schedule.costs import Cost, Costs
 from penstock.schedule.ops import Schedule
 from penstock.schedule.placement import Placement, loop
@@ -114,10 +115,7 @@ def share(costs: Costs, placement: Placement) -> Costs:
 
 
 def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | None) -> None:
-    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(number) is not int or number < 1:
-            rule = "a schedule has a whole number of them, and at least one"
-            raise ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
+    check_size(ranks, microbatches, max(_STAGES_TRIED))
     if memory_limit is not None and not memory_limit > 0:
         rule = "it is the most that a rank may hold, and each holds something"
         raise ConfigError(f"memory_limit={memory_limit!r}", rule, "Give more than 0, or leave it out")

@@ -186,11 +186,12 @@ class Searched(ScheduleConfig):
         validation_alias=AliasChoices("stages_per_rank", "num_stages_per_rank"))] = None  # fmt: skip
     costs: _Costs = None
     memory_limit: Annotated[float, Field(gt=0)] | None = None  # in the unit of costs.activation
+    objective: Literal["makespan", "extent"] = "makespan"
     seconds: Annotated[float, Field(gt=0)] = 30.0
     seed: Annotated[int, Field(ge=0)] = 0
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
-        from penstock.schedule.search import search  # large, and OR-tools with it
+        from penstock.schedule.search import search
 
         return search(ranks=ranks, microbatches=microbatches, **self.options).schedule
 
@@ -216,6 +217,8 @@ _Any = Annotated[
 CONFIGS: dict[str, type[ScheduleConfig]] = {
     get_args(config.model_fields["schedule"].annotation)[0]: config for config in get_args(get_args(_Any)[0])
 }
+
+_MOST_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
 
 # by letters and digits only, as other libraries and the papers call them
 _ALIASES = {
@@ -261,6 +264,12 @@ def schedule_config(given: str | Mapping[str, Any] | ScheduleConfig) -> Schedule
     """The config that a name or a mapping stands for. Raises ConfigError."""
     if isinstance(given, ScheduleConfig):
         return given
+    if not isinstance(given, str | Mapping):
+        raise ConfigError(
+            f"schedule {given!r}",
+            "a schedule is a name, or a mapping with its name under `schedule` and its options",
+            f"Take one of {', '.join(CONFIGS)}",
+        )
     mapping = {"schedule": given} if isinstance(given, str) else dict(given)
     if not isinstance(mapping.get("schedule"), str):
         raise ConfigError(
@@ -281,7 +290,15 @@ def build(name: str, *, ranks: int, microbatches: int, **options: Any) -> Schedu
     Further keywords are its own options, e.g. ``stages_per_rank`` and ``zero_bubble`` for ``1f1b``. Raises
     ConfigError for an unknown name, an unknown option, or numbers that do not fit.
     """
+    if "schedule" in options:
+        raise named_twice(name, options["schedule"])
     return chosen_schedule({"schedule": name, **options}, ranks, microbatches)
+
+
+def named_twice(name: str, option: object) -> ConfigError:
+    """What is wrong with an option called `schedule` beside the schedule's name."""
+    rule = f"the name is {name!r} already"
+    return ConfigError(f"schedule option schedule={option!r}", rule, "Leave it out")
 
 
 ScheduleLike = str | Mapping[str, Any] | ScheduleConfig | Schedule
@@ -292,20 +309,29 @@ def chosen_schedule(given: ScheduleLike, ranks: int | None, microbatches: int | 
     if isinstance(given, Schedule):
         return check_numbers(given, ranks, microbatches)
     config = schedule_config(given)
-    return config.build(
-        _count("ranks", ranks, config.schedule), _count("microbatches", microbatches, config.schedule)
-    )
+    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if number is None:
+            value = f"schedule={config.schedule!r} without {name}"
+            raise ConfigError(value, "a named schedule needs it", f"Give {name}")
+    assert ranks is not None
+    assert microbatches is not None
+    stages = getattr(config, "stages_per_rank", None) or 2 * getattr(config, "waves", 0) or 1
+    check_size(ranks, microbatches, stages)
+    return config.build(ranks, microbatches)
 
 
-def _count(name: str, number: int | None, schedule: str) -> int:
-    if number is None:
+def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+    """Raise ConfigError for numbers that no schedule can have, or one that would fill the memory."""
+    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(number) is not int or number < 1:
+            rule = "a schedule has a whole number of them, and at least one"
+            raise ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
+    if ranks * stages_per_rank * microbatches > _MOST_FORWARDS:
         raise ConfigError(
-            f"schedule={schedule!r} without {name}", "a named schedule needs it", f"Give {name}"
+            f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches",
+            f"a schedule of more than {_MOST_FORWARDS:,} forwards would fill the memory",
+            "Give smaller numbers",
         )
-    if type(number) is not int or number < 1:
-        rule = "a schedule has a whole number of them, and at least one"
-        raise ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
-    return number
 
 
 def check_numbers(schedule: Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
@@ -327,6 +353,8 @@ def _complain(name: str, error: ValidationError) -> ConfigError:
     entry: Any = error.errors(include_url=False)[0]
     option = str(entry["loc"][-1]) if entry["loc"] else "schedule"
     takes = [field for field in CONFIGS[name].model_fields if field != "schedule"]
+    if entry["type"] == "missing":
+        return ConfigError(f"schedule {name!r} without {option}", "it needs that", f"Give {option}")
     if entry["type"] == "extra_forbidden":
         near = difflib.get_close_matches(option, takes, n=1)
         return ConfigError(

@@ -84,18 +84,18 @@ class Costs:
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
         """The median duration of each stage's ops in `timeline`.
 
-        Where its backwards are whole, they count as `input_grad`.
+        Where no backward of a stage is split, its whole ones count as `input_grad`.
         """
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         for span in timeline.spans:
-            kind: Kind = "I" if span.op.kind == "B" else span.op.kind
-            seen[span.op.stage, kind].append(span.end - span.start)
+            seen[span.op.stage, span.op.kind].append(span.end - span.start)
         stages = 1 + max(stage for stage, _ in seen)
 
-        def medians(kind: Kind) -> list[float]:
-            return [median(seen[stage, kind] or [0.0]) for stage in range(stages)]
+        def medians(kind: Kind, otherwise: Kind | None = None) -> list[float]:
+            found = [seen[s, kind] or (seen[s, otherwise] if otherwise else []) for s in range(stages)]
+            return [median(times or [0.0]) for times in found]
 
-        return cls(medians("F"), medians("I"), medians("W"), communication)
+        return cls(medians("F"), medians("I", "B"), medians("W"), communication)
 
 
 def holds(costs: Costs, schedule: Schedule) -> dict[Op, float]:

@@ -97,6 +97,11 @@ def _programs(schedule: Schedule) -> Iterator[Violation]:
         for position, op in enumerate(program)
         if not isinstance(op, Op) or type(op.stage) is not int or type(op.microbatch) is not int
     ]
+    strange += [
+        Violation(f"{pair!r} in overlaps is no Pair")
+        for pair in schedule.overlaps
+        if not isinstance(pair, Pair) or not all(isinstance(op, Op) for op in pair)
+    ]
     if strange:
         yield from strange
         return
@@ -124,7 +129,7 @@ class _Reading:
         stage, within = divmod(number, self.numbers.row)
         microbatch, slot = divmod(within, 3)
         if slot == 1:
-            return self.schedule.gradient(stage, microbatch)
+            return Op(stage, "I" if self._is_split(stage, microbatch) else "B", microbatch)
         return Op(stage, "W" if slot else "F", microbatch)
 
     def _read(self) -> Iterator[Violation]:

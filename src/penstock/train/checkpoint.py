@@ -114,14 +114,19 @@ def load_checkpoint(path: Path, pipe: Pipeline, optimizer: AdamW, ties: Ties) ->
     """Put weights and optimizer state of this process back, in place. Collective."""
     pipe.load_weights(path)
     names = _Names(ties)
-    wanted = {name: p for name, p in pipe.named_parameters() if p.requires_grad}
+    wanted: dict[str, list[nn.Parameter]] = {}  # several where this process holds copies of the same slice
+    for name, parameter in pipe.named_parameters():
+        if parameter.requires_grad:
+            wanted.setdefault(name, []).append(parameter)
     for file in _optimizer_files(path):
         with safe_open(file, framework="pt") as opened:
             held = set(opened.keys())
             for name in [name for name in wanted if names.find("step", name, held)]:
-                parameter = wanted.pop(name)
+                copies = wanted.pop(name)
                 keys = {part: key for part in _PARTS if (key := names.find(part, name, held))}
-                if len(keys) == len(_PARTS):  # a parameter that never had a gradient has no moments
+                if len(keys) < len(_PARTS):  # a parameter that never had a gradient has no moments
+                    continue
+                for parameter in copies:
                     optimizer.state[parameter] = {
                         part: _placed(part, opened.get_tensor(key), parameter) for part, key in keys.items()
                     }

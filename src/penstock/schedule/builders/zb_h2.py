@@ -20,10 +20,11 @@ Rank 0 fills its wait for the first gradient with forwards, and the last rank en
 much later than rank 0 as it began. With m < 2P-1 there are too few forwards for that; d is then m-1-w, kept
 within r and 2r.
 
-From m = 2P-1 on a rank idles for (P-1)(F + I - 2W) between its first op and its last, where W is neither
-longer than F nor than I: in unit times not at all, where steps follow each other without a pause. One step
-alone takes as long as `zb_h1`: the makespan is 3m + P-1 in unit times, the bubble (P-1) / (3m + P-1);
-with m < P the makespan is P-m longer. The live activations are min(2P-1, m) on every rank.
+From m = 2P-1 on rank 0 idles for (P-1)(F + I - 2W) between its first op and its last, and no rank for
+longer, where W is neither longer than F nor than I: in unit times not at all, where steps follow each other
+without a pause. One step alone takes as long as `zb_h1`: the makespan is 3m + P-1 in unit times, the bubble
+(P-1) / (3m + P-1); with m < P the makespan is P-m longer. The live activations are min(2P-1, m) on every
+rank.
 """
 
 from __future__ import annotations

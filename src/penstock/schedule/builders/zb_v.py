@@ -1,6 +1,6 @@
 """ZB-V: a V of two stages a rank and split backwards, with 1F1B's memory and no bubble inside.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", 2024 (arXiv 2401.10241), section 6. P = 3 ranks,
+Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv 2401.10241), section 6. P = 3 ranks,
 m = 3 microbatches, F, I and W of equal length:
 
     rank 0 | 0F0 0F1 0F2 .   .   5F0 5I0 5W0 5F1 5I1 5W1 5F2 5I2 0I0 5W2 0I1 0W0 0I2 0W1 0W2

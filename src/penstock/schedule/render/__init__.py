@@ -91,10 +91,10 @@ def _count(amount: int, noun: str, plural: str = "s") -> str:
 def _write(path: Path, result: str) -> None:
     try:
         path.write_text(result, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"drawing {str(path)!r}",
-            f"it cannot be written: {error.strerror or error}",
+            f"it cannot be written: {getattr(error, 'strerror', None) or error}",
             "Give a path in a folder that exists and may be written to",
         ) from error
 

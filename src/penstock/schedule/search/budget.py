@@ -8,7 +8,7 @@ _PER_SECOND = 4_000_000  # of the steps below, on one core of 2024
 OP_TIMED = 1  # one op run once
 OP_LISTED = 9  # one op chosen by list scheduling
 OP_MODELLED = 300  # one op told to CP-SAT
-CP_SAT_SECOND = 9_000_000  # one of CP-SAT's deterministic seconds
+CP_SAT_SECOND = 15_000_000  # one of CP-SAT's deterministic seconds
 _PATIENCE = 4.0  # times as long as asked for, the search stops whatever it has done
 
 

@@ -100,7 +100,7 @@ def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random
     assert best.programs, "no seed fits"
     policies: list[Policy] = []
     if problem.size > _LARGE and problem.alike and problem.placement.replicas == 1:
-        for microbatches, share in ((problem.ranks + 3, 0.15), (2 * problem.ranks, 0.3)):
+        for microbatches, share in ((problem.ranks + 3, 0.1), (2 * problem.ranks, 0.2)):
             if microbatches < problem.microbatches:
                 policies += _from_fewer(best, microbatches, share, policies)
     _improve(best, policies)
@@ -133,13 +133,13 @@ def _improve(best: Best, policies: list[Policy]) -> None:
     def until(share: float) -> float:
         return begun + share * (1.0 - begun)
 
-    best.list(until(0.2 if whole else 0.4), policies)
+    best.list(until(0.2 if whole else 0.35), policies)
     if not exact.available():
         best.anneal(1.0)
         return
     if whole and not best.is_least:
         best.solve("value", until(0.7))
-    if not best.is_least:
+    if not best.is_least and best.problem.size <= _LARGE:  # of more ops, too few would move to tell
         best.anneal(until(0.8 if whole else 0.55))
     if whole and best.is_least:
         best.solve("ends", 1.0)
