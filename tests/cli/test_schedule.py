@@ -182,7 +182,7 @@ def test_every_schedule_by_name(penstock: Penstock, name: str) -> None:
         (("compare", *SMALL, "--forward", "1,2,3"), "with 3 numbers: for a comparison"),
         (("compare", *SMALL, "--memory-limit", "0"), "memory_limit=0"),
         (("compare", *SMALL, "--search", "0"), "Invalid value for '--search'"),
-        (("search", *SMALL, "--memory-limit", "0.5"), "Give 1 on rank 0"),
+        (("search", *SMALL, "--memory-limit", "0.5"), "Give 1 or more"),
         (("search", *SMALL, "--seconds", "0"), "seconds=0"),
         (("compare", "--ranks", "two", "--microbatches", "4"), "Invalid value"),
         (("shwo",), "No such command"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock import Pipeline
 from penstock.models.protocol import StageInfo
 from penstock.runtime.shapes import Microbatch
-from penstock.schedule import Op, Schedule, both_ways
+from penstock.schedule import Op, Placement, Schedule, both_ways
 from support import jobs
 from support.pool import Pool
 
@@ -99,6 +99,18 @@ def test_a_copy_counts_once_in_the_norm_and_stays_alike_under_an_optimizer() -> 
     for stage in (0, 1):
         first, second = pipe.modules[stage], pipe.modules[stage + 2]
         assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_a_rank_whose_copy_gets_no_microbatch() -> None:
+    """0.2.0: such a step ended in "max() arg is an empty sequence": the bubble took an op of every rank."""
+    schedule = Schedule("apart", Placement((0, 1), 2), 1, ((Op(0, "F", 0), Op(0, "B", 0)), ()))
+    pipe = Pipeline.from_provider(Part, schedule=schedule, loss_fn=mean_square)
+    result = pipe.step(batch())
+    assert pipe.evaluate(batch()).loss == pytest.approx(result.loss, rel=1e-12)
+    assert pipe.timeline.bubble == pytest.approx(result.bubble)
+    assert result.bubble >= 0.5
+    first, second = (module.get_parameter("linear.weight").grad for module in pipe.modules.values())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_over_gloo(pool: Pool) -> None:

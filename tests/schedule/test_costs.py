@@ -1,4 +1,5 @@
 from math import inf, nan
+from typing import Any
 
 import pytest
 
@@ -46,3 +47,36 @@ def test_what_was_measured_predicts_itself(name: str) -> None:
     schedule = build(name, ranks=2, microbatches=6)
     run = simulate(schedule, Costs(1, 2, 3, 0.5))
     assert simulate(schedule, Costs.measured(run, communication=0.5)).makespan == run.makespan
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"forward": None}, {"forward": "1"}, {"forward": True}, {"forward": {0: 1}}, {"forward": [[[1]]]},
+        {"bytes": -1}, {"bandwidth": "3"}, {"bandwidth": 0}, {"activation": [1, nan]},
+        {"communication": None},
+    ],
+)  # fmt: skip
+def test_what_is_no_cost_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="Costs"):
+        Costs(**wrong)
+
+
+def test_ops_that_take_no_time_hold_memory_all_the_same() -> None:
+    timeline = simulate(build("gpipe", ranks=2, microbatches=8), Costs(0, 0, 0))
+    assert list(timeline.peak_live) == [8, 8]
+    assert list(timeline.peak_memory) == [8, 8]
+
+
+def test_costs_by_stage_and_microbatch() -> None:
+    costs = Costs(forward=[1, [1, 2]], bytes=4, bandwidth=2, communication=1, activation=[1, 2])
+    timeline = simulate(build("gpipe", ranks=2, microbatches=2), costs)
+    starts = {str(span.op): (span.start, span.end) for span in timeline.spans}
+    # 1 of computing, 1 of latency, 4 bytes at 2 a unit of time
+    assert [starts["1F0"], starts["1F1"]] == [(4.0, 5.0), (5.0, 7.0)]
+    assert list(timeline.peak_memory) == [2, 4]
+
+
+def test_costs_of_a_stage_count_for_each_copy_of_it() -> None:
+    schedule = build("dualpipe", ranks=2, microbatches=2)
+    assert simulate(schedule, Costs([1, 2])) == simulate(schedule, Costs([1, 2, 1, 2]))

@@ -99,6 +99,32 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, model: dict[str, Any]
     ]
 
 
+def test_both_copies_of_a_slice_in_one_process_get_their_state_back(tmp_path: Path) -> None:
+    """0.2.0: a process with two copies of one slice gave its optimizer state to one of them alone.
+
+    A resumed run's copies drifted apart in silence: the state is looked up by name, and both bear one name.
+    """
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        made = config(tmp_path / name, steps=4, checkpoint_every=2)
+        made = made.model_copy(update={"pipeline": made.pipeline.model_copy(update={"schedule": "dualpipe"})})
+        run(preflight(made))
+    checkpoints = tmp_path / "parts" / "out" / "checkpoints"
+    run(preflight(made, str(checkpoints / "step-00000002")))
+    whole = tensors(tmp_path / "whole" / "out" / "checkpoints" / "step-00000004")
+    parts = tensors(checkpoints / "step-00000004")
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+    losses = [[row.get("loss") for row in metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+
+
+def test_a_schedule_without_backwards_is_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    """0.2.0: `schedule: inference` passed the dry run, and failed at the first step in every rank."""
+    made = config(tmp_path)
+    made = made.model_copy(update={"pipeline": made.pipeline.model_copy(update={"schedule": "inference"})})
+    assert "pipeline.schedule=inference: it holds no backward" in refused(ConfigError, made)
+
+
 def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
     run(preflight(config(tmp_path)))
     resumed = preflight(config(tmp_path, steps=6), str(tmp_path / "out" / "checkpoints" / "step-00000004"))

@@ -15,11 +15,11 @@ from typing import Any
 
 from penstock.errors import ConfigError, InputError
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.config import check_size
 from penstock.schedule.costs import Cost, Costs
 from penstock.schedule.ops import Schedule
 from penstock.schedule.placement import Placement, loop
 from penstock.schedule.simulate import simulate
+from penstock.schedule.sizes import check_size
 from penstock.schedule.timeline import Timeline
 
 Builder = Callable[..., Schedule]

@@ -27,6 +27,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Schedule
+from penstock.schedule.sizes import check_size
 
 _Count = Annotated[int, Field(ge=1)]
 _StagesPerRank = Annotated[
@@ -218,7 +219,6 @@ CONFIGS: dict[str, type[ScheduleConfig]] = {
     get_args(config.model_fields["schedule"].annotation)[0]: config for config in get_args(get_args(_Any)[0])
 }
 
-_MOST_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
 
 # by letters and digits only, as other libraries and the papers call them
 _ALIASES = {
@@ -318,20 +318,6 @@ def chosen_schedule(given: ScheduleLike, ranks: int | None, microbatches: int | 
     stages = getattr(config, "stages_per_rank", None) or 2 * getattr(config, "waves", 0) or 1
     check_size(ranks, microbatches, stages)
     return config.build(ranks, microbatches)
-
-
-def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
-    """Raise ConfigError for numbers that no schedule can have, or one that would fill the memory."""
-    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(number) is not int or number < 1:
-            rule = "a schedule has a whole number of them, and at least one"
-            raise ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
-    if ranks * stages_per_rank * microbatches > _MOST_FORWARDS:
-        raise ConfigError(
-            f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches",
-            f"a schedule of more than {_MOST_FORWARDS:,} forwards would fill the memory",
-            "Give smaller numbers",
-        )
 
 
 def check_numbers(schedule: Schedule, ranks: int | None, microbatches: int | None) -> Schedule:

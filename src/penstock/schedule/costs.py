@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import TypeGuard
 
 from penstock.errors import ConfigError
 from penstock.schedule.ops import Kind, Op, Schedule
@@ -27,7 +28,8 @@ class Costs:
     bytes: what crosses the edge behind each stage (and comes back as its gradient); with `bandwidth`, bytes a
         unit of time, an edge takes ``communication + bytes / bandwidth``
     activation: what a rank holds from the start of F to the end of I or B
-    held_for_weight: how much of it is held on until the end of W; None: all of it
+    held_for_weight: what it holds from then to the end of W: some of the activation, and gradients;
+        None: as much as the activation
     """
 
     forward: Cost = 1.0
@@ -41,10 +43,11 @@ class Costs:
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ConfigError(
-                f"Costs(bandwidth={self.bandwidth})", "it divides bytes", "Give more than 0, or leave it out"
-            )
+        if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
+            rule = "it divides bytes, and is a number above 0"
+            raise ConfigError(f"Costs(bandwidth={self.bandwidth!r})", rule, "Give bytes a unit of time")
+        for name in ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight"):
+            _check_form(name, getattr(self, name))
 
     def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
         """The cost called `name` by stage and microbatch; copies of a stage cost alike.
@@ -55,7 +58,6 @@ class Costs:
         all_of_it = name == "held_for_weight" and self.held_for_weight is None
         cost: Cost = getattr(self, "activation" if all_of_it else name)
         if isinstance(cost, int | float):
-            _check(name, cost)
             return [[float(cost)] * microbatches for _ in range(stages)]
         if len(cost) not in (depth, stages):
             raise ConfigError(
@@ -89,6 +91,8 @@ class Costs:
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         for span in timeline.spans:
             seen[span.op.stage, span.op.kind].append(span.end - span.start)
+        if not seen:
+            raise ConfigError("a timeline without ops", "costs are measured from ops", "Give one of a step")
         stages = 1 + max(stage for stage, _ in seen)
 
         def medians(kind: Kind, otherwise: Kind | None = None) -> list[float]:
@@ -100,22 +104,21 @@ class Costs:
 
 def holds(costs: Costs, schedule: Schedule) -> dict[Op, float]:
     """By how much each op changes what its rank holds: F at its start, all others at their end."""
+    if not schedule.trains:
+        return {}
     activation = costs.rows("activation", schedule.placement, schedule.microbatches)
     kept = costs.rows("held_for_weight", schedule.placement, schedule.microbatches)
     change: dict[Op, float] = {}
-    if not schedule.trains:
-        return change
     for program in schedule.programs:
         for op in program:
             stage, kind, microbatch = op
-            whole, later = activation[stage][microbatch], kept[stage][microbatch]
-            change[op] = {"F": whole, "B": -whole, "I": later - whole, "W": -later}[kind]
+            held, later_held = activation[stage][microbatch], kept[stage][microbatch]
+            change[op] = {"F": held, "B": -held, "I": later_held - held, "W": -later_held}[kind]
     return change
 
 
 def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
     if isinstance(cost, int | float):
-        _check(name, cost)
         return [float(cost)] * microbatches
     if len(cost) != microbatches:
         raise ConfigError(
@@ -123,11 +126,24 @@ def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
             f"the schedule has {microbatches} microbatches, and each takes one",
             f"Give one number for the stage, or {microbatches} of them",
         )
-    for value in cost:
-        _check(name, value)
     return [float(value) for value in cost]
 
 
-def _check(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not 0 <= value < inf:  # also where it is not a number
+def _check_form(name: str, cost: object, depth: int = 0) -> None:
+    """A number, or a list of numbers, or one of lists of numbers."""
+    if cost is None and name == "held_for_weight":
+        return
+    if isinstance(cost, Sequence) and not isinstance(cost, str | bytes) and depth < 2:
+        for part in cost:
+            _check_form(name, part, depth + 1)
+    else:
+        _check(name, cost)
+
+
+def _check(name: str, value: object) -> None:
+    if not (_is_number(value) and 0 <= value < inf):  # also where it is not a number
         raise ConfigError(f"Costs({name}={value!r})", "a cost is finite and not negative", "Give 0 or more")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

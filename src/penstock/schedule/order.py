@@ -28,6 +28,11 @@ class Numbers:
     def of(self, op: Op) -> int:
         return op.stage * self.row + 3 * op.microbatch + _SLOT[op.kind]
 
+    def places(self, number: int) -> tuple[int, int, int]:
+        """Stage, microbatch, and slot of a number: 0 is F, 1 is B or I, 2 is W."""
+        stage, within = divmod(number, self.row)
+        return stage, *divmod(within, 3)
+
     def program(self, ops: Iterable[Op]) -> list[int]:
         row = self.row
         return [stage * row + 3 * microbatch + _SLOT[kind] for stage, kind, microbatch in ops]

@@ -51,7 +51,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         spans,
         proof.peak_live,
         _memory(schedule, costs, times),
-        _critical_path(schedule, numbers, max(last, key=ended.__getitem__), held_up_by),
+        _critical_path(schedule, numbers, _last_to_end(last, ended), held_up_by),
         schedule.overlaps,
     )
 
@@ -86,12 +86,16 @@ def _memory(schedule: Schedule, costs: Costs, times: list[list[tuple[float, floa
     )
 
 
+def _last_to_end(last: list[int], ended: list[float]) -> int:
+    """Of the ranks' last ops."""
+    return max((number for number in last if number != NOTHING), key=ended.__getitem__, default=NOTHING)
+
+
 def _critical_path(schedule: Schedule, numbers: Numbers, at: int, held_up_by: list[int]) -> tuple[Op, ...]:
     """From the op `at` back to one that nothing holds up, in order of time."""
     path: list[Op] = []
     while at != NOTHING:
-        stage, within = divmod(at, numbers.row)
-        microbatch, slot = divmod(within, 3)
+        stage, microbatch, slot = numbers.places(at)
         kind = "W" if slot == 2 else "F"
         path.append(schedule.gradient(stage, microbatch) if slot == 1 else Op(stage, kind, microbatch))  # type: ignore[arg-type]
         at = held_up_by[at]

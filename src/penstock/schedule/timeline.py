@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.schedule.ops import Op, Pair
 
-# (time, what is held from then on), in order of time; each time once
+# (time, what is held from then on), in order of time; each time once, but for peaks that last no time
 Curve = tuple[tuple[float, float], ...]
 _LIVE = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
 
@@ -110,15 +110,15 @@ class Timeline:
 
 
 def curve(changes: Iterable[tuple[float, float]]) -> Curve:
-    """What is held over time, from (time, by how much it changes then)."""
+    """What is held over time, from (time, by how much it changes then) in the order of a program."""
     held = 0.0
     points: list[tuple[float, float]] = []
-    for time, change in sorted(changes):  # what is let go at a time makes room for what is taken then
+    for time, change in changes:
         if not change:
             continue
         held += change
-        if points and points[-1][0] == time:
-            points[-1] = (time, held)
-        else:
-            points.append((time, held))
+        before = points[-2][1] if len(points) > 1 else 0.0
+        if points and points[-1][0] == time and not points[-1][1] > max(before, held):
+            points.pop()
+        points.append((time, held))
     return tuple(points)

@@ -126,8 +126,7 @@ class _Reading:
 
     def op(self, number: int) -> Op:
         """The op of this number that the schedule holds, or else should hold."""
-        stage, within = divmod(number, self.numbers.row)
-        microbatch, slot = divmod(within, 3)
+        stage, microbatch, slot = self.numbers.places(number)
         if slot == 1:
             return Op(stage, "I" if self._is_split(stage, microbatch) else "B", microbatch)
         return Op(stage, "W" if slot else "F", microbatch)

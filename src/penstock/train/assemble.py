@@ -58,6 +58,10 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     _check_output(Path(config.output.folder).expanduser())
     model, auto = named_model(config.model), make_auto(config)
     outline = auto.outline(model)
+    if not outline.schedule.trains:
+        raise ConfigError(
+            f"pipeline.schedule={outline.schedule.name}", "it holds no backward", "Take one that trains: 1f1b"
+        )
     vocabulary = _check_model(config, outline)
     checkpoint, done, notes = _find_checkpoint(config, outline, resume)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))

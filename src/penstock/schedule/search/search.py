@@ -17,6 +17,7 @@ from penstock.schedule.search.candidates import candidates
 from penstock.schedule.search.problem import F, I, Problem, Programs, W, problem
 from penstock.schedule.search.strategy import Best, find
 from penstock.schedule.simulate import simulate
+from penstock.schedule.sizes import check_size
 from penstock.schedule.timeline import Timeline
 
 Objective = Literal["makespan", "extent"]
@@ -78,8 +79,9 @@ def search(
     With OR-tools installed (``penstock[search]``) cases of up to about 200 ops are usually proven optimal.
     Raises ConfigError for a limit that nothing keeps.
     """
+    check_size(ranks, microbatches, stages_per_rank if type(stages_per_rank) is int else 1)
     where = _placement(placement, ranks, stages_per_rank)
-    _check(microbatches, seconds, objective)
+    _check(seconds, objective)
     costs = costs or Costs()
     limits = _limits(memory_limit, where.ranks)
     given = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
@@ -108,14 +110,9 @@ def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) 
                 f"Give ranks={given.ranks}, and leave stages_per_rank out",
             )
         return given
-    for name, value in (
-        ("ranks", ranks),
-        ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
-    ):
-        if type(value) is not int or value < 1:
-            raise ConfigError(
-                f"{name}={value!r}", "there is a whole number of them, and at least one", "Give 1 or more"
-            )
+    if stages_per_rank is not None and (type(stages_per_rank) is not int or stages_per_rank < 1):
+        rule = "a rank has a whole number of them, and at least one"
+        raise ConfigError(f"stages_per_rank={stages_per_rank!r}", rule, "Give 1 or more")
     if given == "loop":
         return loop(ranks, stages_per_rank or 1)
     if given == "v":
@@ -125,11 +122,7 @@ def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) 
     )
 
 
-def _check(microbatches: int, seconds: float, objective: str) -> None:
-    if type(microbatches) is not int or microbatches < 1:
-        raise ConfigError(
-            f"microbatches={microbatches!r}", "a step has a whole number of them", "Give 1 or more"
-        )
+def _check(seconds: float, objective: str) -> None:
     if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
         raise ConfigError(
             f"seconds={seconds!r}", "a search takes some time, and ends", "Give more than 0, say 30"
@@ -157,7 +150,9 @@ def _check_limits(given: Problem, memory_limit: object, costs: Costs, limits: Se
         rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)
     ]
     if short:
-        least = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
+        each = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
+        one_for_all = isinstance(memory_limit, int | float)
+        least = f"{max(alone[rank] for rank in short):g}" if one_for_all else each
         raise ConfigError(
             f"memory_limit={memory_limit!r}",
             "in any order a rank holds one microbatch's activations of all its stages at once",
