@@ -127,10 +127,11 @@ class Pipeline:
         try:
             with torch.enable_grad():
                 result, self._last = self._run(self._training, batch)
-        except BaseException:
+            self._shared.end_step()
+        except BaseException as error:
             self._shared.restore()
+            self._failed |= self.processes.count > 1 and not isinstance(error, BatchError)
             raise
-        self._shared.end_step()
         return result
 
     def evaluate(self, batch: Batch) -> StepResult:

@@ -201,9 +201,9 @@ class Deferred:
         for product in _owned(products):
             groups.setdefault(id(product.parameter), []).append(product)
         self._groups = list(groups.values())[::-1]  # taken from the end: in I's order
+        self.nbytes = self._count()
 
-    @property
-    def nbytes(self) -> int:
+    def _count(self) -> int:
         storages = {
             storage.data_ptr(): storage.nbytes()
             for group in self._groups
@@ -222,6 +222,7 @@ class Deferred:
         """
         while self._groups:
             _accumulate(self._groups.pop())
+        self.nbytes = 0
 
 
 def _accumulate(products: list[Product]) -> None:

@@ -81,12 +81,14 @@ class Executor:
                     while (tensors := self.transport.receive(message)) is None:
                         yield message
                     self.inbox[message.op] = tensors
+                    del tensors  # or the last message would live on here while this rank waits
                 case Hand(message):
                     self.inbox[message.op] = tuple([t.detach() for t in self.outbox.pop(message.op)])
                 case Send(message):
                     tensors = self.outbox.pop(message.op)
                     check(message.op, tensors, self._specs(message, step))
                     self.transport.send(message, tensors)
+                    del tensors
                 case Free(message):
                     self.transport.free(message)
         if self.totals:

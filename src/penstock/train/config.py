@@ -97,9 +97,11 @@ class PipelineSection(Section):
     modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
     timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
 
-    @field_validator("schedule")
+    @field_validator("schedule", mode="before")
     @classmethod
-    def known(cls, given: str | dict[str, Any]) -> str | dict[str, Any]:
+    def known(cls, given: object) -> object:
+        if not isinstance(given, str | dict):
+            raise ValueError(f"a schedule is a name or a mapping, and {given!r} is neither; write 1f1b, say")
         try:
             schedule_config(given)
         except ConfigError as error:
