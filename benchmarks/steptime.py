@@ -24,7 +24,6 @@ from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.schedule.config import ScheduleLike, chosen_schedule
 
 RANKS, MICROBATCHES, SECONDS = 4, 16, 0.02
-SPUN = 0.0005  # of these
 HIDDEN = (1, 128, 256)  # rows, sequence, width: 128 KiB a message
 BAR = 1.02
 # torch's schedules under penstock's names, and those that torch lacks
@@ -42,15 +41,7 @@ FORMS: dict[str, ScheduleLike] = {
 
 
 def sleep() -> None:
-    """Take SECONDS, to the microsecond: the last bit is spun, as a sleep ends late.
-
-    It also leaves a processor that is awake, as computing would; straight from a sleep each small torch call
-    was seen to take some thirty times what it takes otherwise.
-    """
-    end = time.perf_counter() + SECONDS
-    time.sleep(SECONDS - SPUN)
-    while time.perf_counter() < end:
-        pass
+    time.sleep(SECONDS)
 
 
 class Sleep(torch.autograd.Function):
@@ -205,7 +196,7 @@ def latency(pool: Pool, pause: float) -> float:
 
 
 def oversleep(_: Rank) -> float:
-    """How much longer than asked the emulation of one forward takes."""
+    """How much longer than asked a sleep of one forward takes."""
     times = []
     for _round in range(20):
         start = time.perf_counter()
@@ -253,8 +244,8 @@ def measure(repeats: int) -> Found:
         f"one-way latency of {torch.zeros(HIDDEN).nbytes // 1024} KiB between two ranks that do something "
         f"else for {SECONDS * 1e3:.0f} ms before, as in the step: {median(latencies) * 1e6:.0f} µs, which "
         f"`simulate` is given; of messages that follow at once: {median(hot) * 1e6:.0f} µs",
-        f"an op of {SECONDS * 1e3:.0f} ms sleeps but for the last {SPUN * 1e3} ms, which it spins to end on "
-        f"time; it takes {late * 1e6:.0f} µs longer than asked, all ranks at it; nothing is subtracted",
+        f"a sleep of {SECONDS * 1e3:.0f} ms takes {late * 1e6:.0f} µs longer than asked, all ranks at it; "
+        "nothing is subtracted",
         "recorded: from the first op's start to the last op's end; ops as long as they really were: "
         "`simulate` is given the medians of the ops' recorded times; what lies between ops is left",
         "each library's ratios are to its own order of the ops, which differ; torch's times beside ours are "
