@@ -137,24 +137,28 @@ def first(output: Tensor, target: Tensor) -> Tensor:
     return output[0, 0, 0].clone()  # no view, as above
 
 
-def prepare(rank: Rank, library: str, programs: dict[str, Schedule]) -> dict[str, list[list[str]]]:
-    """Make every pipeline and run it once; torch's orders by schedule, where it writes them down."""
+def prepare(rank: Rank, library: str, schedule: str, program: Schedule) -> list[list[str]] | None:
+    """Make one pipeline, the only one of its process, and run it once; torch's order where it differs."""
     torch.manual_seed(0)
     cast(dict[object, object], CALLS)[product] = ("hidden", "weight"), _find
     shape = (HIDDEN[0] * MICROBATCHES, *HIDDEN[1:])
     module = Sleeper if library == "penstock" else TorchSleeper
     work = Work(module, first, torch.randn(shape), torch.randn(shape), MICROBATCHES)
-    orders = {}
-    for schedule in programs if library == "penstock" else TORCH:
-        if library == "penstock":
-            rank.kept["pipe", schedule], rank.kept[schedule] = ours(work, programs[schedule], rank.count)
-        else:
-            made = theirs(work, schedule, rank.index, rank.count)
-            rank.kept[schedule] = made.step
-            if (order := torch_programs(schedule, made.runner)) is not None:
-                orders[schedule] = order
-        rank.kept[schedule]()  # the first step makes what later ones reuse
-    return orders
+    order = None
+    if library == "penstock":
+        rank.kept["pipe", schedule], rank.kept[schedule] = ours(work, program, rank.count)
+    else:
+        made = theirs(work, schedule, rank.index, rank.count)
+        rank.kept[schedule], order = made.step, torch_programs(schedule, made.runner)
+    rank.kept[schedule]()  # the first step makes what later ones reuse
+    return order
+
+
+def finish(rank: Rank, schedule: str) -> None:
+    """Its threads would cost the next one time."""
+    del rank.kept[schedule]
+    if (pipe := rank.kept.pop(("pipe", schedule), None)) is not None:
+        pipe.close()
 
 
 def timed(rank: Rank, schedule: str) -> tuple[float, float, Timeline | None]:
@@ -210,25 +214,33 @@ def measure(repeats: int) -> Found:
     timelines: dict[str, list[Timeline]] = {schedule: [] for schedule in FORMS}
     latencies, hot = [], []
     built = {name: chosen_schedule(form, RANKS, MICROBATCHES) for name, form in FORMS.items()}
+    orders: dict[str, list[list[str]]] = {}
     with Pool(RANKS) as mine, Pool(RANKS) as other:
         pools = {"penstock": mine, "torch": other}
-        orders: dict[str, list[list[str]]] = {}
-        for library, pool in pools.items():
-            orders |= pool.run(prepare, library, built)[0]
-            pool.pause()
-        for _ in range(repeats):
-            for library, pool in pools.items():
+        other.pause()
+        for schedule, program in built.items():
+            both = {name: pool for name, pool in pools.items() if name == "penstock" or schedule in TORCH}
+            for library, pool in both.items():
                 pool.resume()
-                for schedule in FORMS if library == "penstock" else TORCH:
+                order = pool.run(prepare, library, schedule, program)[0]
+                orders |= {schedule: order} if order else {}
+                pool.pause()
+            for _ in range(repeats):
+                for library, pool in both.items():
+                    pool.resume()
                     results = pool.run(timed, schedule)
                     wall = max(r[1] for r in results) - min(r[0] for r in results)
                     walls.setdefault((library, schedule), []).append(wall)
                     if library == "penstock":
                         timelines[schedule].append(results[0][2])
+                    pool.pause()
+            for library, pool in both.items():
+                pool.resume()
                 if library == "penstock":
                     latencies.append(latency(pool, SECONDS))
                     hot.append(latency(pool, 0.0))
                     late = median(pool.run(oversleep))
+                pool.run(finish, schedule)
                 pool.pause()
         mine.resume()
         other.resume()
@@ -240,7 +252,8 @@ def measure(repeats: int) -> Found:
     ]
     notes = [
         "a step's time: from its first start to its last end over the ranks, after a barrier; median of "
-        f"{repeats}, the libraries in turn, each in processes of its own, the other's stopped meanwhile",
+        f"{repeats}, the libraries in turn, each in processes of its own, the other's stopped meanwhile, and "
+        "one pipeline at a time",
         f"one-way latency of {torch.zeros(HIDDEN).nbytes // 1024} KiB between two ranks that do something "
         f"else for {SECONDS * 1e3:.0f} ms before, as in the step: {median(latencies) * 1e6:.0f} µs, which "
         f"`simulate` is given; of messages that follow at once: {median(hot) * 1e6:.0f} µs",

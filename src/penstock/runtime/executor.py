@@ -121,13 +121,13 @@ class Executor:
         stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
         if not self.plan.peak_live:  # no backward will come: hold nothing
             outputs = stage.infer(received, microbatch)
-            if self._is_last(op):
+            if op.stage in self.last:
                 with torch.no_grad():
                     self.totals.append(self.loss.total(outputs[0], microbatch))
                 return ()
             return outputs
         split = (op.stage, op.microbatch) in self.split
-        if self._is_last(op):
+        if op.stage in self.last:
             self.totals.append(stage.forward_loss(op.microbatch, received, microbatch, self.loss, split))
             outputs = ()
         else:
@@ -137,14 +137,17 @@ class Executor:
 
     def _gradients(self, op: Op, received: tuple[Tensor, ...], step: StepInput) -> tuple[Tensor, ...]:
         """Those of the stage's outputs: received, or of the step's loss, the totals' sum over the weight."""
-        if not self._is_last(op):
+        if op.stage not in self.last:
             return received
         if self.seed is None:
             self.seed = torch.full_like(self.totals[0], 1 / step.weight)
         return (self.seed,)
 
-    def _is_last(self, op: Op) -> bool:
-        return self.plan.schedule.placement.is_last(op.stage)
+    @cached_property
+    def last(self) -> frozenset[int]:
+        """The stages whose output goes into the loss."""
+        placement = self.plan.schedule.placement
+        return frozenset(filter(placement.is_last, range(placement.stages)))
 
     def _specs(self, message: Message, step: StepInput) -> EdgeSpecs:
         """What the message holds; looked up once a step for all microbatches of one shape."""

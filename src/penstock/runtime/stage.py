@@ -15,6 +15,7 @@ from penstock.runtime.shapes import Microbatch
 
 # (what came over the edge from the stage before, the microbatch) -> what goes to the stage after
 StageCall = Callable[[tuple[Tensor, ...], Microbatch], tuple[Tensor, ...]]
+_WHOLE = nullcontext()  # of a forward whose backward will not be split: made once, as each op counts
 
 
 class Stage:
@@ -46,7 +47,7 @@ class Stage:
         split: whether its backward will come in two halves
         """
         inputs = tuple([leaf(tensor) for tensor in received])
-        with deferring() if split else nullcontext() as tape:
+        with deferring() if split else _WHOLE as tape:
             outputs = self._call(inputs, microbatch)
         self.live[number] = hold(inputs, outputs, tape)
         return outputs
@@ -61,7 +62,7 @@ class Stage:
     ) -> Tensor:
         """The last stage's forward: the microbatch's total loss."""
         inputs = tuple([leaf(tensor) for tensor in received])
-        with deferring() if split else nullcontext() as tape:
+        with deferring() if split else _WHOLE as tape:
             outputs = self._call(inputs, microbatch)
             total = loss.total(outputs[0], microbatch)
         self.live[number] = hold(inputs, (total,), tape)
