@@ -61,7 +61,7 @@ def test_what_a_config_builds(config: dict[str, Any], name: str, options: dict[s
     ("config", "value", "remedy"),
     [
         ({"schedule": "1f1"}, "schedule '1f1'", "Did you mean '1f1b'"),
-        ({"schedule": "zzzz"}, "schedule 'zzzz'", "Take one of inference, gpipe"),
+        ({"schedule": "zzzz"}, "schedule 'zzzz'", "Take one of these"),
         ({"stages_per_rank": 2}, "a schedule of the keys stages_per_rank", "Take one of"),
         ({"schedule": 3}, "a schedule of the keys schedule", "Take one of"),
         ({"schedule": "gpipe", "stages_per_rank": 2}, "schedule option stages_per_rank=2", "Leave it out"),

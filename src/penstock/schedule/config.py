@@ -240,7 +240,7 @@ def canonical(name: str) -> str:
         return _SPELT[key]
     near = difflib.get_close_matches(key, _SPELT, n=1)
     known = ", ".join(CONFIGS)
-    remedy = f"Did you mean {_SPELT[near[0]]!r}?" if near else f"Take one of {known}"
+    remedy = f"Did you mean {_SPELT[near[0]]!r}?" if near else "Take one of these"
     raise ConfigError(f"schedule {name!r}", f"the known schedules are {known}", remedy)
 
 
