@@ -33,7 +33,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 
 from benchmarks.report import Found, Row, show, write
 from penstock.runtime.backward import hold, input_backward, leaf, whole_backward
-from penstock.runtime.deferred import deferring
+from penstock.runtime.tape import deferring
 
 SIZES = ((512, 256), (512, 512), (1024, 256), (1024, 512))  # width, sequence
 ROUNDS = 7  # of each way, in turn, in one repeat

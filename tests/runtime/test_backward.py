@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
-from penstock.runtime.deferred import Deferred, Tape, deferring
+from penstock.runtime.deferred import Deferred
+from penstock.runtime.tape import Tape, deferring
 from support.pool import Pool
 from support.split_jobs import sharded
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.auto import checkpoint_layers
 from penstock.runtime.backward import hold, input_backward, leaf
-from penstock.runtime.deferred import deferring
+from penstock.runtime.tape import deferring
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 from support.splitting import assert_exact
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ShapeError
 from penstock.runtime.shapes import Microbatch, TensorSpec, check, gradient_specs
+from penstock.runtime.sharding import Sharding
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
 
@@ -75,3 +76,17 @@ def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
             ShapeError, match=r"0F1 gave .*: the next rank expects float32\[2, 3\], int64\[2\]"
         ):
             check(Op(0, "F", 1), [wrong, torch.zeros(2, dtype=torch.int64)], expected)
+
+
+def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reduction would come before W; tests/runtime/test_backward.py has the real one."""
+    monkeypatch.setattr(Sharding, "reduces_in_backward", property(lambda self: True))
+    stage = Stage(0, module := Residual(), module)
+    stage.forward(0, [torch.ones(2, 4, dtype=torch.float64)], {}, split=True)
+    stage.input_backward(0, [torch.ones(2, 4, dtype=torch.float64)])
+    assert stage.deferred[0].nbytes == 0
+    assert module.linear.weight.grad is not None
+    whole = module.linear.weight.grad.clone()
+    stage.weight_backward(0)
+    assert torch.equal(module.linear.weight.grad, whole)
+    assert stage.held == 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.deferred import Sharding
+from penstock.runtime.sharding import Sharding
 from support.reference import Gradients, assert_gradients
 from support.splitting import ORDERS, gradients_of, plain, split
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
-from penstock.runtime.deferred import Deferred, deferring
+from penstock.runtime.deferred import Deferred
+from penstock.runtime.tape import deferring
 from support.reference import TOLERANCE, Gradients, assert_gradients
 
 # what runs for which microbatch; B is a whole backward after a forward that could have been split

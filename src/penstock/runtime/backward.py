@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.deferred import Deferred, Tape
+from penstock.runtime.deferred import Deferred
+from penstock.runtime.tape import Tape
 
 
 class Live(NamedTuple):

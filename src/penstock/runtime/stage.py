@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
-from penstock.runtime.deferred import Deferred, Sharding, deferring
+from penstock.runtime.deferred import Deferred
 from penstock.runtime.loss import Loss
 from penstock.runtime.shapes import Microbatch
+from penstock.runtime.sharding import Sharding
+from penstock.runtime.tape import deferring
 
 # (what came over the edge from the stage before, the microbatch) -> what goes to the stage after
 StageCall = Callable[[tuple[Tensor, ...], Microbatch], tuple[Tensor, ...]]

@@ -96,7 +96,7 @@ def _critical_path(schedule: Schedule, numbers: Numbers, at: int, held_up_by: li
     path: list[Op] = []
     while at != NOTHING:
         stage, microbatch, slot = numbers.places(at)
-        kind = "W" if slot == 2 else "F"
-        path.append(schedule.gradient(stage, microbatch) if slot == 1 else Op(stage, kind, microbatch))  # type: ignore[arg-type]
+        own = Op(stage, "W" if slot == 2 else "F", microbatch)
+        path.append(schedule.gradient(stage, microbatch) if slot == 1 else own)
         at = held_up_by[at]
     return tuple(reversed(path))
