@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import jobs_edges
+from support.pool import Pool
+
+OWN_MODEL_SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -39,3 +44,22 @@ def test_wrong_options_end_in_one_line(options: tuple[str, str]) -> None:
     assert len(done.stderr.splitlines()) == 1
     assert options[0] in done.stderr
     assert options[1] in done.stderr
+
+
+def test_a_model_of_ones_own_learns() -> None:
+    done = run("own_model.py", "--ranks", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
+    assert losses[0] > 2.5
+    assert losses[-1] < 0.5
+    share = re.search(r"(\d+)% of the unseen numbers are right", done.stdout)
+    assert share is not None
+    assert int(share[1]) > 90
+
+
+def test_a_model_of_ones_own_has_the_gradients_of_one_stage_that_holds_all() -> None:
+    assert jobs_edges.own_model(3, OWN_MODEL_SCHEDULES) == []
+
+
+def test_a_model_of_ones_own_has_them_over_gloo_too(pool: Pool) -> None:
+    assert pool.run(3, jobs_edges.own_model, 3, OWN_MODEL_SCHEDULES) == [[]] * 3

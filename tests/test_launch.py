@@ -100,8 +100,7 @@ time.sleep(60)
 """
     assert launch(2, script(tmp_path, text)) == 1
     err = capfd.readouterr().err
-    assert err.startswith("Traceback")
-    assert err.endswith("penstock: error: rank 0: ZeroDivisionError: division by zero\n")
+    assert err.startswith("penstock: error: rank 0: ZeroDivisionError: division by zero\nTraceback")
     assert err.count("Traceback") == err.count("penstock: error") == 1
 
 
@@ -122,9 +121,65 @@ os.kill(os.getpid(), signal.SIGSTOP)
     started = time.monotonic()
     assert launch(2, script(tmp_path, text)) == 1
     assert time.monotonic() - started < 10
-    assert capfd.readouterr().err.startswith(
-        "penstock: error: rank 0: rank 0 waiting: rank 1 has been silent"
-    )
+    assert capfd.readouterr().err.startswith("penstock: error: rank 0 waiting: rank 1 has been silent")
+
+
+def test_a_rank_that_is_told_to_end_has_time_to_tell_what_it_did(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """0.2.0: the launcher ended ranks by SIGTERM before they had noticed that another one was gone."""
+    text = """
+from penstock.errors import Account, give_account
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.8)
+error = PeerLostError("rank 0 waiting for 1B0 from rank 1", "rank 1 is gone", "Look at it")
+error.reports = {1: "last reported 0.8 s ago: in 1F0, warm-up"}
+give_account(error, Account("waiting for 1B0 from rank 1, steady phase", "2 of 4 ops done"))
+fail(error)
+"""
+    assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.splitlines() == [
+        "penstock: error: rank 1 was killed by signal 9 (SIGKILL), last reported 0.8 s ago: in 1F0, warm-up",
+        "What the ranks did last:",
+        "  rank 0 waiting for 1B0 from rank 1, steady phase; 2 of 4 ops done",
+        "  rank 1 last reported 0.8 s ago: in 1F0, warm-up",
+    ]
+
+
+def test_a_rank_that_hangs_in_foreign_code_ends_when_told_to(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python runs no handler there; what fails meanwhile is no cause."""
+    text = """
+if rank == 1:
+    os._exit(7)
+if rank == 2:
+    while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].replace("error.json", "ending")):
+        time.sleep(0.01)
+    fail(OSError("a child was ended"))
+import ctypes
+ctypes.CDLL(None).sleep(60)  # in C: and again, as a signal cuts it short
+ctypes.CDLL(None).sleep(60)
+"""
+    started = time.monotonic()
+    assert launch(3, script(tmp_path, text)) == 7
+    assert time.monotonic() - started < 12
+    assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+
+
+def test_a_child_of_a_rank_is_ended_by_sigterm_itself(tmp_path: Path) -> None:
+    text = """
+child = os.fork()
+if not child:
+    time.sleep(60)
+time.sleep(0.2)
+os.kill(child, signal.SIGTERM)
+_, status = os.wait()
+time.sleep(3)  # and the rank goes on
+os._exit(0 if os.waitstatus_to_exitcode(status) == -signal.SIGTERM else 9)
+"""
+    assert launch(1, script(tmp_path, text)) == 0
 
 
 def test_relaunch_runs_the_same_script_with_its_arguments(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
-from penstock.auto import Outline, balance, estimated_memory
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.balance import LayerCosts
+from penstock.outline import Outline, balance, estimated_memory
 from penstock.schedule import Op, Schedule, loop
 from penstock.train.assemble import make_auto
 from penstock.train.config import load_config

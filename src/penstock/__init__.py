@@ -10,12 +10,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.auto import AutoPipeline
-    from penstock.pipeline import Pipeline, StepResult
+    from penstock.models.checkpointing import Checkpointing
+    from penstock.models.protocol import StageInfo, distribute_layers
+    from penstock.pipeline import Pipeline
+    from penstock.runtime.padding import Padding
+    from penstock.runtime.parcel import TensorSpec
+    from penstock.steps import StepResult
 
-__version__ = "0.2.0"
-__all__ = ["AutoPipeline", "Pipeline", "StepResult", "__version__"]
+__version__ = "0.3.0"
+__all__ = [
+    "AutoPipeline",
+    "Checkpointing",
+    "Padding",
+    "Pipeline",
+    "StageInfo",
+    "StepResult",
+    "TensorSpec",
+    "__version__",
+    "distribute_layers",
+]
 
-_HOMES = {"AutoPipeline": "penstock.auto", "Pipeline": "penstock.pipeline", "StepResult": "penstock.pipeline"}
+_HOMES = {
+    "AutoPipeline": "penstock.auto",
+    "Checkpointing": "penstock.models.checkpointing",
+    "Padding": "penstock.runtime.padding",
+    "Pipeline": "penstock.pipeline",
+    "StageInfo": "penstock.models.protocol",
+    "StepResult": "penstock.steps",
+    "TensorSpec": "penstock.runtime.parcel",
+    "distribute_layers": "penstock.models.protocol",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,76 +10,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from penstock.commit import MANIFEST, check_folder
-from penstock.errors import ConfigError, ModelError
 from penstock.models import weights
-from penstock.models.balance import LayerCosts, Memory
 from penstock.models.chain import Chain, find_chain
-from penstock.models.estimates import parameter_costs, stage_memory
-from penstock.models.hf import HFCall, HFEdges, activation_bytes, cut, refuse_what_would_not_show
+from penstock.models.checkpointing import Checkpointing, checkpointing, install
+from penstock.models.hf import Completed, HFCall, HFEdges, refuse_what_would_not_show
 from penstock.models.named_modules import named_split
-from penstock.models.partition import balanced_split, check_ways, partition, to_layout
-from penstock.models.protocol import StageInfo
+from penstock.models.partition import check_ways, partition
 from penstock.models.saved import SavedModel
 from penstock.models.source import ModelLike, Source, open_source
-from penstock.pipeline import Pipeline, own_stages
+from penstock.outline import Outline, outline_stage
+from penstock.pipeline import Pipeline, Shapes, as_padding, check_batched, own_stages
+from penstock.runtime.handshake import flat, named
 from penstock.runtime.loss import LossLike, as_loss
+from penstock.runtime.microbatch import Sharding
+from penstock.runtime.network import Network
 from penstock.runtime.shared import SharedWeights, of_replicas
 from penstock.runtime.stage import Stage
-from penstock.runtime.world import open_world
-from penstock.schedule import Proof, Schedule, verify
+from penstock.runtime.world import Link, open_world
+from penstock.schedule import Costs, verify
 from penstock.schedule.config import ScheduleLike, chosen_schedule
 from penstock.schedule.layout import parse_layout
-
-
-@dataclass(frozen=True)
-class StageOutline:
-    """One stage before it is built: where it runs and what it holds."""
-
-    stage: int
-    rank: int
-    layers: range
-    parameters: int
-    parameter_bytes: int
-    modules: tuple[str, ...]
-    parameter_names: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Outline:
-    """Everything about a pipeline that is known without a weight: schedule, proof and stages."""
-
-    schedule: Schedule
-    proof: Proof
-    stages: tuple[StageOutline, ...]
-    source: Source
-    chain: Chain
-
-    def part(self, stage: int) -> PreTrainedModel:
-        """The model of one stage, on the meta device unless the source has values."""
-        return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage))
-
-    def info(self, stage: int) -> StageInfo:
-        """Where the stage stands in its copy of the model."""
-        depth = self.schedule.placement.depth
-        return StageInfo(stage % depth, depth)
-
-    def activation_bytes(self, shape: tuple[int, int]) -> tuple[int, ...] | None:
-        """Bytes that one live microbatch of (rows, sequence) holds on each stage.
-
-        None where the model's forward looks at values, so that only a real run can tell.
-        """
-        edges = HFEdges(self.source.model)
-        sizes = []
-        for stage in range(len(self.stages)):
-            size = activation_bytes(self.part(stage), self.info(stage), edges, *shape)
-            if size is None:
-                return None
-            sizes.append(size)
-        return tuple(sizes)
+from penstock.schedule.recompute import mixed
+from penstock.steps import Cutter
 
 
 @dataclass(frozen=True)
@@ -100,7 +54,20 @@ class AutoPipeline:
     dtype, attention: as transformers names them; None takes the config's
     device: None takes the GPU of this process, or the CPU
     timeout: seconds that a rank waits for another before it gives up
-    activation_checkpointing: hold only each layer's input, and run the layer again in the backward
+    activation_checkpointing: hold less of each layer, and run it again in the backward. False or True,
+        "full", "selective", or a Checkpointing: every k-th layer, by op, the first n microbatches in flight,
+        or as many as a memory limit asks for
+    shapes: how a rank knows what comes over an edge. "inferred": by arithmetic, before anything is sent;
+        "exchanged": each message tells itself, for models whose shapes hang on the data's values; "padded",
+        or a Padding: all microbatches of a step are made equal in length
+    transport: "nccl", "gloo", "local", or None for what fits; exchange: "channels", or "batched" (see
+        penstock.runtime.world.Link)
+    wire_dtype: what floating-point tensors travel as; None leaves them as they are. Anything narrower than
+        the model's dtype changes the gradients
+    network: a penstock.runtime.network.Network to emulate, slower than what there is; for experiments
+    sharding: how entries of a batch are cut, by name: along a dimension (0 for those not named), not at all
+        (None), or by a function of (entry, number of microbatches)
+    trace_folder: where each rank writes its timeline so far if a step fails; None writes none
     mesh: a DeviceMesh with an axis `pp`; None takes all processes for the pipeline
     """
 
@@ -120,7 +87,14 @@ class AutoPipeline:
     attention: str | None = None
     device: torch.device | str | None = None
     timeout: float = 300.0
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str | Checkpointing = False
+    shapes: Shapes = "inferred"
+    transport: str | None = None
+    exchange: str = "channels"
+    wire_dtype: torch.dtype | None = None
+    network: Network | None = None
+    sharding: Sharding | None = None
+    trace_folder: str | Path | None = None
     mesh: DeviceMesh | None = None
 
     def outline(self, model: ModelLike) -> Outline:
@@ -133,6 +107,8 @@ class AutoPipeline:
             parse_layout(self.layout)  # before any file is looked at
         schedule = chosen_schedule(self.schedule, self.ranks, self.microbatches)
         proof = verify(schedule)
+        if self.exchange == "batched":
+            check_batched(schedule, self.shapes)
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
             check_folder(model)  # written by penstock: an altered file can be told, and would load in silence
         source = open_source(model, self.dtype, self.attention)
@@ -141,7 +117,7 @@ class AutoPipeline:
         depth = schedule.placement.depth
         shares = self._shares(source.model, chain, depth)
         stages = tuple(
-            _outline_stage(source.model, chain, stage, schedule, shares[stage % depth])
+            outline_stage(source.model, chain, stage, schedule, shares[stage % depth])
             for stage in range(schedule.stages)
         )
         return Outline(schedule, proof, stages, source, chain)
@@ -157,23 +133,69 @@ class AutoPipeline:
         """
         outline = self.outline(model)
         schedule, source = outline.schedule, outline.source
-        world = open_world(schedule, self.mesh, self.device, self.timeout)
+        how, padding = checkpointing(self.activation_checkpointing), as_padding(self.shapes)
+        recomputed = outline.recomputed(how)
+        link = Link(
+            self.mesh,
+            self.device,
+            self.timeout,
+            self.transport,
+            self.wire_dtype,
+            self.exchange,
+            self.network,
+        )
+        world = open_world(schedule, link, self._facts(outline))
         ties = weights.tied_names(source.model)
         stages = []
         for index in own_stages(schedule, world):
             part = outline.part(index)
             self._fill(part, source, ties)
-            if self.activation_checkpointing:
-                checkpoint_layers(part)
+            switch = None if how is None else install(outline.own_layers(part, index), how)
             if not part.training:
                 part.train()
             call = HFCall(part.to(world.device), outline.info(index))
-            stages.append(Stage(index, part, call))
+            stages.append(Stage(index, part, call, switch))
         generation = getattr(source.model, "generation_config", None)
         saved = SavedModel(source.model.config, generation, ties, schedule.placement.depth)
         shared = _shared_weights(ties, outline, {stage.index: stage.module for stage in stages})
-        edges, loss = HFEdges(source.model), as_loss(self.loss_fn, {})
-        return Pipeline(schedule, world, stages, edges, loss, shared=shared, saved=saved)
+        return Pipeline(
+            schedule,
+            world,
+            stages,
+            None if self.shapes == "exchanged" else HFEdges(source.model),
+            as_loss(self.loss_fn, self.sharding or {}),
+            shared=shared,
+            saved=saved,
+            cutter=Cutter(self.sharding or {}, padding, Completed(source.model)),
+            recomputed=recomputed,
+            trace_folder=self.trace_folder,
+        )
+
+    def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:
+        """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.
+
+        The durations are those of Costs(). None where only a real run can tell.
+        """
+        how = checkpointing(self.activation_checkpointing)
+        kept = outline.sizes(shape)
+        if kept is None or how is None:
+            return kept
+        again = outline.sizes(shape, how)
+        return None if again is None else mixed(outline.schedule, kept, again, outline.recomputed(how))
+
+    def _facts(self, outline: Outline) -> dict[str, str]:
+        """What has to be the same on every rank beside the schedule."""
+        model = outline.source.model
+        return {
+            "model": type(model).__name__,
+            **flat("config", {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}),
+            "dtype": str(model.dtype),
+            "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in outline.stages),
+            "shapes": str(self.shapes),
+            "wire_dtype": str(self.wire_dtype),
+            "activation_checkpointing": str(self.activation_checkpointing),
+            "loss": named(self.loss_fn),
+        }
 
     def _ways(self) -> dict[str, Any]:
         return {
@@ -201,84 +223,6 @@ class AutoPipeline:
         if source.files:
             weights.load(part, source.files, ties)
         weights.initialise(part, source.model, ties, self.seed)
-
-
-def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:
-    """The layout string of the balanced split: its slowest stage is as fast as the stages allow.
-
-    costs: as measured, in any unit; None takes parameters for a measure
-    memory: what a stage may hold, such as `estimated_memory` gives; None sets no limit
-
-    Raises ConfigError, and PartitionError where no split fits into the memory.
-    """
-    costs = costs or parameter_costs(outline.source.model, outline.chain)
-    if len(costs.layers) != outline.chain.count:
-        rule = f"the model has {outline.chain.count} layers, and each has one"
-        raise ConfigError(f"costs of {len(costs.layers)} layers", rule, f"Give {outline.chain.count}")
-    split = balanced_split(
-        costs.layers,
-        outline.schedule.placement.depth,
-        embedding_cost=costs.embedding,
-        head_cost=costs.head,
-        memory=memory,
-    )
-    return to_layout(split)
-
-
-def estimated_memory(outline: Outline, limit: float, shape: tuple[int, int]) -> Memory:
-    """What the stages' parts hold, for `balance`; `limit` is in bytes a rank.
-
-    shape: rows and sequence of a microbatch. Each stage gets an equal part of its rank's limit, and room for
-    as many microbatches as it ever has live: together they then stay below the limit.
-    Raises ModelError where only a run can tell the activations.
-    """
-    schedule = outline.schedule
-    live, peaks = [0] * schedule.stages, [0] * schedule.stages
-    for op in (op for program in schedule.programs for op in program):
-        live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
-        peaks[op.stage] = max(peaks[op.stage], live[op.stage])
-    depth = schedule.placement.depth  # where the model has copies, each slice has to fit wherever it stands
-    most = [max(peaks[stage::depth]) for stage in range(depth)]
-    hosted = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
-    return stage_memory(outline.source.model, outline.chain, shape, limit / hosted, most)
-
-
-def _outline_stage(
-    model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
-) -> StageOutline:
-    depth = schedule.placement.depth
-    info = StageInfo(stage % depth, depth)
-    modules = [f"{chain.layers}.{layer}" for layer in layers]
-    modules = [*(chain.before if info.is_first else ()), *modules, *(chain.after if info.is_last else ())]
-    held = {
-        f"{module}.{name}": parameter
-        for module in modules
-        for name, parameter in model.get_submodule(module).named_parameters()
-    }
-    weights_once = {id(parameter): parameter for parameter in held.values()}.values()
-    return StageOutline(
-        stage,
-        schedule.placement.rank_of[stage],
-        layers,
-        sum(parameter.numel() for parameter in weights_once),
-        sum(parameter.nbytes for parameter in weights_once),
-        tuple(modules),
-        frozenset(held),
-    )
-
-
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Turn on the model's own activation checkpointing. Raises ModelError where it has none."""
-    if not model.supports_gradient_checkpointing:
-        raise ModelError(
-            f"activation_checkpointing=True for {type(model).__name__}",
-            "transformers has no activation checkpointing for this model",
-            "Turn it off",
-        )
-    # not the public method: it also reaches for the input embeddings, which later stages do not have
-    model._set_gradient_checkpointing(
-        enable=True, gradient_checkpointing_func=functools.partial(checkpoint, use_reentrant=False)
-    )
 
 
 def _shared_weights(

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from penstock.errors import EquivalenceError
 from penstock.models.protocol import ProvidedCall
 from penstock.runtime.loss import Loss
-from penstock.runtime.microbatch import Batch
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import evaluating
+from penstock.steps import Given
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-def compare(pipe: Pipeline, model: nn.Module, batch: Batch, loss: Loss) -> None:
+def compare(pipe: Pipeline, model: nn.Module, batch: Given, loss: Loss) -> None:
     """Raise EquivalenceError on every rank where loss or any gradient of `pipe` differs from `model`'s.
 
     Weights must be equal to begin with. The gradients of both are put back as they were.
@@ -68,7 +68,7 @@ def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: L
             inputs = {name: value for name, value in microbatch.items() if name != "labels"}
             output = model(**inputs, use_cache=False).logits
         else:
-            output = ProvidedCall(model)((), microbatch)[0]
+            output = ProvidedCall(model)((), microbatch)
         share = loss.total(output, microbatch) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())

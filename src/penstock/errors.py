@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from penstock.schedule.ops import Op
+    from penstock.schedule.timeline import Timeline
     from penstock.schedule.verify import Violation
 
 
@@ -87,6 +89,10 @@ class WorldSizeError(InputError):
     """The number of processes started does not fit the pipeline."""
 
 
+class HandshakeError(InputError):
+    """The ranks of one pipeline were started on different things."""
+
+
 class EquivalenceError(InputError):
     """The split model and the whole one disagree, so training would be wrong."""
 
@@ -95,9 +101,68 @@ class RunError(PenstockError):
     """A run under way failed."""
 
 
-class PeerLostError(RunError):
+class PeerError(RunError):
+    """A wait for another rank that came to nothing.
+
+    rank: the one that waited, None where no watch was kept; op: what for, an op or words; peer: for whom,
+        None for all others; waited: seconds
+    last_ops: what the rank had done last
+    peer_report: what the rank that is to blame last told of itself
+    reports: the same of every other rank that told anything
+    timeline: this rank's part of the step so far
+    """
+
+    rank: int | None = None
+    op: str = ""
+    peer: int | None = None
+    waited: float = 0.0
+    last_ops: tuple[Op, ...] = ()
+    peer_report: str = ""
+    timeline: Timeline | None = None
+
+    def __init__(self, value: str, rule: str, remedy: str) -> None:
+        super().__init__(value, rule, remedy)
+        self.reports: Mapping[int, str] = {}
+
+    @property
+    def brief(self) -> str:
+        """The message without what the ranks did last."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        account = account_of(self)
+        own = "" if account is None else f"rank {self.rank} {account}"
+        return "\n  ".join(filter(None, (self.brief, self.peer_report, own)))
+
+
+class PeerLostError(PeerError):
     """Another rank died or failed while this one waited for it."""
 
 
-class StalledPeerError(RunError):
+class StalledPeerError(PeerError):
     """Another rank stayed silent past the timeout."""
+
+
+class Account(NamedTuple):
+    """What a rank did when it failed.
+
+    where: e.g. ``in 2F3, steady phase``; done: e.g. ``5 of 12 ops done, the last 2F1 2F2 2B0``
+    trace: the file with its timeline so far, or why there is none
+    """
+
+    where: str
+    done: str = ""
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, self))
+
+
+def give_account(error: BaseException, account: Account) -> None:
+    """Let `error`, one of anybody's, carry `account` to whoever reports it."""
+    error.penstock_account = account  # type: ignore[attr-defined]
+
+
+def account_of(error: BaseException) -> Account | None:
+    account: Account | None = getattr(error, "penstock_account", None)
+    return account

@@ -2,45 +2,44 @@
 
 The launcher itself reports every rank that fails, in a table, in the order that it noticed them. Usually one
 rank has a reason and the others only lost their peer, so ranks write their error where the launcher looks for
-it, and `launch` shows the first cause, once.
+it, and `launch` shows one summary (failures.py): the first cause, and what each rank did last.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import select
 import signal
 import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from penstock.errors import PeerLostError, PenstockError
+from penstock import failures
+from penstock.failures import describe, exit_code
+
+__all__ = [
+    "LAUNCHER",
+    "describe",
+    "exit_code",
+    "fail",
+    "follow_parent",
+    "launch",
+    "leave",
+    "relaunch",
+    "under_torchrun",
+]
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PROCESS_FILE = "process"  # beside the error file: the rank's process id
-_GRACE_SECONDS = 3
-_INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
-
-
-class Cause(NamedTuple):
-    """Why one rank failed. The lowest cause is the first one: `order` is its kind, then comes the time."""
-
-    order: int
-    time: float
-    rank: int
-    message: str
-    traceback: str
-    exit_code: int
+_LAST_WORDS_SECONDS = 2  # of the grace, from being told to end to a rank's end
 
 
 def under_torchrun() -> bool:
@@ -69,12 +68,12 @@ def launch(ranks: int, command: list[str]) -> int:
         try:
             elastic_launch(_launch_config(ranks, logs), command[0])(*command[1:])
         except ChildFailedError as failed:
-            return _report(failed.failures)
+            return failures.report(failed.failures)
         except (SignalException, KeyboardInterrupt) as stopped:
             number = getattr(stopped, "sigval", signal.SIGINT)
             interrupted = number == signal.SIGINT
             print(f"penstock: {'interrupted' if interrupted else 'ended by ' + number.name}", file=sys.stderr)
-            return _INTERRUPTED if interrupted else 128 + number
+            return failures.INTERRUPTED if interrupted else 128 + number
     return 0
 
 
@@ -92,19 +91,48 @@ def relaunch(ranks: int) -> None:
 
 
 def follow_parent() -> None:
-    """In a rank that `launch` started: end when the launcher is gone, so that none is left behind."""
+    """In a rank that `launch` started: end when the launcher is gone, so that none is left behind.
+
+    When another rank has failed the launcher tells this one to end, by SIGTERM. It then has a while to notice
+    by itself, and to tell what it did last. Call it from the main thread: it minds a signal.
+    """
     parent = int(os.environ.get(LAUNCHER, 0))
     if not parent or not under_torchrun():
         return
-    if file := os.environ.get(_ERROR_FILE):
+    file = os.environ.get(failures.ERROR_FILE)
+    if file:
         Path(file).with_name(_PROCESS_FILE).write_text(str(os.getpid()))
+    signals = _signals_to_pipe()
 
     def follow() -> None:
         while os.getppid() == parent:
-            time.sleep(0.5)
+            readable, _, _ = select.select([signals], [], [], 0.5)
+            if readable and signal.SIGTERM in os.read(signals, 64):
+                if file:
+                    failures.told_to_end(file).touch()
+                time.sleep(_LAST_WORDS_SECONDS)
+                break
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+
+
+def _signals_to_pipe() -> int:
+    """The end of a pipe from which the numbers of signals may be read; SIGTERM does nothing else from now on.
+
+    A handler of Python's own would not run while the main thread waits for another rank in foreign code.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def restore() -> None:  # in a child, such as one that loads data, which is ended by SIGTERM itself
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, before)
+
+    os.register_at_fork(after_in_child=restore)
+    return reading
 
 
 def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
@@ -114,8 +142,8 @@ def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
     interpreter's own shutdown, which would wait for the peers of a process group.
     """
     code = exit_code(error)
-    _record(error)
-    if not quiet and LAUNCHER not in os.environ and code != _INTERRUPTED:
+    failures.record(error)
+    if not quiet and LAUNCHER not in os.environ and code != failures.INTERRUPTED:
         print(describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
     leave(code)
 
@@ -127,85 +155,8 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def exit_code(error: BaseException) -> int:
-    if isinstance(error, PenstockError):
-        return error.exit_code
-    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-
-
-def describe(error: BaseException, rank: int | None = None) -> str:
-    """The text for stderr: one `penstock: error:`, after the traceback where the error is not a typed one."""
-    where = "" if rank is None else f"rank {rank}: "
-    return f"{_traceback(error)}penstock: error: {where}{_message(error)}"
-
-
 def _fail_with(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
     fail(error)
-
-
-def _message(error: BaseException) -> str:
-    return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-
-
-def _traceback(error: BaseException) -> str:
-    return "" if isinstance(error, PenstockError) else "".join(traceback.format_exception(error))
-
-
-def _record(error: BaseException) -> None:
-    """Write `error` where torchrun's launcher reads it, in its own form and with fields of ours."""
-    path, now = os.environ.get(_ERROR_FILE), time.time()
-    if not path:
-        return
-    ours = {
-        "time": now,
-        "message": _message(error),
-        "traceback": _traceback(error),
-        "secondary": isinstance(error, PeerLostError | KeyboardInterrupt),
-    }
-    theirs = {"py_callstack": _traceback(error) or _message(error), "timestamp": str(int(now))}
-    message = {"message": _message(error), "extraInfo": theirs, "penstock": ours}
-    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
-
-
-def _report(failures: Mapping[int, Any]) -> int:
-    """Print the first cause among torchrun's `ProcessFailure`s by rank; its exit code."""
-    causes = [_cause(rank, failure) for rank, failure in failures.items()]
-    noticed = min(cause.time for cause in causes)
-    first = min(_unless_late(cause, noticed) for cause in causes)
-    print(f"{first.traceback}penstock: error: {first.message}", file=sys.stderr, flush=True)
-    return first.exit_code
-
-
-def _cause(rank: int, failure: Any) -> Cause:
-    """In order: a rank killed from outside, an error of its own, an end without a word, a lost peer.
-
-    SIGTERM is how the launcher ends the others, and SIGABRT how libraries end when a peer goes away.
-    """
-    code = failure.exitcode
-    data = failure.error_file_data.get("message", {})
-    told = data.get("penstock") if isinstance(data, dict) else None
-    if told is not None:
-        order = 4 if told["secondary"] else 1
-        return Cause(
-            order,
-            told["time"],
-            rank,
-            f"rank {rank}: {told['message']}",
-            told["traceback"],
-            code if code > 0 else 1,
-        )
-    if code < 0:
-        number = signal.Signals(-code)
-        order = {signal.SIGABRT: 2, signal.SIGTERM: 5}.get(number, 0)
-        message = f"rank {rank} was killed by signal {-code} ({number.name})"
-        return Cause(order, failure.timestamp, rank, message, "", 128 - code)
-    return Cause(2, failure.timestamp, rank, f"rank {rank} ended with exit code {code}", "", code)
-
-
-def _unless_late(cause: Cause, noticed: float) -> Cause:
-    """A rank that was killed well after the first failure was a straggler, and we killed it."""
-    late = cause.order == 0 and cause.time > noticed + _GRACE_SECONDS / 2
-    return cause._replace(order=5) if late else cause
 
 
 def _launch_config(ranks: int, logs: str) -> Any:
@@ -222,7 +173,7 @@ def _launch_config(ranks: int, logs: str) -> Any:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=_GRACE_SECONDS,
+        shutdown_timeout=failures.GRACE_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
 
@@ -250,7 +201,7 @@ def _end_stragglers(logs: Path) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(0.2):
-            if any(logs.rglob("error.json")) and not over.wait(_GRACE_SECONDS):
+            if any(logs.rglob("error.json")) and not over.wait(failures.GRACE_SECONDS):
                 for file in logs.rglob(_PROCESS_FILE):
                     with suppress(ProcessLookupError, ValueError):
                         os.killpg(int(file.read_text()), signal.SIGKILL)

@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.commit import write_folder
-from penstock.errors import BatchError, ConfigError, ModelError, PeerLostError, RunError, StalledPeerError
-from penstock.models.protocol import ProvidedCall, ProvidedEdges, Provider, StageInfo
+from penstock.errors import ConfigError, ModelError, PeerError
+from penstock.models.checkpointing import Checkpointing, checkpointing, install
+from penstock.models.edges import provided_edges
+from penstock.models.protocol import ProvidedCall, Provider, StageInfo, own_layers
 from penstock.models.saved import SavedModel
 from penstock.runtime import report
-from penstock.runtime.executor import EdgeShapes, Executor, StepInput, run_together
+from penstock.runtime.executor import Collect
+from penstock.runtime.handshake import named
 from penstock.runtime.loss import Loss, LossLike, as_loss
-from penstock.runtime.lower import lower
-from penstock.runtime.microbatch import Batch, SplitDims, batch_rows, fingerprint, split
+from penstock.runtime.memory import Held, Sizes
+from penstock.runtime.microbatch import Sharding, batch_rows, with_entries
+from penstock.runtime.network import Network
+from penstock.runtime.padding import Padding
 from penstock.runtime.processes import Processes
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import Microbatch
+from penstock.runtime.shapes import EdgeShapes, Microbatch
 from penstock.runtime.shared import SharedGradients, SharedWeights, of_replicas
 from penstock.runtime.stage import Stage, evaluating
-from penstock.runtime.world import World, open_world
-from penstock.schedule import Proof, Schedule, Timeline, verify
+from penstock.runtime.world import Link, World, open_world
+from penstock.schedule import Costs, Proof, Schedule, Timeline, verify
 from penstock.schedule.builders.inference import forwards
 from penstock.schedule.config import ScheduleLike, chosen_schedule
+from penstock.schedule.exchanges import exchanges
+from penstock.schedule.recompute import Places, first_in_flight
+from penstock.steps import Cutter, Given, Lowered, StepResult, Steps, Told
 
-
-class StepResult(NamedTuple):
-    """The same numbers on every rank.
-
-    loss: mean over the batch's valid items; tokens: how many those are
-    bubble: the share of the ranks' time in which they did not compute
-    """
-
-    loss: float
-    tokens: int
-    bubble: float
+# "inferred": from the stages themselves, before anything is sent; "exchanged": told ahead of the tensors;
+# "padded", or a Padding: all microbatches of a step are made equal in length, and then inferred
+Shapes = str | Padding
 
 
 class Pipeline:
@@ -55,25 +54,30 @@ class Pipeline:
         schedule: Schedule,
         world: World,
         stages: Sequence[Stage],
-        edges: EdgeShapes,
+        edges: EdgeShapes | None,
         loss: Loss,
         *,
         shared: Sequence[SharedWeights] = (),
         saved: SavedModel | None = None,
-        split_dims: SplitDims | None = None,
+        cutter: Cutter | None = None,
+        recomputed: Places = frozenset(),
+        trace_folder: str | Path | None = None,
     ) -> None:
-        self.schedule = schedule
-        self._world, self._edges, self._loss = world, edges, loss
+        """edges: None where what crosses an edge tells itself what it is
+
+        recomputed: the (stage, microbatch) whose layers run again in the backward
+        trace_folder: where each process writes the timeline so far when a step fails
+        """
+        self.schedule, self._world, self._loss = schedule, world, loss
         self._stages = {stage.index: stage for stage in stages}
         self._shared = SharedGradients(shared, world.transport)
-        self._saved = saved
-        self._split_dims: SplitDims = split_dims or {}
-        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
-        self._evaluations: dict[int, _Lowered] = {}  # by number of microbatches
-        self._last: _Told | None = None
-        self._failed = False
+        self._saved, self._cutter = saved, cutter or Cutter({})
+        traces = None if trace_folder is None else Path(trace_folder)
+        self._steps = Steps(world, self._stages, edges, loss, self._cutter, traces)
         self._proof = verify(schedule)
-        self._training = self._lower(self._proof)
+        self._training = self._steps.lower(self._proof, recomputed if schedule.trains else frozenset())
+        self._evaluations: dict[int, Lowered] = {}  # by number of microbatches
+        self._last: Told | None = None
 
     @classmethod
     def from_provider(
@@ -87,35 +91,70 @@ class Pipeline:
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         timeout: float = 300.0,
-        split_dims: SplitDims | None = None,
+        transport: str | None = None,
+        exchange: str = "channels",
+        wire_dtype: torch.dtype | None = None,
+        network: Network | None = None,
+        sharding: Sharding | None = None,
+        shapes: Shapes = "inferred",
+        activation_checkpointing: bool | str | Checkpointing = False,
+        trace_folder: str | Path | None = None,
     ) -> Pipeline:
         """A pipeline of modules of one's own: `provider` builds the module of one stage.
 
-        It is called for this process's stages, and once for each on the meta device to learn what goes over
-        the edges. A stage's forward gets what came over the edge as its first arguments (nothing on the first
-        stage), and by name each entry of the microbatch that it has a parameter for. loss_fn takes the last
-        stage's output and the microbatch and returns the mean over its rows (None: next-token cross-entropy).
-        timeout: seconds that a rank waits for another.
+        It is called for this process's stages, and where they do not declare their shapes
+        (penstock.models.protocol.DeclaresShapes) once for each on the meta device, to learn what goes over
+        the
+        edges: a tensor, or any nest of tuples, lists and dicts with tensors in it. A stage's forward gets
+        what came over the edge (a mapping by name, a tuple by position), and by name each entry of the
+        microbatch that it has a parameter for. loss_fn takes what the last stage returns and the microbatch,
+        and returns the mean over its rows (None: next-token cross-entropy).
+
+        timeout: seconds that a rank waits for another
+        sharding: how entries of a batch are cut into microbatches, by name: along a dimension (0 for those
+        not
+            named), not at all (None), or by a function of (entry, number of microbatches)
+        shapes, transport, exchange, wire_dtype, network: as AutoPipeline has them
+        activation_checkpointing: as AutoPipeline has it, for the layers in the module lists of each stage
+        trace_folder: where each process writes a trace for Perfetto of the step so far when one fails
         """
         chosen = chosen_schedule(schedule, ranks, microbatches)
-        dims = split_dims or {}
-        world = open_world(chosen, mesh, device, timeout)
+        given, how = sharding or {}, checkpointing(activation_checkpointing)
+        padding = as_padding(shapes)
+        if exchange == "batched":
+            check_batched(chosen, shapes)
+        facts = {"loss": named(loss_fn), "shapes": str(shapes), "wire_dtype": str(wire_dtype),
+                 "activation_checkpointing": str(how), "provider": named(provider)}  # fmt: skip
+        link = Link(mesh, device, timeout, transport, wire_dtype, exchange, network)
+        world = open_world(chosen, link, facts)
         depth = chosen.placement.depth
         stages = []
         for index in own_stages(chosen, world):
             module = provider(StageInfo(index % depth, depth)).to(world.device)
-            stages.append(Stage(index, module, ProvidedCall(module)))
-        shared = list(of_replicas(chosen.placement, {stage.index: stage.module for stage in stages}))
-        edges = ProvidedEdges(provider, depth)
-        loss = as_loss(loss_fn, dims)
-        pipe = cls(chosen, world, stages, edges, loss, shared=shared, split_dims=dims)
+            switch = None if how is None else install(own_layers(module), how)
+            stages.append(Stage(index, module, ProvidedCall(module), switch))
+        modules = {stage.index: stage.module for stage in stages}
+        pipe = cls(
+            chosen,
+            world,
+            stages,
+            None if shapes == "exchanged" else provided_edges(provider, modules, depth, world.processes),
+            as_loss(loss_fn, given),
+            shared=list(of_replicas(chosen.placement, modules)),
+            cutter=Cutter(given, padding),
+            recomputed=recomputed_places(chosen, how),
+            trace_folder=trace_folder,
+        )
         pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
         return pipe
 
-    def step(self, batch: Batch) -> StepResult:
+    def step(self, batch: Given, **entries: Any) -> StepResult:
         """Forward and backward of one batch: every parameter's gradient is added to its `.grad`.
 
-        batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence); the same on every rank.
+        batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every rank;
+        or
+            a list of as many microbatches as the schedule has, which may differ in rows and in length
+        entries: more of the batch, by name; what is no tensor goes to every microbatch as it is
         Raises BatchError where it cannot be split or differs between ranks, ShapeError where a stage gives
         another shape than it should, PeerLostError or StalledPeerError where another rank fails.
         """
@@ -126,28 +165,60 @@ class Pipeline:
         self._shared.begin_step()
         try:
             with torch.enable_grad():
-                result, self._last = self._run(self._training, batch)
+                result, self._last = self._steps.run(self._training, self._with(batch, entries))
             self._shared.end_step()
         except BaseException as error:
+            if isinstance(error, PeerError):  # perhaps in the sum over shared weights
+                self._steps.tell_of(error, self._training)
+                self._steps.fail()
             self._shared.restore()
-            self._failed |= self.processes.count > 1 and not isinstance(error, BatchError)
             raise
         return result
 
-    def evaluate(self, batch: Batch) -> StepResult:
-        """Loss of one batch of any number of rows, in evaluation mode, without gradients."""
-        count = min(self.schedule.microbatches, batch_rows(batch, self._split_dims))
-        with evaluating(*self.modules.values()):
-            return self._run(self._evaluation(max(count, 1)), batch)[0]
+    def _with(self, batch: Given, entries: Mapping[str, Any]) -> Given:
+        return with_entries(batch, entries, self._cutter.sharding)
 
-    def microbatches(self, batch: Batch, count: int | None = None) -> list[Microbatch]:
-        """`batch` on this process's device, split as a step does, or into `count`. Raises BatchError."""
-        device = self._world.device
-        here = {
-            name: value.to(device) if isinstance(value, Tensor) and value.device != device else value
-            for name, value in batch.items()
-        }
-        return split(here, count or self.schedule.microbatches, self._split_dims)
+    def evaluate(self, batch: Given, **entries: Any) -> StepResult:
+        """Loss of one batch of any number of rows, in evaluation mode, without gradients."""
+        given = self._with(batch, entries)
+        with evaluating(*self.modules.values()):
+            return self._steps.run(self._evaluation(given), given)[0]
+
+    def infer(self, batch: Given, collect: Collect | None = None, **entries: Any) -> dict[int, Any]:
+        """Run the forward alone, in evaluation mode, and keep what comes out of it.
+
+        collect: called with what the last stage returned and the microbatch's number as soon as it is there,
+            on the rank of the last stage; None keeps the output itself
+        Returns what `collect` returned by microbatch, on the rank of the last stage; nothing on others.
+        """
+        given = self._with(batch, entries)
+        lowered = self._evaluation(given)
+        with evaluating(*self.modules.values()):
+            self._steps.run(lowered, given, collect or (lambda output, number: output))
+        found: dict[int, Any] = {}
+        for executor in lowered.executors:
+            found |= executor.results
+            executor.results = {}
+        return dict(sorted(found.items()))
+
+    def _evaluation(self, given: Given) -> Lowered:
+        """The forwards of as many microbatches as an evaluation makes of it."""
+        if isinstance(given, Mapping):
+            count = min(self.schedule.microbatches, batch_rows(given, self._cutter.sharding))
+        else:
+            count = len(given)
+        count = max(count, 1)
+        if count not in self._evaluations:
+            proof = verify(forwards(self.schedule.placement, count))
+            self._evaluations[count] = self._steps.lower(proof)
+        return self._evaluations[count]
+
+    def microbatches(self, batch: Given, count: int | None = None) -> list[Microbatch]:
+        """`batch` on this process's device, as a step sees it, or split into `count`. Raises BatchError.
+
+        Collective where they are padded to the longest.
+        """
+        return self._cutter.cut(batch, count or self.schedule.microbatches, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -223,6 +294,34 @@ class Pipeline:
         return report.measured(*self._last)
 
     @property
+    def memory(self) -> tuple[Held, ...]:
+        """By rank, the bytes that it held when the last step held most: activations, buffers, and for W."""
+        return report.peak_held(self._last[1]) if self._last else (Held(),) * self.schedule.ranks
+
+    def costs(self) -> Costs:
+        """What the last step took and held, to simulate other schedules with: seconds and bytes.
+
+        The median time of each stage's ops; the bytes of each stage and microbatch. Collective.
+        """
+        if self._last is None:
+            raise ConfigError("costs before the first step", "they are measured in one", "Call step() first")
+        mine = [[*place, *sizes] for executor in self._training.executors
+                for place, sizes in executor.ledger.sizes.items()]  # fmt: skip
+        known = {(stage, number): Sizes(*sizes) for told in self.processes.gather(mine)
+                 for stage, number, *sizes in told}  # fmt: skip
+        none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
+        of = [[known.get((stage, number), none) for number in range(self.schedule.microbatches)]
+              for stage in range(self.schedule.stages)]  # fmt: skip
+        return replace(
+            Costs.measured(self.timeline),
+            activation=[[sizes.activation for sizes in row] for row in of],
+            sent=[[sizes.sent for sizes in row] for row in of],
+            buffer=[[sizes.buffer for sizes in row] for row in of],
+            bytes=[[sizes.buffer for sizes in row] for row in of],
+            held_for_weight=[[sizes.held_for_weight for sizes in row] for row in of],
+        )
+
+    @property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By rank, the most that the last step held between I and W; 0 where no backward is split."""
         return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
@@ -241,7 +340,7 @@ class Pipeline:
         """Write a folder that `from_pretrained` opens, complete or not at all."""
         write_folder(Path(path), self.write_weights, self.processes)
 
-    def verify_against(self, model: nn.Module, batch: Batch) -> None:
+    def verify_against(self, model: nn.Module, batch: Given) -> None:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
 
         In evaluation mode, so that dropout does not count.
@@ -265,75 +364,38 @@ class Pipeline:
             )
         return self._saved
 
-    def _lower(self, proof: Proof) -> _Lowered:
-        world, schedule = self._world, proof.schedule
-        executors = []
-        for rank in world.ranks:
-            plan, recorder = lower(proof, rank), self._recorders[rank]
-            hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
-            executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
-        return _Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
-
-    def _evaluation(self, microbatches: int) -> _Lowered:
-        if microbatches not in self._evaluations:
-            proof = verify(forwards(self.schedule.placement, microbatches))
-            self._evaluations[microbatches] = self._lower(proof)
-        return self._evaluations[microbatches]
-
-    def _run(self, lowered: _Lowered, batch: Batch) -> tuple[StepResult, _Told]:
-        schedule, executors, number = lowered
-        transport = self._world.transport
-        if self._failed:
-            raise RunError(
-                "a step after one that failed",
-                "other ranks may still send what was meant for that one",
-                "Build the pipeline again, best in fresh processes",
-            )
-        try:
-            microbatches = self.microbatches(batch, schedule.microbatches)
-            weight = sum(self._loss.weight(microbatch) for microbatch in microbatches)
-            if weight == 0:
-                raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
-            if self.processes.count > 1:
-                transport.agree(*fingerprint(batch, microbatches, number))
-            run_together(executors, StepInput(microbatches, weight))
-            told = transport.exchange([report.report(executor) for executor in executors])
-        except BaseException as error:
-            self._give_up(executors, error)
-            raise
-        left = transport.pending + sum(executor.left_over for executor in executors)
-        assert not left, f"{left} entries left in caches after a step"
-        reports = [vector.tolist() for vector in told]
-        result = StepResult(report.total_loss(reports), weight, report.bubble(schedule, reports))
-        return result, (schedule, reports)
-
-    def _give_up(self, executors: Sequence[Executor], error: BaseException) -> None:
-        """Say where it happened, tell the other ranks, and leave nothing half-done behind."""
-        where = ""
-        for executor in executors:
-            if executor.current is not None:
-                where = f"{executor.current}: "
-                error.add_note(f"penstock: on rank {executor.plan.rank}, in {executor.current}")
-            executor.reset()
-        self._world.transport.reset()
-        if isinstance(error, BatchError):
-            return  # found before anything was sent, so that the next batch may do
-        self._failed = self.processes.count > 1
-        if not isinstance(error, PeerLostError | StalledPeerError):
-            self._world.transport.tell_failure(f"{where}{type(error).__name__}: {error}")
-
-
-_Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
-
-
-class _Lowered(NamedTuple):
-    """A schedule ready to run in this process; `number` is equal on ranks that hold the same one."""
-
-    schedule: Schedule
-    executors: list[Executor]
-    number: int
-
 
 def own_stages(schedule: Schedule, world: World) -> list[int]:
     """The stages that this process hosts."""
     return [stage for rank in world.ranks for stage in schedule.placement.stages_of(rank)]
+
+
+def as_padding(shapes: Shapes) -> Padding | None:
+    """What `shapes` says of padding. Raises ConfigError."""
+    if isinstance(shapes, Padding):
+        return shapes
+    if shapes not in ("inferred", "exchanged", "padded"):
+        raise ConfigError(
+            f"shapes={shapes!r}",
+            "what comes over an edge is 'inferred', 'exchanged' or 'padded'",
+            "Take 'inferred', unless shapes depend on the data's values ('exchanged')",
+        )
+    return Padding() if shapes == "padded" else None
+
+
+def check_batched(schedule: Schedule, shapes: Shapes) -> None:
+    """Whether messages can go in exchanges. Raises ConfigError."""
+    if shapes == "exchanged":
+        raise ConfigError(
+            "exchange='batched' with shapes='exchanged'",
+            "what is exchanged begins at once, and a message that tells itself comes in two parts",
+            "Take exchange='channels', or shapes='inferred' where they do not depend on values",
+        )
+    exchanges(schedule)
+
+
+def recomputed_places(schedule: Schedule, how: Checkpointing | None) -> Places:
+    """The (stage, microbatch) that activation checkpointing applies to."""
+    if how is None or not schedule.trains:
+        return frozenset()
+    return first_in_flight(schedule, how.in_flight)

@@ -89,7 +89,8 @@ def test_simulate_predicts(penstock: Penstock) -> None:
     for rank in (0, 1):
         assert [
             str(rank), f"{found.busy[rank]:g}", f"{found.rank_bubble[rank]:.1%}",
-            f"{found.rank_inner_bubble[rank]:.1%}", str(2 - rank), str(4 - 2 * rank),
+            f"{found.rank_inner_bubble[rank]:.1%}", f"{found.idle[rank].peer / found.makespan:.1%}",
+            f"{found.idle[rank].wire / found.makespan:.1%}", str(2 - rank), str(4 - 2 * rank),
         ] in rows  # fmt: skip
     assert f"makespan {found.makespan:g}, most memory 4" in out
     assert f"bubble {found.bubble:.1%}, or {found.inner_bubble:.1%} between" in out
@@ -103,8 +104,23 @@ def test_simulate_for_machines(penstock: Penstock) -> None:
     assert data["makespan"] == 15
     assert data["bubble"] == pytest.approx(0.2)
     assert [rank["peak_memory"] for rank in data["per_rank"]] == [4, 4]
+    assert data["per_rank"][1]["idle"] == {"peer": 0, "wire": 0, "runtime": 0, "outside": 3}
     assert data["critical_path"][0] == "0F0"
     assert penstock("simulate", "gpipe", *SMALL, "--json", "--memory-limit", "4").code == 0
+
+
+def test_what_is_on_its_way_counts_where_it_is_told(penstock: Penstock) -> None:
+    told = ("--buffer", "0.25", "--memory-limit", "4.5")
+    assert penstock("simulate", "gpipe", *SMALL, "--memory-limit", "4").code == 0
+    assert penstock("simulate", "gpipe", *SMALL, *told, "--json").code == 2
+    data = json.loads(penstock("simulate", "gpipe", *SMALL, *told, "--json").out)
+    predicted = simulate(build("gpipe", ranks=2, microbatches=4), Costs(buffer=0.25))
+    assert [rank["peak_memory"] for rank in data["per_rank"]] == list(predicted.peak_memory)
+    entries = json.loads(penstock("compare", *SMALL, *told, "--json").out)["schedules"]
+    fits = {entry["name"]: entry["fits"] for entry in entries if not entry["options"]}
+    assert (fits["1f1b"], fits["gpipe"]) == (True, False)
+    refused = penstock("simulate", "gpipe", *SMALL, "--buffer", "-1")
+    assert (refused.code, "Costs(buffer=-1.0)" in refused.err) == (2, True)
 
 
 def test_a_long_critical_path_is_shortened(penstock: Penstock) -> None:

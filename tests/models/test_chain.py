@@ -11,7 +11,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock import AutoPipeline
 from penstock.errors import ModelError, PartitionError
 from penstock.models.chain import find_chain
-from penstock.models.hf import Entry, Exit, HFCall, HFEdges, activation_bytes, cut
+from penstock.models.estimates import stage_sizes
+from penstock.models.hf import Entry, Exit, HFCall, HFEdges, cut
 from penstock.models.protocol import StageInfo
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
@@ -141,7 +142,7 @@ def test_activation_bytes_are_what_autograd_holds() -> None:
     model = tiny_model("llama", layers=2, hidden_size=64)
     chain, info = find_chain(model), StageInfo(0, 2)
     stage = cut(model, chain, range(1), info)
-    predicted = activation_bytes(stage, info, HFEdges(model), 4, 32)
+    predicted = stage_sizes(stage, info, HFEdges(model), (4, 32))
     held: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     keep = []
@@ -155,5 +156,6 @@ def test_activation_bytes_are_what_autograd_holds() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = HFCall(stage, info)((), {"input_ids": torch.zeros(4, 32, dtype=torch.long)})
     assert predicted is not None
-    assert output
-    assert sum(held.values()) <= predicted <= 1.25 * sum(held.values())
+    assert output.shape == (4, 32, 64)
+    assert sum(held.values()) <= predicted.activation <= 1.25 * sum(held.values())
+    assert predicted.buffer == predicted.sent == output.nbytes

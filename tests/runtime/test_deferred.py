@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from penstock.auto import checkpoint_layers
+from penstock.models.checkpointing import Checkpointing, install
 from penstock.runtime.backward import hold, input_backward, leaf
 from penstock.runtime.tape import deferring
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
@@ -417,9 +417,10 @@ def moe_config(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral"])
-def test_checkpointing_as_transformers_does_it(family: str) -> None:
+def test_checkpointing_of_layers(family: str) -> None:
     model = tiny_model(family, layers=2)
-    checkpoint_layers(model)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    install(enumerate(layers), Checkpointing())
     whole = assert_exact(model, token_microbatches(), call=logits, orders=["interleaved", "delayed", "whole"])
     assert whole > model.config.hidden_size * 2 * 10 * 4, "layers that were run again were put off as well"
 

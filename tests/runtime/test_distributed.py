@@ -35,8 +35,8 @@ def test_ranks_that_were_given_other_batches(pool: Pool, action: str) -> None:
     assert told[0].startswith("BatchError: rank 0: schedule")
     assert "all ranks of a pipeline step on the same batch" in told[0]
     if action == "other length":
-        assert "input_ids int64[4, 10]" in told[0]
-        assert "input_ids int64[4, 11]" in told[0]
+        assert "the batch input_ids int64[8, 10]" in told[0]
+        assert "the batch input_ids int64[8, 11]" in told[0]
 
 
 def test_a_process_group_for_each_channel(pool: Pool) -> None:

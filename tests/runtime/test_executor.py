@@ -130,10 +130,10 @@ def test_a_wrong_dtype_is_caught_before_it_is_sent() -> None:
 def test_what_a_stage_may_return() -> None:
     class Lists(Chunk):
         def forward(self, x: Tensor) -> Tensor:
-            return [x]  # type: ignore[return-value]
+            return {"hidden": x, "when": object()}  # type: ignore[return-value]
 
-    pipe = Pipeline.from_provider(Lists, schedule="1f1b", ranks=1, microbatches=1, loss_fn=squares)
-    with pytest.raises(ModelError, match="Lists returned a list"):
+    pipe = Pipeline.from_provider(Lists, schedule="1f1b", ranks=2, microbatches=1, loss_fn=squares)
+    with pytest.raises(ShapeError, match="a object in a stage's output: tensors, numbers, strings"):
         pipe.step(batch())
 
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.runtime.lower import Compute, Free, Message, Plan, Post, Send, Wait, lower
 from penstock.schedule import Op, Placement, Proof, Schedule, build, verify
+from penstock.schedule.ahead import AHEAD
 from penstock.schedule.builders.inference import forwards
+from support.programs import valid
 
 
 def text(plan: Plan) -> list[str]:
@@ -31,8 +33,8 @@ def test_golden_first_rank() -> None:
         "0F0",
         "send 0F0 post 1B0 0F1",
         # 1B0 is back, so rank 1 has received 0F0; 0F1 it may not have received yet
-        "send 0F1 wait 1B0 free 0F0 0B0",
-        "post 1B1 0F2",
+        "send 0F1 post 1B1 wait 1B0 free 0F0 0B0",
+        "0F2",
         "send 0F2 post 1B2 wait 1B1 free 0F1 0B1",
         "wait 1B2 free 0F2 0B2",
         "",
@@ -51,6 +53,27 @@ def test_golden_last_rank() -> None:
         "1B2",
         "send 1B2 free 1B1 free 1B2",
     ]
+    assert plan.peak_posted == 1
+
+
+def test_how_far_ahead_can_be_told() -> None:
+    proof = verify(build("gpipe", ranks=2, microbatches=3))
+    assert text(lower(proof, 1, ahead=0))[:3] == [
+        "post 0F0 wait 0F0 1F0", "post 0F1 wait 0F1 1F1", "post 0F2 wait 0F2 1F2",
+    ]  # fmt: skip
+    assert text(lower(proof, 1, ahead=2))[:3] == [
+        "post 0F0 post 0F1 post 0F2 wait 0F0 1F0", "wait 0F1 1F1", "wait 0F2 1F2",
+    ]  # fmt: skip
+    assert [lower(proof, 1, ahead=ahead).peak_posted for ahead in (0, 1, 2, 9)] == [1, 2, 3, 3]
+    assert lower(proof, 1) == lower(proof, 1, ahead=AHEAD)
+
+
+def test_a_plan_knows_which_of_its_own_forwards_are_run_again() -> None:
+    proof = verify(build("1f1b", ranks=2, microbatches=3, stages_per_rank=2))
+    plans = [lower(proof, rank, recomputed=frozenset({(0, 1), (2, 0), (3, 2)})) for rank in (0, 1)]
+    assert [plan.recomputed for plan in plans] == [{(0, 1), (2, 0)}, {(3, 2)}]
+    assert lower(proof, 0).recomputed == frozenset()
+    assert plans[0].actions == lower(proof, 0).actions
 
 
 @st.composite
@@ -68,9 +91,13 @@ def proofs(draw: st.DrawFn) -> Proof:
     return verify(build(name, ranks=ranks, microbatches=microbatches))
 
 
-@given(proofs())
-def test_every_plan_pairs_up(proof: Proof) -> None:
-    plans = [lower(proof, rank) for rank in range(proof.schedule.ranks)]
+any_proof = st.one_of(proofs(), valid().map(verify))
+depths = st.sampled_from([0.0, 1.0, AHEAD, 9.0])
+
+
+@given(any_proof, depths)
+def test_every_plan_pairs_up(proof: Proof, ahead: float) -> None:
+    plans = [lower(proof, rank, ahead=ahead) for rank in range(proof.schedule.ranks)]
     for plan in plans:
         assert [a.op for a in plan.actions if isinstance(a, Compute)] == list(
             proof.schedule.programs[plan.rank]
@@ -88,19 +115,27 @@ def test_every_plan_pairs_up(proof: Proof) -> None:
         assert [m for m in sent if m.channel == channel] == [m for m in posted if m.channel == channel]
 
 
-@given(proofs())
-def test_nothing_is_waited_for_before_it_is_posted_nor_posted_far_ahead(proof: Proof) -> None:
+@given(any_proof, depths)
+def test_nothing_is_waited_for_before_it_is_posted(proof: Proof, ahead: float) -> None:
     for rank in range(proof.schedule.ranks):
-        posted, waiting = set(), 0
-        for action in lower(proof, rank).actions:
+        plan = lower(proof, rank, ahead=ahead)
+        posted, waiting, most = set(), 0, 0
+        for action in plan.actions:
             match action:
                 case Post(message):
                     posted.add(message)
                     waiting += 1
-                    assert waiting <= 3  # this op's inputs and the next one's
+                    most = max(most, waiting)
                 case Wait(message):
                     assert message in posted
                     waiting -= 1
+        assert plan.peak_posted == most
+
+
+@given(proofs())
+def test_few_receives_are_posted_at_once(proof: Proof) -> None:
+    """What this op and the two after it need."""
+    assert all(lower(proof, rank).peak_posted <= 3 for rank in range(proof.schedule.ranks))
 
 
 class Machine:
@@ -128,7 +163,7 @@ class Machine:
         return True
 
 
-@given(proofs())
+@given(any_proof)
 def test_a_send_is_freed_only_once_its_receiver_took_it(proof: Proof) -> None:
     """Whichever rank runs as far ahead as it can, while the others dawdle."""
     for eager in range(proof.schedule.ranks):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ShapeError
-from penstock.runtime.shapes import Microbatch, TensorSpec, check, gradient_specs
+from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec, declared, gradient_specs, take_apart
+from penstock.runtime.shapes import Microbatch, check
 from penstock.runtime.sharding import Sharding
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
@@ -22,14 +24,21 @@ class Residual(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4, dtype=torch.float64)
 
-    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Tensor:
         (hidden,) = received
-        return (hidden + self.linear(hidden),)
+        result: Tensor = hidden + self.linear(hidden)
+        return result
+
+
+def parcel(value: Any) -> Parcel:
+    """As it comes from another stage, where every floating-point tensor had a gradient."""
+    tensors, form = take_apart(value)
+    return Parcel(tensors, EdgeSpecs(tuple(TensorSpec(t.shape, t.dtype) for t in tensors), form))
 
 
 def test_a_sent_output_is_not_kept_alive() -> None:
     stage = Stage(0, module := Residual(), module)
-    (output,) = stage.forward(0, [torch.ones(2, 4, dtype=torch.float64)], {})
+    (output,) = stage.forward(0, parcel(torch.ones(2, 4, dtype=torch.float64)), {}).tensors
     gone = weakref.ref(output.untyped_storage())
     del output
     assert gone() is None
@@ -40,49 +49,59 @@ def test_a_sent_output_is_not_kept_alive() -> None:
 
 
 def test_a_received_tensor_that_is_passed_on_unchanged() -> None:
-    stage = Stage(1, nn.Identity(), lambda received, microbatch: received)
-    stage.forward(0, [torch.ones(3)], {})
+    stage = Stage(1, nn.Identity(), lambda received, microbatch: received[0])
+    stage.forward(0, parcel(torch.ones(3)), {})
     (gradient,) = stage.backward(0, [torch.full((3,), 5.0)])
     assert gradient.tolist() == [5.0] * 3
 
 
 def test_an_input_that_the_output_does_not_use_gets_zeros() -> None:
-    stage = Stage(1, nn.Identity(), lambda received, microbatch: (received[0] * 2,))
-    stage.forward(0, [torch.ones(2), torch.ones(3)], {})
+    stage = Stage(1, nn.Identity(), lambda received, microbatch: received[0][0] * 2)
+    stage.forward(0, parcel((torch.ones(2), torch.ones(3))), {})
     used, unused = stage.backward(0, [torch.ones(2)])
     assert (used.tolist(), unused.tolist()) == ([2.0, 2.0], [0.0, 0.0, 0.0])
 
 
 def test_integers_cross_without_gradients() -> None:
-    stage = Stage(1, nn.Identity(), lambda received, microbatch: (received[0] * received[1], received[1]))
-    outputs = stage.forward(0, [torch.ones(2), torch.tensor([3, 4])], {})
+    def scaled(received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        hidden, whole = received[0]
+        return hidden * whole, whole
+
+    stage = Stage(1, nn.Identity(), scaled)
+    outputs = stage.forward(0, parcel((torch.ones(2), torch.tensor([3, 4]))), {}).tensors
     assert outputs[1].dtype == torch.int64
     gradients = stage.backward(0, [torch.ones(2)])
     assert [g.tolist() for g in gradients] == [[3.0, 4.0]]
 
 
 def test_a_stage_that_trains_nothing() -> None:
-    stage = Stage(0, nn.Identity(), lambda received, microbatch: (microbatch["x"],))
-    stage.forward(0, [], {"x": torch.ones(2)})
-    assert stage.backward(0, [torch.ones(2)]) == ()
+    stage = Stage(0, nn.Identity(), lambda received, microbatch: microbatch["x"])
+    stage.forward(0, None, {"x": torch.ones(2)})  # the next stage is told that no gradient is wanted
+    assert stage.backward(0, []) == ()
+    stage.forward(1, None, {"x": torch.ones(2)}, declared(torch.ones(2)))  # it expects to send one
+    assert stage.backward(1, [torch.ones(2)]) == ()
 
 
 def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
-    expected = (TensorSpec((2, 3), torch.float32), TensorSpec((2,), torch.int64))
-    check(Op(0, "F", 1), [torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)], expected)
-    assert gradient_specs(expected) == expected[:1]
+    whole = torch.zeros(2, dtype=torch.int64)
+    expected = declared((TensorSpec((2, 3), torch.float32), whole))
+    tensors, form = take_apart((torch.zeros(2, 3), whole))
+    check(Op(0, "F", 1), tensors, form, expected)
+    assert gradient_specs(expected).tensors == expected.tensors[:1]
     for wrong in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(6)):
         with pytest.raises(
             ShapeError, match=r"0F1 gave .*: the next rank expects float32\[2, 3\], int64\[2\]"
         ):
-            check(Op(0, "F", 1), [wrong, torch.zeros(2, dtype=torch.int64)], expected)
+            check(Op(0, "F", 1), (wrong, whole), form, expected)
+    with pytest.raises(ShapeError, match="as \\[tensor, tensor\\]"):
+        check(Op(0, "F", 1), *take_apart([torch.zeros(2, 3), whole]), expected)
 
 
 def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reduction would come before W; tests/runtime/test_backward.py has the real one."""
     monkeypatch.setattr(Sharding, "reduces_in_backward", property(lambda self: True))
     stage = Stage(0, module := Residual(), module)
-    stage.forward(0, [torch.ones(2, 4, dtype=torch.float64)], {}, split=True)
+    stage.forward(0, parcel(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)
     stage.input_backward(0, [torch.ones(2, 4, dtype=torch.float64)])
     assert stage.deferred[0].nbytes == 0
     assert module.linear.weight.grad is not None

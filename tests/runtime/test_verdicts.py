@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError
 from penstock.runtime.executor import Executor, StepInput, run_together
 from penstock.runtime.lower import lower
+from penstock.runtime.parcel import EdgeSpecs, TensorSpec
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import EdgeSpecs, Microbatch, TensorSpec
+from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import LocalTransport
 from penstock.schedule import Proof, Schedule, verify
@@ -28,9 +29,9 @@ class Layer(nn.Module):
         torch.manual_seed(place)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
-    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> Tensor:
         hidden = received[0] if received else microbatch["x"]
-        return (torch.tanh(self.linear(hidden)),)
+        return torch.tanh(self.linear(hidden))
 
 
 class Sum:
@@ -47,7 +48,7 @@ def microbatches(count: int) -> list[dict[str, Tensor]]:
 
 
 def edge(stage: int, microbatch: Microbatch) -> EdgeSpecs:
-    return (TensorSpec((1, WIDTH), torch.float64),)
+    return EdgeSpecs((TensorSpec((1, WIDTH), torch.float64),))
 
 
 def run(schedule: Schedule, proof: Proof) -> list[nn.Module]:
@@ -79,7 +80,7 @@ def exact(schedule: Schedule, modules: list[nn.Module]) -> bool:
     for microbatch in microbatches(schedule.microbatches):
         hidden: tuple[Tensor, ...] = ()
         for layer in reference:
-            hidden = layer(hidden, microbatch)
+            hidden = (layer(hidden, microbatch),)
         Sum().total(hidden[0], microbatch).backward()  # type: ignore[no-untyped-call]
     for place, layer in enumerate(reference):
         for name, parameter in layer.named_parameters():

@@ -200,6 +200,10 @@ def test_costs_are_shared_out_among_finer_stages() -> None:
         forward=1.0, input_grad=[1.0, 1.0, 2.0, 2.0], weight_grad=[[0.5, 1.0], [0.5, 1.0], 1.5, 1.5],
         communication=0.5, bytes=[7.0, 7.0, 0.0, 0.0], bandwidth=2.0, activation=1.5, held_for_weight=0.5,
     )  # fmt: skip
+    crossing = Costs(buffer=[1, 2], sent=0.5, held_in_backward=4)  # as much crosses an edge as ever
+    assert share(crossing, loop(2, 2)) == Costs(
+        0.5, 0.5, 0.5, activation=0.5, buffer=[1, 1, 2, 2], sent=0.5, held_in_backward=2
+    )
     assert share(Costs(), loop(2)) == Costs()
     assert share(Costs(held_for_weight=None), wave(3)).held_for_weight is None
     assert share(Costs(), both_ways(4)) == Costs()  # a copy's stage is a slice as large as with one copy

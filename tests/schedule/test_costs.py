@@ -54,7 +54,7 @@ def test_what_was_measured_predicts_itself(name: str) -> None:
     [
         {"forward": None}, {"forward": "1"}, {"forward": True}, {"forward": {0: 1}}, {"forward": [[[1]]]},
         {"bytes": -1}, {"bandwidth": "3"}, {"bandwidth": 0}, {"activation": [1, nan]},
-        {"communication": None},
+        {"communication": None}, {"buffer": None}, {"sent": -1}, {"held_in_backward": "2"},
     ],
 )  # fmt: skip
 def test_what_is_no_cost_is_refused_at_once(wrong: Any) -> None:
@@ -80,3 +80,22 @@ def test_costs_by_stage_and_microbatch() -> None:
 def test_costs_of_a_stage_count_for_each_copy_of_it() -> None:
     schedule = build("dualpipe", ranks=2, microbatches=2)
     assert simulate(schedule, Costs([1, 2])) == simulate(schedule, Costs([1, 2, 1, 2]))
+
+
+def test_what_is_left_out_is_as_much_as_another_cost() -> None:
+    costs = Costs(activation=[3, 4], buffer=0.5)
+    for name, other in (
+        ("held_for_weight", "activation"),
+        ("held_in_backward", "activation"),
+        ("sent", "buffer"),
+    ):
+        assert costs.rows(name, loop(2), 3) == costs.rows(other, loop(2), 3)
+    assert Costs(sent=0.25, buffer=1).rows("sent", loop(2), 1) == [[0.25], [0.25]]
+
+
+@pytest.mark.parametrize(("costs", "counts"), [
+    (Costs(), False), (Costs(buffer=[0, [0.0, 0]], sent=0), False), (Costs(buffer=[0, [0, 1]]), True),
+    (Costs(sent=1), True),
+])  # fmt: skip
+def test_buffers_count_where_one_holds_something(costs: Costs, counts: bool) -> None:
+    assert costs.counts_buffers == counts

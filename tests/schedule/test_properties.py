@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Costs, Op, Schedule, Violation, loop, render, simulate, verify
+from penstock.schedule import Costs, Op, Schedule, Timeline, Violation, loop, render, simulate, verify
 from penstock.schedule.conformance import check_builder
 from support.programs import can_finish, paired, perhaps_broken, valid
 
@@ -108,6 +108,20 @@ def test_no_op_could_have_started_earlier(
             assert span.end == span.start + (whole if length is None else length[stage])
             free_at = span.end
     _check_critical_path(schedule, timeline.critical_path, ends, timeline.makespan)
+    _check_waits(timeline, latency)
+
+
+def _check_waits(timeline: Timeline, latency: float) -> None:
+    """They are the gaps: nothing else keeps a rank that has begun, and with what it was busy all adds up."""
+    for rank, idle in enumerate(timeline.idle):
+        spans = timeline.of_rank(rank)
+        gaps = [(b.op, a.end, b.start) for a, b in pairwise(spans) if b.start > a.end]
+        waits = [wait for wait in timeline.inner_waits if wait.rank == rank]
+        assert [(wait.op, wait.start, wait.end) for wait in waits] == gaps
+        assert all(wait.end == wait.sent + latency for wait in waits)
+        assert idle.runtime == 0
+        assert min(idle) >= 0
+        assert sum(idle) + timeline.busy[rank] == timeline.makespan
 
 
 def _check_critical_path(

@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, build, loop, simulate
+from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, Wait, build, loop, simulate
 
 
 def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -26,6 +26,12 @@ def test_unequal_stages_and_a_slow_edge() -> None:
     assert timeline.busy == (5.0, 7.0)
     assert timeline.bubble == pytest.approx(1 - 12 / 21)
     assert timeline.peak_live == (2, 1)
+    assert timeline.waits == (
+        Wait(0, Op(0, "B", 0), 2, 5.5, sent=5),
+        Wait(0, Op(0, "B", 1), 7, 9, sent=8.5),
+        Wait(1, Op(1, "F", 0), 0, 1.5, sent=1),
+    )
+    assert timeline.idle == ((4.5, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 3.5))
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.schedule import Op, Span, Timeline
+from penstock.schedule import Idle, Op, Span, Timeline, Wait
 
 SPANS = (
     Span(0, Op(0, "F", 0), 10.0, 11.0),
@@ -29,3 +29,31 @@ def test_the_spans_of_one_rank() -> None:
 def test_an_empty_timeline_has_no_bubble() -> None:
     empty = Timeline("mine", 2, (), (0, 0))
     assert (empty.makespan, empty.bubble, empty.rank_bubble) == (0.0, 0.0, (0.0, 0.0))
+
+
+WAITS = (
+    Wait(0, Op(0, "B", 0), 11.0, 14.5, 13.5),
+    Wait(1, Op(1, "F", 0), 9.0, 12.0, 11.0),
+)
+
+
+def test_idle_time_is_told_apart() -> None:
+    """Rank 0 ends F at 11, waits for its peer until 13.5 and for the wire until 14.5, and goes on at 15."""
+    timeline = Timeline("mine", 2, SPANS, (1, 1), waits=WAITS)
+    assert timeline.inner_waits == WAITS[:1]
+    assert timeline.idle == (
+        Idle(peer=2.5, wire=1.0, runtime=0.5, outside=0.0),
+        Idle(peer=0.0, wire=0.0, runtime=0.0, outside=5.0),  # its wait lies before its first op
+    )
+
+
+@pytest.mark.parametrize(("sent", "turn"), [(5.0, 11.0), (12.0, 12.0), (15.0, 14.0)])
+def test_a_wait_turns_from_the_peer_to_the_wire_when_it_was_sent(sent: float, turn: float) -> None:
+    """Clocks of two ranks differ a little: what was sent before the wait began is all wire."""
+    assert Wait(0, Op(0, "B", 0), 11.0, 14.0, sent).turn == turn
+
+
+def test_gaps_that_nobody_took_note_of_are_the_runtimes() -> None:
+    timeline = Timeline("mine", 3, SPANS, (1, 1, 0))
+    assert timeline.idle[0] == Idle(0.0, 0.0, runtime=4.0, outside=0.0)
+    assert timeline.idle[2] == Idle(0.0, 0.0, 0.0, outside=8.0)  # it has nothing to do

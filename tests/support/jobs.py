@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, PenstockError
-from penstock.runtime import distributed
+from penstock.models.checkpointing import Checkpointing
+from penstock.runtime import channels
 from penstock.schedule.config import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
+from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
 from support.reference import TOLERANCE, assert_gradients, plain_step
 
 Case = tuple[ScheduleLike, int]  # schedule, microbatches
@@ -46,6 +48,36 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case], laye
         except AssertionError as difference:
             wrong.append(f"{family} tied={tied} P={ranks} {schedule} m={microbatches}: {difference}")
         pipe.close()
+    return wrong
+
+
+def any_shape(ranks: int, schedules: Sequence[ScheduleLike], shapes: Any) -> list[str]:
+    """Ragged microbatches, packed documents, and both checkpointed, of each schedule; what went wrong."""
+    model, rows = tiny_model("llama", layers=4 * ranks, tied=True), documents(8)
+    cases: list[tuple[str, Microbatches, Microbatches, bool | Checkpointing]]
+    cases = [("ragged", ragged(8), ragged(8), False), ("packed", packed(rows), apart(rows), False),
+             ("checkpointed", ragged(8, 1), ragged(8, 1), Checkpointing(in_flight=2))]  # fmt: skip
+    plain = {name: plain_steps(model, alone) for name, _, alone, _ in cases}
+    wrong = []
+    for schedule in schedules:
+        for name, given, _, how in cases:
+            loss, expected = plain[name]
+            pipe = AutoPipeline(
+                ranks=ranks, schedule=schedule, microbatches=8, timeout=30, shapes=shapes,
+                activation_checkpointing=how,
+            ).build(model)  # fmt: skip
+            try:
+                for _ in range(2):
+                    pipe.zero_grad()
+                    assert abs(pipe.step(given).loss - loss) < 1e-5
+                for module in pipe.modules.values():
+                    held = dict(module.named_parameters())
+                    found = {key: p.grad for key, p in held.items() if p.grad is not None}
+                    assert len(found) == len(held)
+                    assert_gradients(found, expected, TOLERANCE[torch.float32])
+            except AssertionError as difference:
+                wrong.append(f"{name} P={ranks} {schedule}: {difference}")
+            pipe.close()
     return wrong
 
 
@@ -141,7 +173,7 @@ def clock() -> tuple[float, float, float, list[int]]:
 def group_per_channel(ranks: int) -> list[str]:
     """The channels as NCCL gets them, which has no tags, over gloo."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "has_tags", lambda group: False)
+        patch.setattr(channels, "has_tags", lambda groups: False)
         return equivalence("qwen3", True, ranks, [("1f1b", 5), ("gpipe", 2)])
 
 

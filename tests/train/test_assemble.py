@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,8 +23,12 @@ from penstock.errors import (
     RunError,
     WorldSizeError,
 )
-from penstock.train.assemble import NEWEST, preflight, run
-from penstock.train.config import TrainConfig
+from penstock.models.checkpointing import Checkpointing
+from penstock.runtime.padding import Padding
+from penstock.train.assemble import NEWEST, _changes, _with_defaults, make_auto, preflight, run
+from penstock.train.config import PipelineSection, TrainConfig
+from penstock.train.rows import Batch, DocumentRows
+from penstock.train.values import CheckpointingSection
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 
 
@@ -34,6 +39,20 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {f"{file.name} {key}": value for file in sorted(checkpoint.glob("*.safetensors"))
             for key, value in load_file(file).items()}  # fmt: skip
+
+
+def whole(batch: Batch) -> dict[str, torch.Tensor]:
+    assert isinstance(batch.content, dict)
+    return batch.content
+
+
+def with_documents(made: TrainConfig, folder: Path, **pipeline: Any) -> TrainConfig:
+    """`made`, on documents of 2 to 24 letters; rows are of 16."""
+    texts = (bytes(range(33, 35 + number % 23)).decode() for number in range(80))
+    (folder / "text").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = made.data.model_copy(update={"kind": "jsonl", "packing": pipeline.pop("packing", "best_fit")})
+    section = PipelineSection.model_validate({**made.pipeline.model_dump(), **pipeline})
+    return made.model_copy(update={"data": data, "pipeline": section})
 
 
 def with_output(made: TrainConfig, **output: Any) -> TrainConfig:
@@ -55,7 +74,8 @@ def test_a_run_leaves_checkpoint_metrics_and_picture(
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "bubble", "seconds"}
-    assert all(set(row) == keys and row["tokens"] == 4 * 15 for row in steps)
+    assert all(set(row) == {*keys, "padding"} and row["tokens"] == 4 * 15 for row in steps)
+    assert all(row["padding"] == 0 for row in steps)
     assert rows[0]["held_out_loss"] == pytest.approx(math.log(256), abs=0.3)
     assert rows[-1]["held_out_loss"] < rows[0]["held_out_loss"]
 
@@ -205,7 +225,7 @@ def test_a_folder_with_weights_is_trained_on(tmp_path: Path) -> None:
     )
     prepared = preflight(made)
     run(prepared)
-    ids = torch.cat([batch["input_ids"] for batch in prepared.rows.held_out_batches(4)])
+    ids = torch.cat([whole(batch)["input_ids"] for batch in prepared.data.held_out_batches(4)])
     model.eval()
     assert metrics(tmp_path)[0]["held_out_loss"] == pytest.approx(
         float(model(input_ids=ids, labels=ids).loss.detach())
@@ -244,3 +264,121 @@ def test_other_dtypes_and_recomputing_train_too(tmp_path: Path, dtype: str) -> N
     saved = tensors(tmp_path / "out" / "checkpoints" / "step-00000004")
     weights = [value for name, value in saved.items() if name.startswith("model-")]
     assert {str(value.dtype) for value in weights} == {f"torch.{dtype}"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
+def test_packed_documents_are_trained_on_as_if_each_were_alone(
+    tmp_path: Path, packing: str, attention: str
+) -> None:
+    made = with_documents(config(tmp_path, steps=3, evaluate_batches=100), tmp_path, packing=packing)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"attention": attention})})
+    prepared = preflight(made)
+    run(prepared)
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000003"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    rows = prepared.data.held_out
+    assert isinstance(rows, DocumentRows)
+    chosen = len(rows) // 4 * 4  # whole batches
+    total, tokens = 0.0, 0
+    for row in np.linspace(0, len(rows) - 1, chosen).round().astype(int):
+        for piece in rows.packing[row]:
+            start, length = int(rows.pieces.starts[piece]), int(rows.pieces.lengths[piece])
+            ids = torch.from_numpy(rows.tokens[None, start : start + length].astype(np.int64))
+            total += float(model(input_ids=ids, labels=ids).loss.detach()) * (length - 1)
+            tokens += length - 1
+    held_out = [row for row in metrics(tmp_path) if "held_out_loss" in row][-1]
+    assert held_out["tokens"] == tokens
+    assert held_out["held_out_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_a_packed_run_goes_on_bit_for_bit_and_tells_its_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+        made = config(tmp_path / name, steps=4, checkpoint_every=2)
+        made = with_documents(made, tmp_path / name, packing="sequential", shapes="padded")
+        prepared = preflight(made)
+        run(prepared)
+    run(preflight(made, str(tmp_path / "parts" / "out" / "checkpoints" / "step-00000002")))
+    whole, parts = (
+        tensors(tmp_path / name / "out" / "checkpoints" / "step-00000004") for name in ("whole", "parts")
+    )
+    assert [name for name in whole if not torch.equal(whole[name], parts[name])] == []
+
+    rows = [row for row in metrics(tmp_path / "whole") if "loss" in row]
+    fills = [prepared.data.batch(step).fill for step in range(1, 5)]
+    assert [row["padding"] for row in rows] == [fill.padding for fill in fills]
+    assert any(row["padding"] > 0 for row in rows)
+    assert all(row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows)
+    share = prepared.data.expected(4).padding
+    note = f"padding {share:.1%} of the tokens (data.packing=sequential, pipeline.shapes=padded)"
+    assert prepared.notes == (note,)
+    said = capsys.readouterr().out
+    assert f"padding     {share:.1%} of the tokens, over all steps" in said
+    assert f"bubble {rows[0]['bubble']:.1%}  padding {rows[0]['padding']:.1%}" in said
+
+
+def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
+    losses = []
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        made = config(tmp_path / str(ranks), steps=3)
+        run(preflight(with_documents(made, tmp_path / str(ranks), ranks=ranks)))
+        losses.append([row["loss"] for row in metrics(tmp_path / str(ranks)) if "loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"model_type": "mamba"}, "its state runs over the whole row"),
+        ({"model_type": "opt", "num_attention_heads": 2, "ffn_dim": 32}, "takes no notice of documents"),
+    ],
+)
+def test_documents_are_not_packed_for_a_model_that_would_mix_them(
+    tmp_path: Path, model: dict[str, Any], reason: str
+) -> None:
+    sizes = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2}
+    made = config(tmp_path, {**model, **sizes})
+    for packing in ("sequential", "best_fit"):
+        assert reason in refused(ModelError, with_documents(made, tmp_path, packing=packing))
+    preflight(with_documents(made, tmp_path, packing="none"))
+    preflight(config(tmp_path, {**model, **sizes}))
+
+
+def test_padding_that_is_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
+    made = with_documents(config(tmp_path), tmp_path, shapes="padded", padding={"multiple": 65})
+    assert "pipeline.padding, to 65 tokens a row: the model takes 64 positions" in refused(ConfigError, made)
+
+
+def test_settings_reach_the_library(tmp_path: Path) -> None:
+    limit = CheckpointingSection(every=2, save=("matmul",), memory_limit=2.0**30)
+    made = config(tmp_path, batch_size=5, activation_checkpointing=limit)
+    pipeline = {
+        "shapes": "padded", "padding": {"multiple": 24}, "exchange": "batched", "transport": "local",
+        "wire_dtype": "bfloat16",
+    }  # fmt: skip
+    auto = make_auto(with_documents(made, tmp_path, **pipeline))
+    assert auto.shapes == Padding(multiple=24)
+    assert (auto.transport, auto.exchange, auto.wire_dtype) == ("local", "batched", torch.bfloat16)
+    # the larger of two microbatches has three rows of 16, which the pipeline pads
+    limited = Checkpointing(every=2, save=("matmul",), memory_limit=2.0**30, shape=(3, 24))
+    assert auto.activation_checkpointing == limited
+    plain = make_auto(config(tmp_path, activation_checkpointing="selective"))
+    assert plain.activation_checkpointing == "selective"
+    assert (plain.shapes, plain.transport, plain.exchange, plain.wire_dtype) == (
+        "inferred", None, "channels", None
+    )  # fmt: skip
+    unlimited = make_auto(config(tmp_path, activation_checkpointing={"in_flight": [1, 0]}))
+    assert unlimited.activation_checkpointing == Checkpointing(in_flight=(1, 0))
+
+
+def test_a_checkpoint_older_than_a_key_meant_its_default(tmp_path: Path) -> None:
+    run(preflight(config(tmp_path)))
+    checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["config"]["data"]["packing"], state["config"]["pipeline"]["shapes"]
+    changed = [*_changes(_with_defaults(state["config"]), config(tmp_path, steps=6).model_dump(mode="json"))]
+    assert changed == ["train.steps=6 (was 4)"]

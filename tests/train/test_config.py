@@ -9,7 +9,9 @@ import yaml
 
 from penstock.errors import ConfigError
 from penstock.train.config import TrainConfig, load_config
+from penstock.train.values import CheckpointingSection
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 MINIMAL = """
 model: {config: {model_type: qwen3, hidden_size: 64}}
 data: {path: text.txt, tokenizer: bytes}
@@ -64,7 +66,31 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
         ("train.steps=true", "train.steps=True: it should be a valid integer"),
         ("train.steps=0", "train.steps=0: it should be greater than or equal to 1. Give 1 or more"),
         ("train.clip_norm=.inf", "it should be a finite number"),
-        ("train.activation_checkpointing=3", "Write true or false"),
+        ("train.activation_checkpointing=3", "3 is no way to recompute activations. Write true, false, none"),
+        ("train.activation_checkpointing=fully", "'fully' is no way to recompute activations"),
+        ("train.activation_checkpointing=null", "None is no way to recompute activations"),
+        ("train.activation_checkpointing={evry: 2}", "Did you mean train.activation_checkpointing.every?"),
+        ("train.activation_checkpointing={every: 0}", "train.activation_checkpointing.every=0: it should be"),
+        (
+            "train.activation_checkpointing={in_flight: x}",
+            "'x' is neither a number of microbatches nor a",
+        ),
+        ("train.activation_checkpointing={in_flight: []}", "[] is neither a number of microbatches"),
+        ("train.activation_checkpointing={memory_limit: 8 apples}", "'8 apples' is no number of bytes"),
+        ("train.activation_checkpointing={memory_limit: -1}", "-1 is no number of bytes. Write 8 GiB"),
+        (
+            "train.activation_checkpointing={memory_limit: 1 GB, in_flight: 2}",
+            "memory_limit chooses in_flight, and here both are given. Leave one of them out",
+        ),
+        ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
+        ("pipeline.shapes=dynamic", "it should be 'inferred', 'exchanged' or 'padded'"),
+        ("pipeline.transport=mpi", "it should be 'auto', 'gloo', 'nccl' or 'local'"),
+        ("pipeline.exchange=batch", "it should be 'channels' or 'batched'"),
+        ("pipeline.wire_dtype=fp16", "it should be 'float32', 'bfloat16' or 'float16'"),
+        (
+            "pipeline.padding={multiple: 8}",
+            "pipeline.shapes=inferred. Set pipeline.shapes=padded",
+        ),
         ("data.kind=csv", "data.kind='csv': it should be 'auto', 'text', 'jsonl' or 'dataset'. Take"),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
@@ -83,6 +109,46 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
     assert message in refused(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("padding", "message"),
+    [
+        ("{lenght: 3}", "Did you mean pipeline.padding.length?"),
+        ("{multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal to 1"),
+        ("{buckets: [64, 32]}", "buckets=[64, 32] are not ascending. Sort them"),
+        ("{buckets: [64, 0]}", "pipeline.padding.buckets.1=0: it should be"),
+        ("{buckets: [256], length: 256}", "length is fixed, which leaves nothing to buckets"),
+        ("{length: 127}", "pipeline.padding.length=127 is below data.sequence_length=128. Give no less"),
+    ],
+)
+def test_wrong_padding_is_refused(tmp_path: Path, padding: str, message: str) -> None:
+    assert message in refused(tmp_path, MINIMAL, "pipeline.shapes=padded", f"pipeline.padding={padding}")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("false", False),
+        ("none", False),
+        ("true", True),
+        ("full", "full"),
+        ("selective", "selective"),
+        ("{}", CheckpointingSection()),
+        (
+            "{every: 2, save: [matmul, attention], in_flight: 2}",
+            CheckpointingSection(every=2, save=("matmul", "attention"), in_flight=2),
+        ),
+        ("{in_flight: [2, 1, 0, 0]}", CheckpointingSection(in_flight=(2, 1, 0, 0))),
+        ("{memory_limit: 8 GiB}", CheckpointingSection(memory_limit=8 * 2**30)),
+        ("{memory_limit: 1.5gb}", CheckpointingSection(memory_limit=1.5e9)),
+        ("{memory_limit: 4096}", CheckpointingSection(memory_limit=4096)),
+    ],
+)
+def test_ways_to_recompute_activations(tmp_path: Path, given: str, meant: object) -> None:
+    config = load(tmp_path, MINIMAL, f"train.activation_checkpointing={given}")
+    assert config.train.activation_checkpointing == meant
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
@@ -114,3 +180,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="it is not YAML"):
         load_config(tmp_path / "binary.yaml")
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_examples_are_right(file: Path) -> None:
+    load_config(file)

@@ -11,11 +11,14 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.errors import DataError
+from penstock.runtime.padding import Padding
 from penstock.train.config import TrainConfig
-from penstock.train.data import Rows, load_rows
+from penstock.train.data import Data, load_data
 from penstock.train.documents import documents
+from penstock.train.rows import Batch, StreamRows
 from penstock.train.tokenizer import Bytes
 
 
@@ -28,8 +31,8 @@ def config(path: Path, **data: Any) -> TrainConfig:
     )
 
 
-def load(path: Path, vocabulary: int = 256, **data: Any) -> Rows:
-    return load_rows(config(path, **data), Bytes(), vocabulary)
+def load(path: Path, vocabulary: int = 256, padding: Padding | None = None, **data: Any) -> Data:
+    return load_data(config(path, **data), Bytes(), vocabulary, padding=padding)
 
 
 def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
@@ -39,14 +42,26 @@ def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
     return str(caught.value)
 
 
-def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Rows:
+def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Data:
     tokens = np.arange(count * 3, dtype=np.uint8).reshape(count, 3)
-    return Rows(tokens, held_out, 2, seed)
+    return Data(StreamRows(tokens[: count - held_out]), StreamRows(tokens[count - held_out :]), 2, seed)
+
+
+def stream(data: Data) -> bytes:
+    """All rows of a stream, those held out too."""
+    assert isinstance(data.rows, StreamRows)
+    assert isinstance(data.held_out, StreamRows)
+    return data.rows.tokens.tobytes() + data.held_out.tokens.tobytes()
+
+
+def whole(batch: Batch) -> dict[str, Tensor]:
+    assert isinstance(batch.content, dict)
+    return batch.content
 
 
 def test_an_epoch_sees_every_row_once_and_none_that_is_held_out() -> None:
     rows = rows_of(11)  # 9 rows to train on, in batches of 2: epochs end within a batch
-    seen = torch.cat([rows.batch(step)["input_ids"] for step in range(1, 10)])
+    seen = torch.cat([whole(rows.batch(step))["input_ids"] for step in range(1, 10)])
     first, second = seen[:9], seen[9:]
     expected = torch.arange(27).reshape(9, 3)
     for epoch in (first, second):
@@ -56,15 +71,15 @@ def test_an_epoch_sees_every_row_once_and_none_that_is_held_out() -> None:
 
 
 def test_a_batch_follows_from_its_step_alone() -> None:
-    forwards = [rows_of(11).batch(step)["input_ids"] for step in range(1, 20)]
+    forwards = [whole(rows_of(11).batch(step))["input_ids"] for step in range(1, 20)]
     rows = rows_of(11)
     for step in reversed(range(1, 20)):
-        assert torch.equal(rows.batch(step)["input_ids"], forwards[step - 1])
-    assert not torch.equal(rows_of(11, seed=1).batch(1)["input_ids"], forwards[0])
+        assert torch.equal(whole(rows.batch(step))["input_ids"], forwards[step - 1])
+    assert not torch.equal(whole(rows_of(11, seed=1).batch(1))["input_ids"], forwards[0])
 
 
 def test_a_batch_is_what_transformers_takes() -> None:
-    batch = rows_of(11).batch(1)
+    batch = whole(rows_of(11).batch(1))
     assert batch["input_ids"].shape == (2, 3)
     assert batch["input_ids"].dtype == torch.int64
     assert torch.equal(batch["input_ids"], batch["labels"])
@@ -74,18 +89,18 @@ def test_a_batch_is_what_transformers_takes() -> None:
 def test_held_out_batches_are_spread_over_the_held_out_rows() -> None:
     rows = rows_of(20, held_out=9)
     (batch,) = rows.held_out_batches(1)
-    assert batch["input_ids"][:, 0].tolist() == [33, 57]
+    assert whole(batch)["input_ids"][:, 0].tolist() == [33, 57]
     assert len(rows.held_out_batches(100)) == 4
-    starts = torch.cat([batch["input_ids"][:, 0] for batch in rows.held_out_batches(100)])
+    starts = torch.cat([whole(batch)["input_ids"][:, 0] for batch in rows.held_out_batches(100)])
     assert starts.min() == 33
     assert len(set(starts.tolist())) == 8
 
 
 def test_a_text_file_is_cut_into_rows_and_the_rest_is_left(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"abcdefghijklmnopqrstuvwxyz")
-    rows = load(tmp_path / "a.txt")
-    assert [bytes(row) for row in rows.tokens] == [b"abcd", b"efgh", b"ijkl", b"mnop", b"qrst", b"uvwx"]
-    assert rows.held_out == 2
+    data = load(tmp_path / "a.txt")
+    assert stream(data) == b"abcdefghijklmnopqrstuvwx"
+    assert (len(data.rows), len(data.held_out)) == (4, 2)
 
 
 def test_a_folder_is_read_in_sorted_order_within_its_patterns(tmp_path: Path) -> None:
@@ -98,7 +113,7 @@ def test_a_folder_is_read_in_sorted_order_within_its_patterns(tmp_path: Path) ->
     ]
     assert found == [(n, n) for n in ("a.py", "b/a.py", "b/c.py", "b.py")]
     rows = load(tmp_path, include=["*.py"], exclude=["skip", "skip.py"])
-    assert rows.tokens.tobytes() == b"a.py\0b/a.py\0b/c.py\0b.py"[:20]
+    assert stream(rows) == b"a.py\0b/a.py\0b/c.py\0b.py"[:20]
 
 
 def test_jsonl_and_a_dataset_give_the_same_rows(tmp_path: Path) -> None:
@@ -108,7 +123,7 @@ def test_jsonl_and_a_dataset_give_the_same_rows(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"body": texts}).save_to_disk(tmp_path / "set")
     rows = load(tmp_path / "a.jsonl", text_field="body")
     again = load(tmp_path / "set", text_field="body")
-    assert rows.tokens.tobytes() == again.tokens.tobytes() == "\0".join(texts).encode()[:32]
+    assert stream(rows) == stream(again) == "\0".join(texts).encode()[:32]
 
 
 def test_what_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
@@ -127,7 +142,7 @@ def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 15)
     assert "of 15 tokens: it gives 3 rows of 4" in refused(tmp_path / "a")
     (tmp_path / "a").write_bytes(b"x" * 16)
-    assert len(load(tmp_path / "a").tokens) == 4
+    assert len(stream(load(tmp_path / "a"))) == 16
 
 
 def test_an_id_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,11 @@ import pytest
 from penstock.train.display import Bar, Lines, Silent, make_display
 
 
-def row(step: int) -> dict[str, float]:
-    return {"step": step, "loss": 2.5, "tokens_per_second": 1234.5, "bubble": 0.125, "learning_rate": 1e-3}
+def row(step: int, padding: float = 0.0) -> dict[str, float]:
+    return {
+        "step": step, "loss": 2.5, "tokens_per_second": 1234.5, "bubble": 0.125, "learning_rate": 1e-3,
+        "padding": padding,
+    }  # fmt: skip
 
 
 def test_lines_come_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +26,11 @@ def test_lines_come_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixtur
     assert said[1] == "step 3/7  loss 2.500  1,234 tokens/s  bubble 12.5%  lr 1.00e-03"
     assert [line.split()[1] for line in said[:-1]] == ["1/7", "3/7", "6/7", "7/7"]
     assert said[-1] == "that is all [bold]"
+
+
+def test_padding_is_shown_where_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
+    make_display(0, 7, 0, 1).step(row(1, padding=0.0625))
+    assert "bubble 12.5%  padding 6.2%  lr" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,19 +39,18 @@ def stage_costs(prepared: Prepared) -> list[float]:
 
 
 def memory(prepared: Prepared) -> list[tuple[int, int, int, int | None]]:
-    """Per rank, in bytes: parameters, gradients, AdamW's two moments, live activations (None: unknown)."""
+    """Per rank, in bytes: parameters, gradients, AdamW's two moments, and activations with buffers.
+
+    The last at their most; None where only a run can tell.
+    """
     config, outline = prepared.config, prepared.outline
     rows = math.ceil(config.train.batch_size / config.pipeline.microbatches)
-    held = None  # recomputing layers changes what is held by an amount that only a run shows
-    if not config.train.activation_checkpointing:
-        held = outline.activation_bytes((rows, config.data.sequence_length))
+    sizes = prepared.auto.memory_costs(outline, (rows, config.data.sequence_length))
+    held = None if sizes is None else simulate(outline.schedule, sizes).peak_memory
     needs = []
-    for rank, peak in enumerate(outline.proof.peak_live):
-        own = [stage for stage in outline.stages if stage.rank == rank]
-        weights = sum(stage.parameter_bytes for stage in own)
-        # a rank's live activations may be of any of its stages: the largest bounds them
-        live = None if held is None else peak * max(held[stage.stage] for stage in own)
-        needs.append((weights, weights, 2 * weights, live))
+    for rank in range(outline.schedule.ranks):
+        weights = sum(stage.parameter_bytes for stage in outline.stages if stage.rank == rank)
+        needs.append((weights, weights, 2 * weights, None if held is None else int(held[rank])))
     return needs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +25,8 @@ Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 Limit = Annotated[
     float | None, typer.Option(help="The most that a rank may hold, in the unit of --activation.")
 ]
+Buffer = Annotated[float, typer.Option(
+    help="What a message between two ranks holds on its way, in the unit of --activation.")]  # fmt: skip
 Ranks = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches a step.")]
 
@@ -88,8 +91,10 @@ def prove(
 
 @app.command()
 @taking(choice=chosen, costs=costs_of)
-def simulate(choice: Choice, costs: Costs, memory_limit: Limit = None, as_json: Json = False) -> None:
-    """Run a schedule on paper: step time, bubble, memory, and the ops that the step time hangs on.
+def simulate(
+    choice: Choice, costs: Costs, buffer: Buffer = 0.0, memory_limit: Limit = None, as_json: Json = False
+) -> None:
+    """Run a schedule on paper: step time, what the bubble consists of, memory, and the critical path.
 
     Ends with 2 where a rank holds more than --memory-limit.
 
@@ -99,7 +104,7 @@ def simulate(choice: Choice, costs: Costs, memory_limit: Limit = None, as_json: 
         rule = "it is the most that a rank may hold"
         raise ConfigError(f"--memory-limit {memory_limit}", rule, "Give 0 or more, or leave it out")
     schedule = choice.schedule(costs)
-    timeline = run_on_paper(schedule, costs)
+    timeline = run_on_paper(schedule, replace(costs, buffer=buffer))
     if as_json:
         view.out(json.dumps(view.timeline_data(schedule, timeline, memory_limit)))
     else:
@@ -113,6 +118,7 @@ def simulate(choice: Choice, costs: Costs, memory_limit: Limit = None, as_json: 
 def draw(
     choice: Choice,
     costs: Costs,
+    buffer: Buffer = 0.0,
     out: Annotated[Path | None, typer.Option(
         "--out", "-o", help="Ends in .txt, .svg, .html or .json (a trace for ui.perfetto.dev).")] = None,
 ) -> None:  # fmt: skip
@@ -120,7 +126,7 @@ def draw(
 
     Example: penstock schedule draw zb_v -r 4 -m 8 --out zb_v.svg
     """
-    drawing = render(run_on_paper(choice.schedule(costs), costs), out)
+    drawing = render(run_on_paper(choice.schedule(costs), replace(costs, buffer=buffer)), out)
     view.out(drawing.rstrip("\n") if out is None else f"wrote {out}")
 
 
@@ -144,6 +150,7 @@ def compare(
     ranks: Ranks,
     microbatches: Microbatches,
     costs: Costs,
+    buffer: Buffer = 0.0,
     memory_limit: Limit = None,
     search: Annotated[float | None, typer.Option(
         metavar="SECONDS", min=0.01, help="Search for a better one, too, for so long.")] = None,
@@ -157,7 +164,11 @@ def compare(
     """
     found = [] if search is None else _searched(ranks, microbatches, costs, memory_limit, search)
     entries = all_schedules(
-        ranks=ranks, microbatches=microbatches, costs=costs, memory_limit=memory_limit, extra=found
+        ranks=ranks,
+        microbatches=microbatches,
+        costs=replace(costs, buffer=buffer),
+        memory_limit=memory_limit,
+        extra=found,
     )
     if as_json:
         view.out(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))

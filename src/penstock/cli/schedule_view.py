@@ -72,16 +72,31 @@ def _stages(stages: Sequence[int]) -> str:
 def timeline(found: Timeline, memory_limit: float | None) -> Iterator[RenderableType]:
     rows = (
         (rank, number(found.busy[rank]), percent(found.rank_bubble[rank]),
-         percent(found.rank_inner_bubble[rank]), found.peak_live[rank],
+         percent(found.rank_inner_bubble[rank]), *_waited(found, rank), found.peak_live[rank],
          _memory(found.peak_memory[rank], memory_limit))
         for rank in range(found.ranks)
     )  # fmt: skip
-    heads = ("rank", "busy", "bubble", "inner bubble", "peak live", "peak memory")
+    heads = (
+        "rank",
+        "busy",
+        "bubble",
+        "inner bubble",
+        "for peers",
+        "for the wire",
+        "peak live",
+        "peak memory",
+    )
     yield _table(heads, rows)
     yield f"makespan {number(found.makespan)}, most memory {number(max(found.peak_memory))}"
     inner = percent(found.inner_bubble)
     yield f"bubble {percent(found.bubble)}, or {inner} between each rank's first and last op"
     yield f"critical path: {_path(found.critical_path)}"
+
+
+def _waited(found: Timeline, rank: int) -> tuple[str, str]:
+    """Which shares of the step the rank stood waiting: for another one's compute, and for the wire."""
+    idle, whole = found.idle[rank], found.makespan or 1.0
+    return percent(idle.peer / whole), percent(idle.wire / whole)
 
 
 def _memory(peak: float, limit: float | None) -> Text | str:
@@ -114,6 +129,7 @@ def timeline_data(schedule: Schedule, found: Timeline, memory_limit: float | Non
                 "busy": found.busy[rank],
                 "bubble": found.rank_bubble[rank],
                 "inner_bubble": found.rank_inner_bubble[rank],
+                "idle": found.idle[rank]._asdict(),
                 "peak_live": found.peak_live[rank],
                 "peak_memory": found.peak_memory[rank],
             }

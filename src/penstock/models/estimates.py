@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models.balance import LayerCosts, Memory
 from penstock.models.chain import Chain
-from penstock.models.hf import HFEdges, activation_bytes, cut
+from penstock.models.hf import HFCall, HFEdges, cut
 from penstock.models.protocol import StageInfo
+from penstock.models.shadow import shadow
+from penstock.runtime.loss import NextToken
+from penstock.runtime.memory import Measured, Sizes, footprint
+from penstock.runtime.parcel import Parcel
+from penstock.runtime.stage import Stage
 
 COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
 
@@ -26,6 +32,38 @@ def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
     return LayerCosts(layers, embedding, sum(_parameters(model.get_submodule(name)) for name in chain.after))
 
 
+def stage_sizes(
+    part: PreTrainedModel, info: StageInfo, edges: HFEdges, shape: tuple[int, int], split: bool = False
+) -> Sizes | None:
+    """What one microbatch of `shape` (rows, sequence) holds on a stage made by `cut`.
+
+    Told by a forward and the first half of a backward without values, the next-token loss included. It is an
+    upper estimate: where transformers sees no values it makes masks as if documents were packed. None where
+    the model's forward looks at values, so that only a real run can tell.
+    split: whether backwards are split, and something is held for W
+    """
+    with shadow(part) as model:
+        tokens = torch.zeros(shape, dtype=torch.long)
+        microbatch = {"input_ids": tokens, "labels": tokens}
+        edge = edges(info.stage, microbatch)
+        incoming = Parcel(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
+        received = None if info.is_first else incoming
+        stage = Stage(info.stage, model.train(), HFCall(model, info))
+        try:
+            with Measured() as measured:
+                if info.is_last:
+                    stage.forward_loss(0, received, microbatch, NextToken(), split)
+                    sent = None
+                else:
+                    sent = stage.forward(0, received, microbatch, edge, split)
+        except Exception:  # a forward that looks at values
+            return None
+        left = footprint(measured.nbytes, stage.live[0].inputs, () if sent is None else sent.tensors)
+        back = [torch.ones(())] if sent is None else [torch.empty_like(tensor) for tensor in sent.tensors]
+        stage.input_backward(0, back)
+        return Sizes(left.activation, left.output, incoming.nbytes, stage.deferred[0].nbytes)
+
+
 def stage_memory(
     model: PreTrainedModel, chain: Chain, shape: tuple[int, int], limit: float, live: Sequence[int]
 ) -> Memory:
@@ -38,14 +76,14 @@ def stage_memory(
 
     def held(layers: range, stage: int) -> int:
         info = StageInfo(stage, 3)  # a stage for the embedding, one for the layers, one for the head
-        found = activation_bytes(cut(model, chain, layers, info), info, edges, *shape)
+        found = stage_sizes(cut(model, chain, layers, info), info, edges, shape)
         if found is None:
             raise ModelError(
                 f"the activations of {type(model).__name__}",
                 "its forward looks at values, and an estimate has none",
                 "Measure them, and give balance a Memory of your own",
             )
-        return found
+        return found.activation
 
     first, last = range(0), range(chain.count, chain.count)
     return Memory(

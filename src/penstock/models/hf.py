@@ -17,14 +17,15 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models.chain import Chain, Placeholder, hidden_of
 from penstock.models.protocol import StageInfo
-from penstock.models.shadow import shadow
-from penstock.runtime.shapes import EdgeSpecs, Microbatch, TensorSpec
+from penstock.runtime.packed import is_packed, refuse_packed, with_positions
+from penstock.runtime.parcel import EdgeSpecs, TensorSpec
+from penstock.runtime.shapes import Microbatch
 
 
 class Receiver:
@@ -153,10 +154,12 @@ class HFCall:
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
-    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Tensor:
+        """Hidden states, or logits on the last stage."""
+        output: Tensor
         if self._holds_nothing:
-            (hidden,) = received
-            return (hidden.view_as(hidden),)  # an output has to be made by something to have a gradient edge
+            (output,) = received
+            return output
         arguments = {name: value for name, value in microbatch.items() if name != "labels"}
         if self._entry is not None:
             (hidden,) = received
@@ -166,13 +169,13 @@ class HFCall:
         try:
             result = self._model(**arguments, use_cache=False)
         except _StageDone as done:
-            outputs: tuple[Tensor, ...] = (done.hidden,)
+            output = done.hidden
         else:
-            outputs = (result.logits,)
+            output = result.logits
         if self._entry is not None and self._entry.received is not None:
             self._entry.received = None
             raise skipped(f"stage {self._info.stage} of {type(self._model).__name__}")
-        return outputs
+        return output
 
 
 class HFEdges:
@@ -184,7 +187,25 @@ class HFEdges:
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         leading = microbatch["input_ids"] if "input_ids" in microbatch else microbatch["inputs_embeds"]
-        return (TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),)
+        return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
+
+
+class Completed:
+    """Adds to a microbatch what the model's forward needs to keep packed documents apart.
+
+    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._keeps_apart = False  # not known before it is asked
+
+    def __call__(self, microbatch: Microbatch) -> Microbatch:
+        whole = with_positions(microbatch)
+        if not self._keeps_apart and is_packed(whole):
+            refuse_packed(self._model)
+            self._keeps_apart = True
+        return whole
 
 
 def refuse_what_would_not_show(model: PreTrainedModel) -> None:
@@ -200,33 +221,3 @@ def refuse_what_would_not_show(model: PreTrainedModel) -> None:
             "the router's auxiliary loss spans all layers and would be lost between stages",
             "Set output_router_logits=False in the model's config",
         )
-
-
-def activation_bytes(
-    stage: PreTrainedModel, info: StageInfo, edges: HFEdges, rows: int, sequence: int
-) -> int | None:
-    """Bytes that one live microbatch of (rows, sequence) holds on a stage made by `cut`.
-
-    Counted, without any values, from what autograd saves; parameters are left out. It is an upper estimate:
-    where transformers sees no values it makes masks as if documents were packed. None where the model's
-    forward cannot run so.
-    """
-    held: dict[int, UntypedStorage] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        held[storage._cdata] = storage
-        return tensor
-
-    with shadow(stage) as model:
-        microbatch = {"input_ids": torch.zeros(rows, sequence, dtype=torch.long)}
-        ((shape, dtype),) = edges(0, microbatch)
-        received = () if info.is_first else (torch.empty(shape, dtype=dtype, requires_grad=True),)
-        weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                outputs = HFCall(model.train(), info)(received, microbatch)
-        except Exception:  # a forward that looks at values
-            return None
-        del outputs
-    return sum(storage.nbytes() for key, storage in held.items() if key not in weights)

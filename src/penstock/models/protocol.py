@@ -1,16 +1,18 @@
-"""What a model offers a stage: how each part of it is built, run, and what comes out of it."""
+"""What a model of one's own offers a pipeline: how each stage is built, run, and what goes between stages."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ModelError
-from penstock.runtime.shapes import EdgeSpecs, Microbatch, TensorSpec, microbatch_key
+from penstock.models.partition import partition
+from penstock.runtime.shapes import Microbatch
 
 
 @dataclass(frozen=True)
@@ -32,57 +34,115 @@ class StageInfo:
 Provider = Callable[[StageInfo], nn.Module]
 
 
+def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: int = 1) -> range:
+    """The layers of one stage, where `layers` of them are dealt out as evenly as can be.
+
+    before, after: how many layers what stands before the first one (an embedding) and after the last one (a
+    head) count for. Raises PartitionError.
+    """
+    return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]
+
+
+def own_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """The layers of a stage, with their numbers: what its outermost module lists and dicts hold.
+
+    The number is the name in the list, so that a ModuleDict can go on where the stage before ended. A stage
+    without such a list is one layer.
+    """
+    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if not outermost:
+        yield 0, module
+    for name in outermost:
+        for place, (key, layer) in enumerate(module.get_submodule(name).named_children()):
+            yield int(key) if key.isdigit() else place, layer
+
+
+class DeclaresShapes(Protocol):
+    """A stage's module that tells by arithmetic what crosses its edges; a pipeline's stages all do, or none.
+
+    Without it the stages before have to be built on every rank, on the meta device, to learn what they give.
+    Both return what forward takes or returns, with tensors on the meta device or TensorSpecs in place of the
+    tensors.
+    """
+
+    def infer_inputs(self, microbatch: Microbatch) -> Any:
+        """What comes over the edge for `microbatch`, a whole one as it was given to step(); not asked of the
+        first stage."""
+
+    def infer_outputs(self, microbatch: Microbatch) -> Any:
+        """What goes on to the next stage; not asked of the last stage."""
+
+
 class ProvidedCall:
     """Runs a module of the user's own as a stage.
 
-    Its forward gets what came over the edge as its first arguments (nothing on the first stage), and by
-    name each entry of the microbatch that is a parameter of it. It returns a tensor or a tuple of tensors.
+    What came over the edge is given to its forward by name where it is a mapping, by position where it is a
+    tuple or a list, else as the first argument. Beside it, forward gets by name each entry of the microbatch
+    that it has a parameter for.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names = list(inspect.signature(module.forward).parameters)
+        parameters = inspect.signature(module.forward).parameters.values()
+        by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [p.name for p in parameters if p.kind in by_name]
+        self._places = [p.name for p in parameters if p.kind in by_place]
+        self._takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        self._takes_more = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+        self._needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
 
-    def __call__(self, received: tuple[Tensor, ...], microbatch: Microbatch) -> tuple[Tensor, ...]:
-        by_name = {name: microbatch[name] for name in self._names[len(received) :] if name in microbatch}
-        result = self._module(*received, **by_name)
-        if isinstance(result, Tensor):
-            return (result,)
-        outputs = result if isinstance(result, tuple) else (result,)
-        for output in outputs:
-            if not isinstance(output, Tensor):
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        given, by_name = self.arguments(received[0]) if received else ((), {})
+        return self._module(*given, **self._with_entries(given, by_name, microbatch))
+
+    def check(self, value: Any, microbatch: Microbatch) -> None:
+        """Raise ModelError where forward cannot be called on what comes over the edge."""
+        self._with_entries(*self.arguments(value), microbatch)
+
+    def _with_entries(
+        self, given: tuple[Any, ...], by_name: dict[str, Any], microbatch: Microbatch
+    ) -> dict[str, Any]:
+        placed = set(self._places[: len(given)])
+        rest = [name for name in self._names if name in microbatch and name not in placed]
+        by_name = {**{name: microbatch[name] for name in rest}, **by_name}
+        if missing := self._needed - placed - by_name.keys():
+            self._refuse(missing, microbatch)
+        return by_name
+
+    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What comes over the edge, by position and by name. Raises ModelError for what does not fit in."""
+        if isinstance(value, Mapping):
+            named = sorted(map(str, value))
+            unknown = [name for name in named if name not in self._names]
+            if unknown and not self._takes_any:
                 raise ModelError(
-                    f"{type(self._module).__name__} returned a {type(output).__name__}",
-                    "a stage returns a tensor or a tuple of tensors",
-                    "Return only what the next stage needs, as tensors",
+                    self._signature,
+                    f"the stage before gives {', '.join(named)}, and it has no {', '.join(unknown)}",
+                    "Name its parameters as the entries are named that the stage before returns",
                 )
-        return outputs
+            return (), dict(value)
+        # a named tuple is one value
+        spread = isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
+        given = tuple(value) if spread else (value,)
+        if len(given) > len(self._places) and not self._takes_more:
+            raise ModelError(
+                self._signature,
+                f"the stage before gives {len(given)} values, and it takes {len(self._places)} by position",
+                "Give it a parameter for each, or return a dict, whose entries are given by name",
+            )
+        return given, {}
 
+    @property
+    def _signature(self) -> str:
+        names = dict.fromkeys([*self._places, *self._names])
+        return f"{type(self._module).__name__}.forward({', '.join(names)})"
 
-class ProvidedEdges:
-    """What goes over each edge of a provided model: found on the meta device, once per microbatch shape."""
-
-    def __init__(self, provider: Provider, stages: int) -> None:
-        self._provider, self._stages = provider, stages
-        self._calls: list[ProvidedCall] = []
-        self._known: dict[object, tuple[EdgeSpecs, ...]] = {}
-
-    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        key = microbatch_key(microbatch)
-        if key not in self._known:
-            self._known[key] = self._infer(microbatch)
-        return self._known[key][stage]
-
-    @torch.no_grad()
-    def _infer(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        if not self._calls:
-            with torch.device("meta"):
-                built = [self._provider(StageInfo(s, self._stages)) for s in range(self._stages - 1)]
-            self._calls = [ProvidedCall(module.to("meta")) for module in built]
-        shadow = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in microbatch.items()}
-        received: tuple[Tensor, ...] = ()
-        specs = []
-        for call in self._calls:
-            received = call(received, shadow)
-            specs.append(tuple(TensorSpec.of(tensor) for tensor in received))
-        return tuple(specs)
+    def _refuse(self, missing: set[str], microbatch: Microbatch) -> None:
+        raise ModelError(
+            self._signature,
+            f"neither the stage before nor the batch ({', '.join(sorted(microbatch))}) gives "
+            f"{', '.join(sorted(missing))}",
+            "Give it a default, put it into the batch, or return it from the stage before under that name",
+        )

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.runtime.deferred import Deferred
+from penstock.runtime.parcel import Parcel, TensorSpec
 from penstock.runtime.tape import Tape
 
 
@@ -27,26 +28,41 @@ class Live(NamedTuple):
     """One live activation: what came in, and the roots of its graph."""
 
     inputs: tuple[Tensor, ...]
-    roots: tuple[GradientEdge | None, ...]  # None where an output that has a gradient slot needs none
+    roots: tuple[GradientEdge | None, ...]  # of each output that gets a gradient; None where it needs none
     tape: Tape | None = None  # of a forward under `deferring`
 
 
-def leaf(received: Tensor) -> Tensor:
+def leaf(received: Tensor, differentiable: bool = True) -> Tensor:
     """`received`, which no graph holds yet, as the start of one."""
-    return received.requires_grad_(received.is_floating_point() or received.is_complex())
+    floating = received.is_floating_point() or received.is_complex()
+    return received.requires_grad_(floating and differentiable)
 
 
-def hold(inputs: Sequence[Tensor], outputs: Sequence[Tensor], tape: Tape | None = None) -> Live:
-    """tape: of the forward, where it ran under `deferring`"""
+def leaves(received: Parcel) -> tuple[Tensor, ...]:
+    pairs = zip(received.tensors, received.specs.tensors, strict=True)
+    return tuple([leaf(tensor, spec.differentiable) for tensor, spec in pairs])
+
+
+def hold(
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    tape: Tape | None = None,
+    specs: Sequence[TensorSpec] | None = None,
+) -> Live:
+    """tape: of the forward, where it ran under `deferring`
+
+    specs: what was said of the outputs; None: each one of floating point gets a gradient
+    """
+    specs = [TensorSpec(o.shape, o.dtype) for o in outputs] if specs is None else specs
     roots = [get_gradient_edge(output) if output.requires_grad else None
-             for output in outputs if output.is_floating_point() or output.is_complex()]  # fmt: skip
+             for output, spec in zip(outputs, specs, strict=True) if spec.carries_gradient]  # fmt: skip
     return Live(tuple(inputs), tuple(roots), tape)
 
 
 def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Accumulate every parameter's gradient; return those of the inputs that have one, in order.
 
-    gradients: of each floating-point output, in order.
+    gradients: of each output that was said to get one, in order.
     """
     roots, given = _pair(live, gradients)
     with nullcontext() if live.tape is None else live.tape.replaying():
@@ -62,7 +78,7 @@ def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tenso
     if live.tape is None:
         return whole_backward(live, gradients), Deferred()
     roots, given = _pair(live, gradients)
-    with live.tape.collecting(roots) as products, live.tape.replaying():
+    with live.tape.collecting(roots, live.inputs) as products, live.tape.replaying():
         _run(roots, given)
     return _input_gradients(live), Deferred(products)
 

@@ -75,7 +75,7 @@ class Deferred:
 
     def _count(self) -> int:
         storages = {
-            storage.data_ptr(): storage.nbytes()
+            storage._cdata: storage.nbytes()
             for group in self._groups
             for product in group
             for tensor in ((product.x, product.dy) if product.counts else (product.dy,))

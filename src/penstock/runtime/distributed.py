@@ -1,160 +1,104 @@
-"""One rank a process: channels, agreement and sums over torch.distributed (gloo or NCCL).
-
-What pairs up on a channel depends on nothing else. On NCCL each channel has a process group of its own. On
-gloo each has a tag of its own, in one group for activations and one for gradients: with a single group for
-both, steps of small ops took half as long again, and each further group keeps a thread that wakes a hundred
-times a second in the middle of what the rank computes.
-"""
+"""One rank a process: agreement, exchange and sums between ranks over torch.distributed (gloo or NCCL)."""
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import BatchError, RunError
-from penstock.runtime.lower import Channel, Message
-from penstock.runtime.mesh import pipelines
-from penstock.runtime.shapes import EdgeSpecs
+from penstock.errors import BatchError
+from penstock.runtime.channels import Channels
+from penstock.runtime.groups import Groups
+from penstock.runtime.lower import Message, channels
+from penstock.runtime.network import Network
+from penstock.runtime.parcel import EdgeSpecs, Parcel
+from penstock.runtime.progress import Progress
 from penstock.runtime.transport import add_up, spread
 from penstock.runtime.watch import Watch
-from penstock.schedule import Placement
-
-
-class Lane(NamedTuple):
-    """How a channel is addressed: in `group`, from rank `source` of it to rank `target`, under `tag`."""
-
-    group: dist.ProcessGroup
-    source: int
-    target: int
-    tag: int
-
-
-class InFlight(NamedTuple):
-    works: list[dist.Work]
-    tensors: tuple[Tensor, ...]
+from penstock.schedule import Schedule
 
 
 class DistributedTransport:
-    """The transport of one rank on the `pp` axis of `mesh`."""
+    """The transport of one rank on the `pp` axis of a mesh. It has no channels before `open`."""
 
-    def __init__(self, mesh: DeviceMesh, placement: Placement, channels: Sequence[Channel],
-                 device: torch.device, timeout: float) -> None:  # fmt: skip
-        pipeline = mesh["pp"]
-        self.rank = pipeline.get_local_rank()
-        self._group = pipeline.get_group()
-        self._members = dist.get_process_group_ranks(self._group)
-        self._pipelines = pipelines(mesh)
-        self._hosts = placement.rank_of
-        self._device = device
-        self._limit = datetime.timedelta(seconds=timeout)
-        self._channels = self._open(channels)
+    def __init__(self, groups: Groups, device: torch.device, timeout: float) -> None:
+        self.rank = groups.rank
+        self._groups, self._limit = groups, groups.limit
+        self._device, self._at = device, groups.control_device(device)
+        self._channels: Channels | None = None
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._posted: dict[Message, InFlight] = {}
-        self._sending: dict[Message, InFlight] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
         notes = PrefixStore(f"penstock-watch/{self._token()}", _store())
-        self.watch = Watch(notes, self.rank, placement.ranks, timeout)
+        self.watch = Watch(notes, self.rank, groups.size, timeout)
 
     def _token(self) -> int:
         """A number that sets this pipeline's notes apart from those of others in the same job."""
-        drawn = torch.tensor([secrets.randbits(60)], device=self._device)
+        drawn = torch.tensor([secrets.randbits(60)], device=self._at)
         work, everyone = self._all_gather(drawn)
         work.wait(self._limit)
         return int(everyone[0])
 
-    def _open(self, channels: Sequence[Channel]) -> dict[Channel, Lane]:
-        lanes: dict[Channel, Lane] = {}
-        if has_tags(self._group):
-            gradients = self._new_group(range(len(self._members)), "pp gradients")
-            for tag, channel in enumerate(channels, start=1):
-                group = self._group if channel.source < channel.target else gradients
-                lanes[channel] = Lane(group, self._hosts[channel.source], self._hosts[channel.target], tag)
-            return lanes
-        for channel in channels:
-            source, target = self._hosts[channel.source], self._hosts[channel.target]
-            group = self._new_group((source, target), f"pp channel {channel.source} to {channel.target}")
-            lanes[channel] = Lane(group, int(source > target), int(target > source), 0)
-        return lanes
+    def open(
+        self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
+    ) -> None:
+        """Make the channels of a schedule, which is the same on all ranks. Collective."""
+        self._channels = Channels(
+            self._groups,
+            channels(schedule),
+            schedule.placement.rank_of,
+            self._device,
+            wire,
+            self.watch,
+            batched=batched,
+            network=network,
+        )
 
-    def _new_group(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """A group of these ranks in each pipeline of the mesh; returns the one of this pipeline.
+    @property
+    def _opened(self) -> Channels:
+        assert self._channels is not None, "open() comes first"
+        return self._channels
 
-        Every process of the world makes all of them in one order: torch names a group by how many there
-        are, so that groups made by their members alone miss each other.
-        """
-        own: dist.ProcessGroup | None = None
-        for members in self._pipelines:
-            group: dist.ProcessGroup = dist.new_group(
-                sorted(members[r] for r in ranks), timeout=self._limit, group_desc=name
-            )
-            own = group if members == self._members else own
-        assert own is not None
-        return own
-
-    def post(self, message: Message, specs: EdgeSpecs) -> None:
+    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         if self._agreement is not None:  # before anything is posted: a refused batch leaves nothing behind
-            self._settle()
-        group, source, _, tag = self._channels[message.channel]
-        buffers = tuple([torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs])
-        try:
-            works = [group.recv([buffer], source, tag) for buffer in buffers]
-        except RuntimeError as cause:
-            raise self._broken(cause, message, self._hosts[message.op.stage]) from cause
-        self._posted[message] = InFlight(works, buffers)
+            self.settle()
+        self._opened.post(message, specs)
 
-    def receive(self, message: Message) -> tuple[Tensor, ...]:
-        works, buffers = self._posted.pop(message)
-        self._finish(works, message, self._hosts[message.op.stage])
-        return buffers
+    def receive(self, message: Message) -> Parcel:
+        return self._opened.receive(message)
 
-    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
+    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
         if self._agreement is not None:
-            self._settle()
-        group, _, target, tag = self._channels[message.channel]
-        tensors = tuple([tensor.contiguous() for tensor in tensors])
-        try:
-            works = [group.send([tensor], target, tag) for tensor in tensors]
-        except RuntimeError as cause:
-            raise self._broken(cause, message, self._hosts[message.target]) from cause
-        self._sending[message] = InFlight(works, tensors)
+            self.settle()
+        self._opened.send(message, parcel, told)
+
+    def start(self, in_line: bool) -> None:
+        self._opened.start(in_line)
 
     def free(self, message: Message) -> None:
-        self._finish(self._sending.pop(message).works, message, self._hosts[message.target])
+        self._opened.free(message)
 
-    def _finish(self, works: list[dist.Work], message: Message, peer: int) -> None:
-        """Wait for `works`, which move `message` from or to `peer`."""
-        self.watch.begin(message, peer)
-        try:
-            for work in works:
-                work.wait(self._limit)
-        except RuntimeError as cause:
-            raise self._broken(cause, message, peer) from cause
-        self.watch.end()
-
-    def _broken(self, cause: RuntimeError, message: Message, peer: int) -> RunError:
-        self.watch.begin(message, peer)
-        return self.watch.error(cause)
+    @property
+    def buffer_bytes(self) -> int:
+        return self._opened.buffer_bytes
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here and read before the first message goes out or is waited for: it costs no time."""
-        mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._device)
+        mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._at)
         with self._waiting("the start of the step", None):
             self._agreement = (*self._all_gather(mine), description)
 
-    def _settle(self) -> None:
-        assert self._agreement is not None
+    def settle(self) -> None:
+        if self._agreement is None:
+            return
         work, everyone, description = self._agreement
         self._agreement = None
         with self._waiting("the start of the step", None):
@@ -170,16 +114,16 @@ class DistributedTransport:
 
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         if self._agreement is not None:
-            self._settle()
+            self.settle()
         (mine,) = vectors
         with self._waiting("the end of the step", None):
-            work, everyone = self._all_gather(mine.to(self._device))
+            work, everyone = self._all_gather(mine.to(self._at))
             work.wait(self._limit)
         return everyone
 
     def _all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
-        everyone = list(mine.new_empty((len(self._members), *mine.shape)).unbind())
-        work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        everyone = list(mine.new_empty((self._groups.size, *mine.shape)).unbind())
+        work = dist.all_gather(everyone, mine, self._groups.whole, async_op=True)
         assert work is not None
         return work, everyone
 
@@ -195,7 +139,7 @@ class DistributedTransport:
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:
-            self._sharing[ranks] = self._new_group(ranks, f"pp weight shared by {ranks}")
+            self._sharing[ranks] = self._groups.new(ranks, f"pp weight shared by {ranks}")
 
     def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
         for copies in weights:
@@ -221,20 +165,26 @@ class DistributedTransport:
 
     @property
     def pending(self) -> int:
-        return len(self._posted) + len(self._sending)
+        return self._opened.pending
 
     def reset(self) -> None:
         """A step that failed on one rank cannot be taken up again: buffers may still be written to."""
 
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """From now on let the other ranks know now and then how far this one is."""
+        self.watch.follow(progress)
+
     def tell_failure(self, reason: str) -> None:
         self.watch.failed(reason)
 
+    def end_step(self) -> None:
+        self._opened.end_step()
+
     def close(self) -> None:
         self.watch.close()
-        groups = {lane.group for lane in self._channels.values()} | set(self._sharing.values())
-        for group in groups - {self._group}:
-            if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
-                dist.destroy_process_group(group)
+        if self._channels is not None:
+            self._channels.close()
+        self._groups.close()
 
     @property
     def index(self) -> int:
@@ -242,10 +192,10 @@ class DistributedTransport:
 
     @property
     def count(self) -> int:
-        return len(self._members)
+        return self._groups.size
 
     @contextmanager
-    def _waiting(self, what: str, peer: int | None) -> Iterator[None]:
+    def _waiting(self, what: Message | str, peer: int | None) -> Iterator[None]:
         self.watch.begin(what, peer)
         try:
             yield
@@ -270,11 +220,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         size += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def has_tags(group: dist.ProcessGroup) -> bool:
-    """Whether messages between the same two ranks of `group` can be told apart."""
-    return dist.get_backend(group) == "gloo"
 
 
 def _store() -> Store:

@@ -7,57 +7,79 @@ What is left here is to give each action its effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.loss import Loss
-from penstock.runtime.lower import Compute, Free, Hand, Message, Plan, Post, Send, Wait
+from penstock.runtime.lower import Compute, Exchange, Free, Hand, Message, Plan, Post, Send, Wait
+from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
+from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel, gradient_specs, take_apart
+from penstock.runtime.progress import Progress
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import EdgeSpecs, Microbatch, check, gradient_specs, microbatch_key
+from penstock.runtime.shapes import EdgeShapes, Microbatch, check, microbatch_key
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport import Transport
 from penstock.schedule import Op
 
-# (stage, microbatch) -> what goes from that stage to the next
-EdgeShapes = Callable[[int, Microbatch], EdgeSpecs]
+_UNMEASURED = nullcontext()
+
+# (what the last stage returned, number of the microbatch) -> whatever the caller wants to keep of it
+Collect = Callable[[Any, int], Any]
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step works on; every rank has all of it."""
+    """What a step works on; every rank has all of it.
+
+    weight: valid items over all microbatches, what the loss is divided by
+    collect: takes the place of the loss where nothing is trained
+    """
 
     microbatches: Sequence[Microbatch]
-    weight: int  # valid items over all microbatches: what the loss is divided by
+    weight: int
+    collect: Collect | None = None
+
+    @cached_property
+    def keys(self) -> tuple[object, ...]:
+        """Of each microbatch, equal where all shapes and dtypes are."""
+        return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
 
     @cached_property
     def shapes(self) -> tuple[int, ...]:
-        """A number for each microbatch, equal where all shapes and dtypes are."""
+        """The same as numbers of this step's own."""
         numbers: dict[object, int] = {}
-        return tuple(numbers.setdefault(microbatch_key(mb), len(numbers)) for mb in self.microbatches)
+        return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])
 
 
 @dataclass
 class Executor:
-    """Runs one rank's plan. `inbox`, `outbox` and the stages' live activations are empty between steps."""
+    """Runs one rank's plan. `inbox`, `outbox` and the stages' live activations are empty between steps.
+
+    edges: None where each message tells itself what it is
+    """
 
     plan: Plan
     stages: Mapping[int, Stage]
-    edges: EdgeShapes
+    edges: EdgeShapes | None
     loss: Loss
     transport: Transport
     recorder: Recorder
-    inbox: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict)  # by the op that made it
-    outbox: dict[Op, tuple[Tensor, ...]] = field(default_factory=dict)
+    inbox: dict[Op, Parcel] = field(default_factory=dict)  # by the op that made it
+    outbox: dict[Op, Parcel] = field(default_factory=dict)
     totals: list[Tensor] = field(default_factory=list)  # loss of each microbatch, on the last stage's rank
     shares: list[Tensor] = field(default_factory=list)  # those of the step's loss, once it has ended
+    results: dict[int, Any] = field(default_factory=dict)  # what `collect` returned, by microbatch
     seed: Tensor | None = None  # the loss's own gradient, 1 / weight
     peak_live: int = 0
-    peak_deferred_bytes: int = 0  # held between I and W
+    ledger: Ledger = field(default_factory=Ledger)
     current: Op | None = None
     expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
+    footprints: dict[object, Footprint] = field(default_factory=dict)  # of all that were ever seen
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
@@ -66,82 +88,127 @@ class Executor:
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields the message that another rank of this process must send first."""
         self.recorder.begin_step()
-        self.totals, self.shares, self.seed, self.expected = [], [], None, {}
-        self.peak_live = self.peak_deferred_bytes = 0
+        self.totals, self.shares, self.results, self.seed, self.expected = [], [], {}, None, {}
+        self.peak_live, self.ledger = 0, Ledger()
+        told = self.edges is None
         for action in self.plan.actions:
             match action:
                 case Compute(op, takes, gives):
                     result = self._compute(op, takes, step)
                     if gives:
+                        assert result is not None
                         self.outbox[op] = result
                     del result  # what nobody takes goes now
                 case Post(message):
                     self.transport.post(message, self._specs(message, step))
                 case Wait(message):
-                    while (tensors := self.transport.receive(message)) is None:
+                    began = self.recorder.now()
+                    while (parcel := self.transport.receive(message)) is None:
                         yield message
-                    self.inbox[message.op] = tensors
-                    del tensors  # or the last message would live on here while this rank waits
+                    self.recorder.waited(began, self.recorder.now())
+                    self.ledger.receive(parcel)
+                    self.inbox[message.op] = parcel
+                    del parcel  # or the last message would live on here while this rank waits
                 case Hand(message):
-                    self.inbox[message.op] = tuple([t.detach() for t in self.outbox.pop(message.op)])
+                    given = self.outbox.pop(message.op)
+                    self.inbox[message.op] = Parcel(tuple([t.detach() for t in given.tensors]), given.specs)
+                    self.ledger.receive(given)
+                    del given
                 case Send(message):
-                    tensors = self.outbox.pop(message.op)
-                    check(message.op, tensors, self._specs(message, step))
-                    self.transport.send(message, tensors)
-                    del tensors
+                    self.transport.send(message, self.outbox.pop(message.op), told)
+                case Exchange(_, in_line):
+                    self.transport.start(in_line)
                 case Free(message):
                     self.transport.free(message)
         if self.totals:
             self.shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
 
-    def _compute(self, op: Op, takes: Op | None, step: StepInput) -> tuple[Tensor, ...]:
+    def _compute(self, op: Op, takes: Op | None, step: StepInput) -> Parcel | None:
         """Its result for another stage."""
         self.current = op
-        received = () if takes is None else self.inbox.pop(takes)
+        received = None if takes is None else self.inbox.pop(takes)
         start = self.recorder.now()
         match op.kind:
             case "F":
                 result = self._forward(op, received, step)
-            case "B":
-                result = self.stages[op.stage].backward(op.microbatch, self._gradients(op, received, step))
-            case "I":
-                gradients = self._gradients(op, received, step)
-                result = self.stages[op.stage].input_backward(op.microbatch, gradients)
-                self._count_deferred()
             case "W":
                 self.stages[op.stage].weight_backward(op.microbatch)
-                result = ()
+                self.ledger.weight_backward(op.stage, op.microbatch)
+                result = None
+            case _:
+                result = self._backward(op, received, step)
         self.recorder.add(op, start, self.recorder.now())
         self.current = None
         return result
 
-    def _forward(self, op: Op, received: tuple[Tensor, ...], step: StepInput) -> tuple[Tensor, ...]:
+    def _forward(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel | None:
         """What goes to the next stage."""
-        stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
         if not self.plan.peak_live:  # no backward will come: hold nothing
-            outputs = stage.infer(received, microbatch)
+            return self._infer(op, received, step)
+        number, microbatch = op.microbatch, step.microbatches[op.microbatch]
+        stage, place = self.stages[op.stage], (op.stage, op.microbatch)
+        split, recompute = place in self.split, place in self.plan.recomputed
+        key = op.stage, step.keys[number], split, recompute, stage.module.training
+        known = self.footprints.get(key)
+        with _UNMEASURED if known is not None else measuring(self.recorder.device) as measured:
             if op.stage in self.last:
-                with torch.no_grad():
-                    self.totals.append(self.loss.total(outputs[0], microbatch))
-                return ()
-            return outputs
-        split = (op.stage, op.microbatch) in self.split
-        if op.stage in self.last:
-            self.totals.append(stage.forward_loss(op.microbatch, received, microbatch, self.loss, split))
-            outputs = ()
-        else:
-            outputs = stage.forward(op.microbatch, received, microbatch, split)
-        self._count_live()
-        return outputs
+                total = stage.forward_loss(number, received, microbatch, self.loss, split, recompute)
+                self.totals.append(total)
+                result = None
+            else:
+                expected = self._expected(op, step)
+                result = stage.forward(number, received, microbatch, expected, split, recompute)
+        if known is None:
+            assert measured is not None
+            outputs = () if result is None else result.tensors
+            known = self.footprints[key] = footprint(measured.nbytes, stage.live[number].inputs, outputs)
+        self.ledger.take(received)
+        self.ledger.forward(*place, known, result)
+        self._count(known.output)
+        return None if result is None else result._replace(loose=known.output)
 
-    def _gradients(self, op: Op, received: tuple[Tensor, ...], step: StepInput) -> tuple[Tensor, ...]:
-        """Those of the stage's outputs: received, or of the step's loss, the totals' sum over the weight."""
+    def _infer(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel | None:
+        """What goes to the next stage, of a forward that holds nothing."""
+        stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
+        output = stage.infer(received, microbatch)
+        self.ledger.take(received)
         if op.stage not in self.last:
-            return received
+            tensors, form = take_apart(output)
+            if (expected := self._expected(op, step)) is not None:
+                check(op, tensors, form, expected)
+            return Parcel(tensors, expected or EdgeSpecs.of(tensors, form))
+        with torch.no_grad():
+            if step.collect is not None:
+                self.results[op.microbatch] = step.collect(output, op.microbatch)
+            else:
+                self.totals.append(self.loss.total(output, microbatch))
+        return None
+
+    def _backward(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel:
+        """The gradients of what came in, none on the first stage."""
+        stage, number = self.stages[op.stage], op.microbatch
+        self._count()  # the gradients are here, and the activation still is
+        gradients = (self._seed(step),) if received is None else received.tensors
+        if op.kind == "I":
+            inputs = stage.input_backward(number, gradients)
+        else:
+            inputs = stage.backward(number, gradients)
+        del gradients
+        self.ledger.take(received)
+        deferred = stage.deferred.get(number)
+        self.ledger.backward(op.stage, number, 0 if deferred is None else deferred.nbytes)
+        self._count(sum([gradient.nbytes for gradient in inputs]))
+        expected = self._expected(op, step)
+        if expected is not None:
+            check(op, inputs, SINGLE, expected)
+        return Parcel(inputs, expected or EdgeSpecs.of(inputs, SINGLE))
+
+    def _seed(self, step: StepInput) -> Tensor:
+        """The gradient of the totals, whose sum over the weight is the step's loss."""
         if self.seed is None:
             self.seed = torch.full_like(self.totals[0], 1 / step.weight)
-        return (self.seed,)
+        return self.seed
 
     @cached_property
     def last(self) -> frozenset[int]:
@@ -149,8 +216,20 @@ class Executor:
         placement = self.plan.schedule.placement
         return frozenset(filter(placement.is_last, range(placement.stages)))
 
-    def _specs(self, message: Message, step: StepInput) -> EdgeSpecs:
+    @cached_property
+    def crossing(self) -> dict[Op, Message]:
+        """By op, what it sends to another rank."""
+        return {action.message.op: action.message for action in self.plan.actions if isinstance(action, Send)}
+
+    def _expected(self, op: Op, step: StepInput) -> EdgeSpecs | None:
+        """What the rank that waits for the result of `op` expects; None where it is told with it."""
+        message = self.crossing.get(op)
+        return None if message is None else self._specs(message, step)
+
+    def _specs(self, message: Message, step: StepInput) -> EdgeSpecs | None:
         """What the message holds; looked up once a step for all microbatches of one shape."""
+        if self.edges is None:
+            return None
         op = message.op
         key = (step.shapes[op.microbatch], op.stage, op.kind)
         if (known := self.expected.get(key)) is not None:
@@ -160,14 +239,20 @@ class Executor:
         self.expected[key] = edge if op.kind == "F" else gradient_specs(edge)
         return self.expected[key]
 
-    def _count_live(self) -> None:
+    def _count(self, made: int = 0) -> None:
+        """Live activations, and bytes, where either may be at its peak.
+
+        made: bytes of a result that is yet to be sent
+        """
         live = sum([stage.held for stage in self.stages.values()])
         self.peak_live = max(self.peak_live, live)
         assert live <= self.plan.peak_live, f"{live} live activations, {self.plan.peak_live} proven"
+        self.ledger.sample(self.transport.buffer_bytes + made)
 
-    def _count_deferred(self) -> None:
-        held = sum([put_off.nbytes for stage in self.stages.values() for put_off in stage.deferred.values()])
-        self.peak_deferred_bytes = max(self.peak_deferred_bytes, held)
+    @property
+    def progress(self) -> Progress:
+        """Any thread may ask."""
+        return Progress(self.plan.schedule.programs[self.plan.rank], self.recorder.done, self.current)
 
     @property
     def left_over(self) -> int:
@@ -179,6 +264,7 @@ class Executor:
         self.current = None
         self.inbox.clear()
         self.outbox.clear()
+        self.results = {}
         for stage in self.stages.values():
             stage.reset()
 

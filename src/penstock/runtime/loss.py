@@ -7,15 +7,15 @@ differentiated, and the gradients need no second pass, however unevenly the vali
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import BatchError
-from penstock.runtime.microbatch import SplitDims, batch_rows
+from penstock.runtime.microbatch import Sharding, batch_rows
 from penstock.runtime.shapes import Microbatch
 
 IGNORED = -100  # the label that transformers leaves out of the loss
@@ -25,8 +25,11 @@ class Loss(Protocol):
     def weight(self, microbatch: Microbatch) -> int:
         """How many items of the microbatch count."""
 
-    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """The loss summed over those items, a tensor of no dimension."""
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """The loss summed over those items, a tensor of no dimension.
+
+        output: what the last stage returned
+        """
 
 
 class NextToken:
@@ -42,9 +45,11 @@ class NextToken:
             )
         return int((labels[:, 1:] != IGNORED).sum())
 
-    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
-        """output: logits (rows, sequence, vocabulary); half precision is summed in float32, as usual."""
-        logits = output[:, :-1]
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """output: logits (rows, sequence, vocabulary), or a mapping with "logits"; half precision is summed
+        in float32, as usual.
+        """
+        logits = (output["logits"] if isinstance(output, Mapping) else output)[:, :-1]
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         labels = microbatch["labels"][:, 1:].to(logits.device)
@@ -56,13 +61,13 @@ class NextToken:
 class MeanOverRows:
     """A plain function of (output, microbatch) that returns the mean over the microbatch's rows."""
 
-    def __init__(self, function: Callable[[Tensor, Microbatch], Tensor], rows: Callable[[Microbatch], int]):
+    def __init__(self, function: Callable[[Any, Microbatch], Tensor], rows: Callable[[Microbatch], int]):
         self._function, self._rows = function, rows
 
     def weight(self, microbatch: Microbatch) -> int:
         return self._rows(microbatch)
 
-    def total(self, output: Tensor, microbatch: Microbatch) -> Tensor:
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         mean = self._function(output, microbatch)
         if mean.dim() != 0:
             raise BatchError(
@@ -73,12 +78,12 @@ class MeanOverRows:
         return mean * self._rows(microbatch)
 
 
-LossLike = Loss | Callable[[Tensor, Microbatch], Tensor] | None
+LossLike = Loss | Callable[[Any, Microbatch], Tensor] | None
 
 
-def as_loss(loss_fn: LossLike, dims: SplitDims) -> Loss:
+def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
     if loss_fn is None:
         return NextToken()
     if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
         return loss_fn
-    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, dims))
+    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, sharding))

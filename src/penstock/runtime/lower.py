@@ -2,24 +2,34 @@
 
 Everything is fixed here, before the first step; the executor only follows. For 1F1B on rank 1 of 2:
 
-    post 0F0   post 0F1   wait 0F0   1F0   1B0   send 1B0   post 0F2   wait 0F1   free 1B0   1F1 ...
+    post 0F0   wait 0F0   1F0   post 0F1   1B0   send 1B0   wait 0F1   1F1   post 0F2   1B1   send 1B1
+    wait 0F2   free 1B0   1F2 ...
 
-- A receive is posted one op ahead of the op that needs it, so that it lands while its rank computes.
-  On each channel receives are posted in the order in which the other end sends: that is all that first
-  in, first out needs.
+- A receive is posted as far ahead of the op that needs it as `penstock.schedule.ahead` says, so that it lands
+  while its rank computes. On each channel receives are posted in the order in which the other end sends: that
+  is all that first in, first out needs.
 - A send is started as soon as its op has ended, and nothing waits for it.
 - A send is freed at the first later wait that proves it done: what comes from a rank was computed after
   everything that this rank had waited for before. So freeing never blocks.
 - A result for a stage of the same rank is handed over at once.
+
+Where what a rank sends and receives between two ops goes together (`penstock.schedule.exchanges`), receives
+are posted where that says, and an exchange begins what was sent and posted before it:
+
+    post 0F0  exchange  wait 0F0  1F0   1B0  send 1B0  post 0F1  exchange  wait 0F1  1F1 ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple, TypeGuard
 
 from penstock.schedule import Op, Proof, Schedule
+from penstock.schedule.ahead import AHEAD, posts
+from penstock.schedule.exchanges import Exchanges
 
 
 class Message(NamedTuple):
@@ -75,23 +85,44 @@ class Send(NamedTuple):
     message: Message
 
 
+class Exchange(NamedTuple):
+    """Begin what was posted and sent since the last exchange, all of it together; do not wait.
+
+    in_line: whether the rank may be held up until it is over all the same
+    """
+
+    messages: tuple[Message, ...]
+    in_line: bool
+
+
 class Free(NamedTuple):
     """Let go of what was sent: it has arrived."""
 
     message: Message
 
 
-Action = Post | Wait | Compute | Hand | Send | Free
+Action = Post | Wait | Compute | Hand | Send | Exchange | Free
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's actions for one step."""
+    """One rank's actions for one step.
+
+    recomputed: the (stage, microbatch) of this rank whose forward keeps only its inputs, and is run again in
+        the backward
+    """
 
     rank: int
     schedule: Schedule
     actions: tuple[Action, ...]
     peak_live: int
+    recomputed: frozenset[tuple[int, int]] = frozenset()
+
+    @cached_property
+    def peak_posted(self) -> int:
+        """The most receives that are posted at once and not yet waited for."""
+        changes = [isinstance(a, Post) - isinstance(a, Wait) for a in self.actions]
+        return max(accumulate(changes, initial=0))
 
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
@@ -102,28 +133,49 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
     return tuple(Channel(*edge) for s, t in apart for edge in ((s, t), (t, s)))
 
 
-def lower(proof: Proof, rank: int) -> Plan:
-    """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs."""
-    return Plan(rank, proof.schedule, tuple(_Lowering(proof.schedule, rank)), proof.peak_live[rank])
+def lower(
+    proof: Proof,
+    rank: int,
+    *,
+    ahead: float = AHEAD,
+    recomputed: frozenset[tuple[int, int]] = frozenset(),
+    together: Exchanges | None = None,
+) -> Plan:
+    """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs.
+
+    ahead: the units of own compute that lie between the post of a receive and its use, F, I and W being one
+    recomputed: the (stage, microbatch), of any rank, whose forward is run again in the backward
+    together: of the same schedule, where messages go in exchanges; then `ahead` does not count
+    """
+    schedule = proof.schedule
+    own = frozenset(place for place in recomputed if schedule.placement.rank_of[place[0]] == rank)
+    actions = tuple(_Lowering(schedule, rank, ahead, together))
+    return Plan(rank, schedule, actions, proof.peak_live[rank], own)
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self._schedule, self._rank = schedule, rank
+    def __init__(self, schedule: Schedule, rank: int, ahead: float, together: Exchanges | None) -> None:
+        assert together is None or together.schedule == schedule
+        self._schedule, self._together = schedule, together
+        self._posts: Sequence[Sequence[Op]] = (
+            posts(schedule, rank, ahead) if together is None else together.receives[rank]
+        )
         self._program = schedule.programs[rank]
         own = channels(schedule)
         stages = {stage for channel in own if rank in map(self._host, channel) for stage in channel}
         peers = {self._host(stage) for stage in stages} - {rank}
         self._position = {op: i for peer in peers for i, op in enumerate(schedule.programs[peer])}
-        self._arrivals = self._incoming()
-        self._posted: set[Message] = set()
         self._in_flight: dict[int, list[Message]] = {}  # rank -> sends to it, not yet proven done
 
     def __iter__(self) -> Iterator[Action]:
-        for i, op in enumerate(self._program):
-            for ahead in self._program[i : i + 2]:
-                if self._is_remote(message := self._taken(ahead)):
-                    yield from self._post_until(message)
+        if self._together is None:
+            return self._one_by_one()
+        return _in_exchanges(self._one_by_one(), self._together.in_line)
+
+    def _one_by_one(self) -> Iterator[Action]:
+        for op, upcoming in zip(self._program, self._posts, strict=True):
+            for source in upcoming:
+                yield Post(Message(source, source.stage + (1 if source.kind == "F" else -1)))
             taken = self._taken(op)
             if self._is_remote(taken):
                 yield Wait(taken)
@@ -158,22 +210,6 @@ class _Lowering:
             return None
         return Message(op, op.stage + (1 if op.kind == "F" else -1))
 
-    def _incoming(self) -> dict[Channel, Iterator[Message]]:
-        """What comes over each channel to this rank, in the order in which the other end sends it."""
-        queues: dict[Channel, list[Message]] = {}
-        for op in self._program:
-            if self._is_remote(message := self._taken(op)):
-                queues.setdefault(message.channel, []).append(message)
-        for queue in queues.values():
-            queue.sort(key=lambda message: self._position[message.op])
-        return {channel: iter(queue) for channel, queue in queues.items()}
-
-    def _post_until(self, message: Message) -> Iterator[Action]:
-        while message not in self._posted:
-            upcoming = next(self._arrivals[message.channel])
-            self._posted.add(upcoming)
-            yield Post(upcoming)
-
     def _frees_after(self, message: Message) -> Iterator[Action]:
         """The sends to the other rank that it must have received before it computed `message`."""
         peer, reached = self._host(message.op.stage), self._position[message.op]
@@ -189,3 +225,17 @@ class _Lowering:
         if message.op.kind == "F":
             return Op(message.target, "F", message.op.microbatch)
         return self._schedule.gradient(message.target, message.op.microbatch)
+
+
+def _in_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action]:
+    """The same, with an exchange after each run of sends and posts."""
+    begun: list[Message] = []
+    for action in actions:
+        if isinstance(action, Send | Post):
+            begun.append(action.message)
+        elif begun:
+            yield Exchange(tuple(begun), in_line)
+            begun = []
+        yield action
+    if begun:
+        yield Exchange(tuple(begun), in_line)

@@ -12,19 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, WorldSizeError
 
+# ranks may start further apart than they may be in a step: importing torch alone takes seconds on a busy
+# machine
+_START_SECONDS = 60.0
 
-def init_process_group(device: torch.device, timeout: float) -> None:
+
+def init_process_group(device: torch.device, timeout: float, backend: str | None = None) -> None:
     """Initialise torch.distributed from torchrun's environment, unless the caller has done so.
+
+    backend: None takes what fits the device
 
     Each restart of a job has keys of its own in the store: gloo may hang on those of the last attempt.
     """
     if dist.is_initialized():
         return
-    limit = datetime.timedelta(seconds=timeout)
+    limit = datetime.timedelta(seconds=max(timeout, _START_SECONDS))
     store, rank, world = next(rendezvous("env://", timeout=limit))
     attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
+    fitting = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend or fitting, store=attempt, rank=rank, world_size=world, timeout=limit)
 
 
 def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:

@@ -3,93 +3,175 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from penstock.errors import BatchError
-from penstock.runtime.shapes import Microbatch, TensorSpec, microbatch_key
+from penstock.runtime.packed import split_lens
+from penstock.runtime.parcel import TensorSpec
+from penstock.runtime.shapes import Microbatch, microbatch_key
 
 Batch = Mapping[str, Any]
-SplitDims = Mapping[str, int | None]
+# how one entry of a batch is cut: along a dimension, not at all (None), or by a function of (entry, number of
+# microbatches) that returns one part for each
+Split = int | None | Callable[[Any, int], Sequence[Any]]
+Sharding = Mapping[str, Split]  # by entry; along dimension 0 where it says nothing
+# of packed documents, as transformers names them: they run over all rows, and are cut where the rows are
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
-def batch_rows(batch: Batch, dims: SplitDims) -> int:
-    """The length that every tensor of `batch` has along its split dimension.
+def batch_rows(batch: Batch, sharding: Sharding) -> int:
+    """The length that every tensor of `batch` has along the dimension it is split on.
 
-    dims: dimension by entry name; 0 for entries not named, None for entries that every microbatch gets whole.
     Entries that are no tensors, and tensors of no dimension, are never split. Raises BatchError.
     """
     lengths: dict[str, int] = {}
     for name, value in batch.items():
-        dim = dims.get(name, 0)
-        if dim is None or not isinstance(value, Tensor) or value.dim() == 0:
+        dim = sharding.get(name, 0)
+        if not isinstance(dim, int) or (name in _PACKED and name not in sharding):
             continue
-        if not -value.dim() <= dim < value.dim():
-            raise BatchError(
-                f"{name} of shape {list(value.shape)}",
-                f"it is to be split along dimension {dim}, which it does not have",
-                "Name another dimension for it in split_dims, or None to give it whole to every microbatch",
-            )
-        lengths[name] = value.shape[dim]
+        for tensor in _leaves(value):
+            if tensor.dim() == 0:
+                continue
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise BatchError(
+                    f"{name} of shape {list(tensor.shape)}",
+                    f"it is to be split along dimension {dim}, which it does not have",
+                    "Name another dimension for it in sharding, or None to give it whole to every microbatch",
+                )
+            lengths[name] = tensor.shape[dim]
     if not lengths:
         raise BatchError(f"a batch of {sorted(batch)}", "none of it can be split", "Give at least one tensor")
     if len(set(lengths.values())) > 1:
         raise BatchError(
             ", ".join(f"{name}: {length}" for name, length in lengths.items()),
             "all tensors of a batch have the same length along the dimension they are split on",
-            "Mend the batch, or name each tensor's dimension in split_dims (None: not split)",
+            "Mend the batch, or name each tensor's dimension in sharding (None: not split)",
         )
     return next(iter(lengths.values()))
 
 
-def split(batch: Batch, count: int, dims: SplitDims) -> list[Microbatch]:
-    """Cut `batch` into `count` microbatches, the first ones longer by one where it does not divide.
+def with_entries(
+    batch: Batch | Sequence[Microbatch], entries: Mapping[str, Any], sharding: Sharding
+) -> Batch | Sequence[Microbatch]:
+    """`batch` and more of it by name.
+
+    Raises BatchError for a name that it has already, or that cannot be dealt out.
+    """
+    if not entries:
+        return batch
+    parts: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
+    if twice := sorted(entries.keys() & {name for part in parts for name in part}):
+        raise BatchError(
+            f"{', '.join(twice)} as an argument of its own", "the batch has it as well", "Give it once"
+        )
+    if isinstance(batch, Mapping):
+        return {**batch, **entries}
+    dealt = {}
+    for name, value in entries.items():
+        how = sharding.get(name, 0)
+        if isinstance(how, int) and any(leaf.dim() for leaf in _leaves(value)):
+            raise BatchError(
+                f"{name} beside a list of microbatches",
+                "they may differ in rows, so that nothing says which rows of it are whose",
+                "Put its parts into the microbatches, or name in sharding a function that cuts it, or None",
+            )
+        dealt[name] = _parts(name, value, len(parts), how)
+    return [{**part, **{name: dealt[name][at] for name in dealt}} for at, part in enumerate(parts)]
+
+
+def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
+    """Cut `batch` into `count` microbatches, the first ones longer by one row where it does not divide.
 
     Raises BatchError where it has fewer rows than microbatches.
     """
-    rows = batch_rows(batch, dims)
+    rows = batch_rows(batch, sharding)
     if rows < count:
         raise BatchError(
             f"a batch of {rows} rows",
             f"it is to be split into {count} microbatches of at least one row each",
             f"Give {count} rows or more, or set microbatches to at most {rows}",
         )
-    pieces: list[dict[str, Any]] = [{} for _ in range(count)]
-    for name, value in batch.items():
-        dim = dims.get(name, 0)
-        if dim is None or not isinstance(value, Tensor) or value.dim() == 0:
-            parts: Any = [value] * count
-        else:
-            parts = value.tensor_split(count, dim=dim)
-        for piece, part in zip(pieces, parts, strict=True):
-            piece[name] = part
-    return list(pieces)
+    cut = {name: _parts(name, value, count, sharding.get(name, 0))
+           for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
+    cut |= _documents(batch, rows, count, sharding)
+    return [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
 
 
-def fingerprint(batch: Batch, microbatches: Sequence[Microbatch], schedule: int) -> tuple[int, str]:
+def _documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
+    """The parts of what tells where documents begin."""
+    cut: dict[str, Sequence[Any]] = {}
+    for end in ("q", "k"):
+        lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
+        if lens in batch and lens not in sharding:
+            cut[lens] = split_lens(batch[lens], rows, int(batch[lens][-1]) // rows, count)
+            cut[longest] = [int(part.diff().max()) for part in cut[lens]]
+        elif longest in batch and longest not in sharding:
+            cut[longest] = [batch[longest]] * count
+    return cut
+
+
+def _parts(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
+    """One for each microbatch."""
+    if callable(how):
+        parts = how(value, count)
+        if len(parts) != count:
+            raise BatchError(
+                f"{len(parts)} parts of {name}",
+                f"the function that sharding names for it makes one for each of {count} microbatches",
+                "Return as many as it is asked for",
+            )
+        return parts
+    if how is None or not isinstance(value, Tensor | Mapping | Sequence) or isinstance(value, str):
+        return [value] * count
+    if isinstance(value, Tensor):
+        return value.tensor_split(count, dim=how) if value.dim() else [value] * count
+    leaves, tree = tree_flatten(value)
+    cut = [_parts(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)] or [value] * count
+
+
+def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int, str]:
     """A number that is equal on ranks that work on the same step, and what stands behind it in words.
 
+    parts: the whole batch, or the microbatches where it came as such; count: the number of microbatches;
     schedule: a number that is equal where the schedule is
     """
-    sums = {name: checksum(value) for name, value in batch.items() if isinstance(value, Tensor)}
+    named = [(name, leaf) for part in parts for name in part for leaf in _leaves(part[name])]
+    sums: dict[str, int] = {}
+    found = torch.stack([checksum(leaf) for _, leaf in named]).tolist() if named else []
+    for (name, _), number in zip(
+        named, found, strict=True
+    ):  # in order, so that two that change places differ
+        sums[name] = (31 * sums.get(name, 0) + number) % (1 << 61)
     first = ", ".join(
         f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
-        for name, value in microbatches[0].items()
+        for name, value in parts[0].items()
     )
-    told = f"schedule {schedule:08x}, {len(microbatches)} microbatches, the first {first}, checksums {sums}"
-    shapes = microbatch_key(batch), len(microbatches)
+    constants = {name: value for part in parts for name, value in part.items()
+                 if isinstance(value, bool | int | float | str)}  # fmt: skip
+    told_constants = f", {constants}" if constants else ""
+    whole = "the batch" if len(parts) < count else "the first"
+    told = f"schedule {schedule:08x}, {count} microbatches, {whole} {first}, checksums {sums}{told_constants}"
+    shapes = [microbatch_key(part) for part in parts], count
     return zlib.crc32(repr((schedule, shapes, sums)).encode()), told
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 _SAMPLED = 1 << 16
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(tensor: Tensor) -> int:
-    """The sum of the entries' bits as whole numbers: exact, so any device and order gives the same.
+def checksum(tensor: Tensor) -> Tensor:
+    """int64: the sum of the entries' bits as whole numbers: exact, so any device and order gives the same.
 
     Of a large tensor every n-th entry is taken, so that a step does not begin with a pass over its data.
     """
@@ -97,4 +179,4 @@ def checksum(tensor: Tensor) -> int:
         tensor = torch.view_as_real(tensor)
     flat = tensor.contiguous().view(-1)
     step = -(-flat.numel() // _SAMPLED) or 1
-    return int(flat.view(_SAME_SIZE[tensor.element_size()])[::step].sum())
+    return flat.view(_SAME_SIZE[tensor.element_size()])[::step].sum()

@@ -4,40 +4,71 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 
 from penstock.schedule import Op, Schedule, Span, Timeline
+from penstock.schedule.timeline import Wait
 
 Mark = float | torch.cuda.Event  # a point in time
 
 
+class Marks(NamedTuple):
+    """Of one op, in seconds; the wait is empty where it waited for nothing."""
+
+    start: float
+    end: float
+    waited_from: float
+    waited_to: float
+
+
 class Recorder:
-    """Start and end of each op on one rank, in seconds of the clock that all ranks of the step share.
+    """When each op of one rank began and ended, and from when to when the rank waited for its input, in
+    seconds of the clock that all ranks of the step share.
 
     On CUDA the times are those of the kernels on the compute stream, else those of the Python calls.
     """
 
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
-        self._cuda = device.type == "cuda"
+        self.device, self._cuda = device, device.type == "cuda"
         self._offset = clock_offset
-        self._marks: list[tuple[Op, Mark, Mark]] = []
+        self._marks: list[tuple[Op, Mark, Mark, Mark, Mark]] = []
+        self._waited: tuple[Mark, Mark] | None = None  # for the op to come
         self._zero: tuple[float, torch.cuda.Event] | None = None
         self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._marks = []
+        self._marks, self._waited = [], None
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
-    def add(self, op: Op, start: Mark, end: Mark) -> None:
-        self._marks.append((op, start, end))
+    def waited(self, start: Mark, end: Mark) -> None:
+        """For the input of the op that comes next."""
+        self._waited = start, end
 
-    def marks(self) -> list[tuple[Op, float, float]]:
-        """The step's ops in the order in which they ran: op, start, end."""
+    def add(self, op: Op, start: Mark, end: Mark) -> None:
+        self._marks.append((op, start, end, *(self._waited or (start, start))))
+        self._waited = None
+
+    @property
+    def done(self) -> list[Op]:
+        """The step's ops so far, in the order in which they ran."""
+        return [mark[0] for mark in self._marks]
+
+    def marks(self) -> list[tuple[Op, Marks]]:
+        """The same with their times."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [(op, self._seconds(start), self._seconds(end)) for op, start, end in self._marks]
+        return [(op, Marks(*map(self._seconds, times))) for op, *times in self._marks]
+
+    def ended(self) -> list[tuple[Op, Marks]]:
+        """Those of ops that have ended, without waiting: in a step that failed a kernel may never end."""
+        return [
+            (op, Marks(*map(self._seconds, times)))
+            for op, *times in takewhile(lambda mark: _is_over(mark[2]), self._marks)
+        ]
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):
@@ -47,6 +78,10 @@ class Recorder:
         return at + float(zero.elapsed_time(mark)) / 1e3 + self._offset
 
 
+def _is_over(mark: Mark) -> bool:
+    return isinstance(mark, float) or mark.query()  # type: ignore[no-untyped-call]
+
+
 def _event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
@@ -54,13 +89,27 @@ def _event() -> torch.cuda.Event:
 
 
 def timeline(
-    schedule: Schedule, marks: Sequence[Sequence[tuple[float, float]]], peak_live: Sequence[int]
+    schedule: Schedule, marks: Sequence[Sequence[tuple[Op, Marks]]], peak_live: Sequence[int]
 ) -> Timeline:
-    """One step's timeline from each rank's (start, end) marks in program order; time 0 is the first start."""
-    zero = min((start for rank in marks for start, _ in rank), default=0.0)
-    spans = tuple(
-        Span(rank, op, start - zero, end - zero)
-        for rank, (program, times) in enumerate(zip(schedule.programs, marks, strict=True))
-        for op, (start, end) in zip(program, times, strict=True)
+    """One step's timeline from what each rank's recorder has; time 0 is the first start.
+
+    Of a step that did not end, as far as it came: the wait for an op whose input's end is unknown is left
+    out.
+    """
+    zero = min((of.start for rank in marks for _, of in rank), default=0.0)
+    ends = {op: of.end for rank in marks for op, of in rank}
+    spans, waits = [], []
+    for rank, known in enumerate(marks):
+        for op, of in known:
+            spans.append(Span(rank, op, of.start - zero, of.end - zero))
+            sent = [ends[n] for n in schedule.predecessors(op) if n.stage != op.stage and n in ends]
+            if of.waited_to > of.waited_from and sent:
+                waits.append(Wait(rank, op, of.waited_from - zero, of.waited_to - zero, sent[0] - zero))
+    return Timeline(
+        schedule.name,
+        schedule.ranks,
+        tuple(spans),
+        tuple(peak_live),
+        overlaps=schedule.overlaps,
+        waits=tuple(waits),
     )
-    return Timeline(schedule.name, schedule.ranks, spans, tuple(peak_live), overlaps=schedule.overlaps)

@@ -1,7 +1,8 @@
 """What each rank tells all others at the end of a step: one vector, exchanged once.
 
     loss share | peak of live activations | peak of the bytes held between I and W |
-    start and end of each op, in program order | zeros to one length
+    bytes at the peak of all: activations, buffers, held between I and W |
+    of each op, in program order: start and end, start and end of the wait before it | zeros to one length
 
 With it every rank knows the step's loss, bubble and timeline, and nobody has to ask again.
 """
@@ -14,20 +15,23 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.executor import Executor
-from penstock.runtime.recorder import timeline
+from penstock.runtime.memory import Held
+from penstock.runtime.recorder import Marks, timeline
 from penstock.schedule import Op, Schedule, Timeline
 
 Reports = Sequence[Sequence[float]]  # by rank
-_MARKS = 3  # where they begin
+_MARKS = 6  # where they begin
+_EACH = len(Marks._fields)
 
 
 def report(executor: Executor) -> Tensor:
     """One rank's vector, float64."""
     loss = float(torch.stack(executor.shares).double().sum()) if executor.shares else 0.0
-    marks = [time for _, *times in executor.recorder.marks() for time in times]
-    longest = 2 * max(map(len, executor.plan.schedule.programs))
+    marks = [time for _, times in executor.recorder.marks() for time in times]
+    longest = _EACH * max(map(len, executor.plan.schedule.programs))
     padding = [0.0] * (longest - len(marks))
-    head = [loss, executor.peak_live, executor.peak_deferred_bytes]
+    ledger = executor.ledger
+    head = [loss, executor.peak_live, ledger.most_deferred, *ledger.peak]
     return torch.tensor([*head, *marks, *padding], dtype=torch.float64)
 
 
@@ -41,12 +45,17 @@ def deferred_bytes(reports: Reports) -> tuple[int, ...]:
     return tuple(int(vector[2]) for vector in reports)
 
 
+def peak_held(reports: Reports) -> tuple[Held, ...]:
+    """By rank, what it held when it held most."""
+    return tuple(Held(*map(int, vector[3:_MARKS])) for vector in reports)
+
+
 def bubble(schedule: Schedule, reports: Reports) -> float:
     """As Timeline.bubble, without making a span of every op."""
     marks = [_marks(program, vector) for program, vector in zip(schedule.programs, reports, strict=True)]
     ran = [rank for rank in marks if rank]  # a rank of a copy that gets no microbatch has nothing to do
-    makespan = max(map(max, ran)) - min(map(min, ran))
-    busy = sum(sum(rank[1::2]) - sum(rank[::2]) for rank in marks)
+    makespan = max(rank[-_EACH + 1] for rank in ran) - min(rank[0] for rank in ran)
+    busy = sum(sum(rank[1::_EACH]) - sum(rank[::_EACH]) for rank in marks)
     return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
 
 
@@ -54,10 +63,12 @@ def measured(schedule: Schedule, reports: Reports) -> Timeline:
     """The step's timeline."""
     marks = []
     for program, vector in zip(schedule.programs, reports, strict=True):
-        times = _marks(program, vector)
-        marks.append(list(zip(times[::2], times[1::2], strict=True)))
+        times = iter(_marks(program, vector))
+        marks.append(
+            [(op, Marks(*of)) for op, of in zip(program, zip(*[times] * _EACH, strict=True), strict=True)]
+        )
     return timeline(schedule, marks, [int(vector[1]) for vector in reports])
 
 
 def _marks(program: Sequence[Op], vector: Sequence[float]) -> Sequence[float]:
-    return vector[_MARKS : _MARKS + 2 * len(program)]
+    return vector[_MARKS : _MARKS + _EACH * len(program)]

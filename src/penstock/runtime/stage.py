@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.deferred import Deferred
 from penstock.runtime.loss import Loss
-from penstock.runtime.shapes import Microbatch
+from penstock.runtime.parcel import EdgeSpecs, Parcel, put_together, take_apart
+from penstock.runtime.shapes import Microbatch, check
 from penstock.runtime.sharding import Sharding
-from penstock.runtime.tape import deferring
+from penstock.runtime.tape import Tape, deferring
+from penstock.schedule import Op
 
-# (what came over the edge from the stage before, the microbatch) -> what goes to the stage after
-StageCall = Callable[[tuple[Tensor, ...], Microbatch], tuple[Tensor, ...]]
 _WHOLE = nullcontext()  # of a forward whose backward will not be split: made once, as each op counts
+
+
+class StageCall(Protocol):
+    """How a stage's part of the model is run."""
+
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        """received: the one value that came over the edge from the stage before, none on the first stage.
+
+        Returns what goes to the stage after; on the last stage, what the loss takes.
+        """
+
+
+class Recomputing(Protocol):
+    """Activation checkpointing of a stage's layers: while `on`, a forward keeps less and is run again."""
+
+    on: bool
 
 
 class Stage:
     """Stage `index` of the model.
 
     module: what holds its parameters; call: how to run it (often the module itself)
+    recomputing: the switch of its activation checkpointing, where it has any
     """
 
-    def __init__(self, index: int, module: nn.Module, call: StageCall) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, call: StageCall, recomputing: Recomputing | None = None
+    ) -> None:
         self.index, self.module = index, module
-        self._call = call
+        self._call, self._recomputing = call, recomputing
         # both by microbatch, and empty after every step
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
@@ -40,35 +60,51 @@ class Stage:
         return len(self.live) + len(self.deferred)
 
     def forward(
-        self, number: int, received: Sequence[Tensor], microbatch: Microbatch, split: bool = False
-    ) -> tuple[Tensor, ...]:
+        self,
+        number: int,
+        received: Parcel | None,
+        microbatch: Microbatch,
+        expected: EdgeSpecs | None = None,
+        split: bool = False,
+        recompute: bool = False,
+    ) -> Parcel:
         """Run microbatch `number`; keep what its backward needs.
 
         received: tensors that are this stage's alone. The outputs are still part of its graph: what is sent
         to another process needs no detaching, and each call between two ops counts.
-        split: whether its backward will come in two halves
+        expected: what the next stage was told to expect; None where it is told with the outputs
+        split: whether the backward will come in two halves
+        recompute: whether to keep no more than the layers' inputs, and to run them again in the backward
         """
-        inputs = tuple([leaf(tensor) for tensor in received])
-        with deferring() if split else _WHOLE as tape:
-            outputs = self._call(inputs, microbatch)
-        self.live[number] = hold(inputs, outputs, tape)
+        inputs = () if received is None else leaves(received)
+        with self._run(split, recompute) as tape:
+            tensors, form = take_apart(self._call(_given(inputs, received), microbatch))
+        if expected is not None:
+            check(Op(self.index, "F", number), tensors, form, expected)
+        outputs = Parcel(tensors, expected or EdgeSpecs.of(tensors, form))
+        self.live[number] = hold(inputs, tensors, tape, outputs.specs.tensors)
         return outputs
 
     def forward_loss(
         self,
         number: int,
-        received: Sequence[Tensor],
+        received: Parcel | None,
         microbatch: Microbatch,
         loss: Loss,
         split: bool = False,
+        recompute: bool = False,
     ) -> Tensor:
         """The last stage's forward: the microbatch's total loss."""
-        inputs = tuple([leaf(tensor) for tensor in received])
-        with deferring() if split else _WHOLE as tape:
-            outputs = self._call(inputs, microbatch)
-            total = loss.total(outputs[0], microbatch)
+        inputs = () if received is None else leaves(received)
+        with self._run(split, recompute) as tape:
+            total = loss.total(self._call(_given(inputs, received), microbatch), microbatch)
         self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step, and its graph would keep the inputs
+
+    def _run(self, split: bool, recompute: bool) -> AbstractContextManager[Tape | None]:
+        if self._recomputing is not None:
+            self._recomputing.on = recompute
+        return deferring() if split else _WHOLE
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Whole backward of microbatch `number`; lets its activations go."""
@@ -95,9 +131,13 @@ class Stage:
         self.deferred.clear()
 
     @torch.no_grad()
-    def infer(self, received: Sequence[Tensor], microbatch: Microbatch) -> tuple[Tensor, ...]:
-        """A forward that holds nothing."""
-        return self._call(tuple(received), microbatch)
+    def infer(self, received: Parcel | None, microbatch: Microbatch) -> Any:
+        """A forward that holds nothing: what the stage returned."""
+        return self._call(_given(() if received is None else received.tensors, received), microbatch)
+
+
+def _given(inputs: tuple[Tensor, ...], received: Parcel | None) -> tuple[Any, ...]:
+    return () if received is None else (put_together(inputs, received.specs.form),)
 
 
 @contextmanager

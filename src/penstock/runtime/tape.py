@@ -47,6 +47,7 @@ class Tape:
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
         self._task: int | None = None  # the engine's number of the I that is running
         self._products: list[Product] = []
+        self._inputs: frozenset[int] = frozenset()
 
     # ---- in the forward
 
@@ -91,9 +92,15 @@ class Tape:
             yield
 
     @contextmanager
-    def collecting(self, roots: Sequence[GradientEdge]) -> Iterator[list[Product]]:
-        """A backward from `roots` under this fills the list in place of computing weight gradients."""
+    def collecting(
+        self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()
+    ) -> Iterator[list[Product]]:
+        """A backward from `roots` under this fills the list in place of computing weight gradients.
+
+        inputs: what the stage received. Its gradient is what I is for, be it a factor of a product.
+        """
         products = self._products = []
+        self._inputs = frozenset(map(id, inputs))
         handles = [root.node.register_prehook(self._note_task) for root in roots]
         try:
             yield products
@@ -113,7 +120,7 @@ class Tape:
         if self._task is None or self._task != torch._C._current_graph_task_id() or torch.is_grad_enabled():
             return False
         parameter = _parameter(edge)
-        if parameter is None or is_hooked(parameter):
+        if parameter is None or id(parameter) in self._inputs or is_hooked(parameter):
             return False
         versions = x._version, dy._version
         counts = not isinstance(x if x._base is None else x._base, nn.Parameter)

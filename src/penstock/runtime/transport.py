@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.lower import Message
-from penstock.runtime.shapes import EdgeSpecs
+from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec
+from penstock.runtime.progress import Progress
 
 
 class Transport(Protocol):
     """Moves messages over channels, first in first out, and values between all ranks of the pipeline."""
 
-    def post(self, message: Message, specs: EdgeSpecs) -> None:
-        """Make room for a message that will come."""
+    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
+        """Make room for a message that will come; None where it tells itself what it is."""
 
-    def receive(self, message: Message) -> tuple[Tensor, ...] | None:
-        """The message's tensors; None means that other ranks of this process must run first."""
+    def receive(self, message: Message) -> Parcel | None:
+        """What the message brings; None means that other ranks of this process must run first."""
 
-    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        """Start sending; never waits for the receiver. What arrives is no part of the sender's graph."""
+    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
+        """Start sending; never waits for the receiver. What arrives is no part of the sender's graph.
+
+        told: whether to tell the receiver what it is
+        """
+
+    def start(self, in_line: bool) -> None:
+        """Begin what was posted and given to be sent since the last call, where it goes together.
+
+        in_line: whether this may wait until it is over
+        """
 
     def free(self, message: Message) -> None:
-        """Let go of tensors whose arrival the plan has proven."""
+        """Be sure that a message is gone whose arrival the plan has proven."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of posted receives, of what is being sent, and of buffers that lie idle."""
+
+    def settle(self) -> None:
+        """Wait for `agree` to be done; later than this it is done before the first message."""
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """From now on let the other ranks know now and then how far this one is."""
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Make sure, before the first message of a step, that all ranks work on the same step."""
@@ -43,6 +63,9 @@ class Transport(Protocol):
     def pending(self) -> int:
         """Messages posted, on the way or not yet freed; 0 after every step."""
 
+    def end_step(self) -> None:
+        """Let go of what only a step like the last one would need."""
+
     def reset(self) -> None:
         """Forget a step that failed half-way."""
 
@@ -56,23 +79,38 @@ class Transport(Protocol):
 class LocalTransport:
     """All ranks in one process: a message is handed over as it is."""
 
-    def __init__(self) -> None:
-        self._mail: dict[Message, tuple[Tensor, ...]] = {}
+    def __init__(self, wire: torch.dtype | None = None) -> None:
+        self._wire = wire
+        self._mail: dict[Message, Parcel] = {}
 
-    def post(self, message: Message, specs: EdgeSpecs) -> None:
+    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Nothing to do: no buffer is needed."""
 
-    def receive(self, message: Message) -> tuple[Tensor, ...] | None:
+    def receive(self, message: Message) -> Parcel | None:
         return self._mail.pop(message, None)
 
-    def send(self, message: Message, tensors: tuple[Tensor, ...]) -> None:
-        self._mail[message] = tuple([tensor.detach() for tensor in tensors])
+    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
+        tensors = [tensor.detach() for tensor in narrowed(parcel.tensors, self._wire)]
+        self._mail[message] = Parcel(restored(tensors, parcel.specs), parcel.specs)
+
+    def start(self, in_line: bool) -> None:
+        """Nothing to do: what was sent is there."""
 
     def free(self, message: Message) -> None:
         """Nothing to do: the receiver took the tensors over."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        return 0  # what is on its way is the sender's result itself
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """Nothing to do: no other process waits."""
+
     def agree(self, fingerprint: int, description: str) -> None:
         """Nothing to do: there is one batch."""
+
+    def settle(self) -> None:
+        """Nothing to do, likewise."""
 
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         return list(vectors)
@@ -89,6 +127,9 @@ class LocalTransport:
     def pending(self) -> int:
         return len(self._mail)
 
+    def end_step(self) -> None:
+        """Nothing is kept."""
+
     def reset(self) -> None:
         self._mail.clear()
 
@@ -97,6 +138,25 @@ class LocalTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:
+    """The tensors as they travel: where `wire` is a dtype, all that are of floating point in that one."""
+    if wire is None:
+        return specs.tensors
+    return [spec._replace(dtype=wire) if spec.dtype.is_floating_point else spec for spec in specs.tensors]
+
+
+def narrowed(tensors: Sequence[Tensor], wire: torch.dtype | None) -> Sequence[Tensor]:
+    """As `on_wire` says."""
+    if wire is None:
+        return tensors
+    return [tensor.detach().to(wire) if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def restored(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
+    """In the dtypes that the stages work in."""
+    return tuple([t.to(spec.dtype) for t, spec in zip(tensors, specs.tensors, strict=True)])
 
 
 @torch.no_grad()

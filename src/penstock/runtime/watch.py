@@ -1,21 +1,29 @@
 """Who waits for whom, and who failed first: what turns a silent hang into an error that names its cause.
 
-Each rank tells a shared key-value store when it has waited for long, and for which rank. When a wait
-runs out of time, following those notes from rank to rank ends at the one that waits for nobody: the one
-that stalled. The first rank that fails leaves its reason there too.
+Each rank has a thread that leaves a note in a shared key-value store, once a period: how far the rank is, and
+for which rank it has waited for long. When a wait runs out of time, following those notes from rank to rank
+ends at the one that stalled: it waits for nobody, or its notes have ceased. The first rank that fails leaves
+its reason there too. A step itself sends nothing to the store: the thread reads what the executor keeps.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.errors import PeerLostError, StalledPeerError
+from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.lower import Message
+from penstock.runtime.notes import Notes, Wait
+from penstock.runtime.progress import Progress, account
+
+_PATIENCE = 0.5  # seconds for the first failure's reason to come in; it is left before connections close
+_LINGERS = 2.0  # seconds that the end of Python waits for a note to be left
+_CEASED = 3  # periods without a note after which a rank's thread is taken not to run
 
 
 class Waiting(NamedTuple):
@@ -28,100 +36,144 @@ class Waiting(NamedTuple):
     def __str__(self) -> str:
         return str(self.what.op) if isinstance(self.what, Message) else self.what
 
+    @property
+    def whom(self) -> str:
+        return "the other ranks" if self.peer is None else f"rank {self.peer}"
+
+    @property
+    def words(self) -> str:
+        return f"waiting for {self} from {self.whom}"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
 
 class Watch:
     """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
-        self._store, self._rank, self._ranks, self.timeout = store, rank, ranks, timeout
+        self._notes, self._rank, self._ranks, self.timeout = Notes(store, rank), rank, ranks, timeout
         self._waiting: Waiting | None = None
+        self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="penstock-watch", daemon=True)
         self._thread.start()
+        # 0.2.0: a thread that came back from the store while Python was ending aborted the process
+        atexit.register(self.close)
+
+    def follow(self, progress: Callable[[], Progress]) -> None:
+        """From now on tell the others of `progress`, which is called in the watch's own thread."""
+        self._progress = progress
 
     def begin(self, what: Message | str, peer: int | None) -> None:
-        self._waiting = Waiting(what, peer, time.monotonic())
+        if self._waiting is None or self._waiting[:2] != (what, peer):  # else it goes on
+            self._waiting = Waiting(what, peer, time.monotonic())
 
     def end(self) -> None:
         self._waiting = None
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._stop.set()
+        self._thread.join(_LINGERS)
 
     def failed(self, reason: str) -> None:
         """Leave word that this rank failed; the first word stays."""
-        try:
-            self._store.compare_set("failed", "", json.dumps([self._rank, reason]))
-        except RuntimeError:  # the store went down with the rank that held it
-            return
+        self._notes.fail(self._rank, reason)
+        self._freeze()
 
     def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
         """The typed error for a wait that broke off with `cause`."""
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
-        waited = time.monotonic() - waiting.since
-        peer = "the other ranks" if waiting.peer is None else f"rank {waiting.peer}"
-        value = f"rank {self._rank} waiting for {waiting} from {peer}"
-        if "timed out" in str(cause).lower():
-            time.sleep(2 * self._period)  # let the others' notes come in
-            stalled, chain = self._follow(waiting.peer)
-            return StalledPeerError(
-                value,
-                f"{stalled} has been silent for {waited:.0f} s, longer than the timeout of "
-                f"{self.timeout:.0f} s{chain}",
-                "See what that rank was doing, or give a longer timeout if a step may take that long",
-            )
-        first = self._first_failure()
-        return PeerLostError(
-            value,
-            f"{first or peer + ' died or closed its connection'}",
+        timed_out = "timed out" in str(cause).lower()
+        if timed_out and self._notes.first_failure("failed") is None:
+            return self._stalled(waiting)
+        return self._lost(
+            waiting
+        )  # also where a rank failed and its process lives on, so that waits just end
+
+    def _stalled(self, waiting: Waiting) -> StalledPeerError:
+        blamed, chain = self._follow(waiting.peer)
+        named = " and ".join(f"rank {rank}" for rank in blamed) or "some rank"
+        if blamed == [self._rank]:  # the chain of waits leads back
+            named = "every rank"
+        silent = f"has been silent for {waiting.seconds:.0f} s"
+        # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
+        first = blamed[0] if blamed else self._rank
+        self._notes.fail(first, f"it {silent}, as rank {self._rank} noticed", "silent")
+        self._freeze()
+        error = StalledPeerError(
+            f"rank {self._rank} {waiting.words}",
+            f"{named} {silent}, longer than the timeout of {self.timeout:.0f} s{chain}",
+            "See what that rank was doing, or give a longer timeout if a step may take that long",
+        )
+        self._describe(error, waiting, blamed)
+        return error
+
+    def _lost(self, waiting: Waiting) -> PeerLostError:
+        self._freeze()
+        blamed = waiting.peer
+        patience = 2 * _PATIENCE if blamed is None else _PATIENCE  # a rank that knows whom it lost will tell
+        first = self._notes.first_failure("failed", "silent", patience=patience)
+        if first is not None:
+            blamed, reason = first
+            rule = f"rank {blamed} failed first: {reason}"
+        else:
+            rule = f"{waiting.whom} died or closed its connection"
+            if blamed is not None:  # the ranks that lose this one next shall name the one that began it
+                self._notes.fail(blamed, f"it died or closed its connection, as rank {self._rank} noticed")
+        error = PeerLostError(
+            f"rank {self._rank} {waiting.words}",
+            rule,
             "Mend what is told of that rank; this one only waited for it",
         )
+        self._describe(error, waiting, [] if blamed is None else [blamed])
+        return error
+
+    def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
+        progress = self._progress()
+        error.rank, error.op, error.peer, error.waited = (
+            self._rank, str(waiting), waiting.peer, waiting.seconds)  # fmt: skip
+        error.last_ops = progress.last_ops if progress is not None else ()
+        others = {rank: self._notes.read(rank) for rank in range(self._ranks) if rank != self._rank}
+        error.reports = {rank: str(note) for rank, note in others.items() if note is not None}
+        error.peer_report = "; ".join(
+            f"rank {rank} {error.reports.get(rank, 'never reported')}" for rank in blamed if rank in others
+        )
+        give_account(error, account(progress, waiting.words))
+
+    def _freeze(self) -> None:
+        """Tell at once how far this rank came, and stay with that: its executor will forget the step."""
+        last = self._progress()
+        self._progress = lambda: last
+        self._leave_note()
 
     def _publish(self) -> None:
-        told = False
         while not self._stop.wait(self._period):
-            waiting = self._waiting
-            long = waiting is not None and time.monotonic() - waiting.since > self._period
-            if long == told and not long:
-                continue
-            note = json.dumps([str(waiting), waiting.peer]) if waiting is not None and long else ""
-            try:
-                self._store.set(f"waits/{self._rank}", note)
-            except RuntimeError:
+            if not self._leave_note():
                 return
-            told = long
 
-    def _note(self, rank: int) -> tuple[str, int | None] | None:
-        try:
-            if not self._store.check([f"waits/{rank}"]):
-                return None
-            text = self._store.get(f"waits/{rank}").decode()
-        except RuntimeError:
-            return None
-        what, peer = json.loads(text) if text else (None, None)
-        return (what, peer) if what is not None else None
+    def _leave_note(self) -> bool:
+        waiting = self._waiting
+        words = "" if waiting is None else waiting.words
+        long = waiting is not None and waiting.seconds > self._period
+        wait = Wait(str(waiting), waiting.peer) if waiting is not None and long else None
+        return self._notes.leave(str(account(self._progress(), words)), wait)
 
-    def _follow(self, peer: int | None) -> tuple[str, str]:
-        """The rank at the end of the chain of waits, and the chain in words."""
+    def _waits(self, rank: int) -> Wait | None:
+        """What `rank` waits for. One whose notes have ceased is not believed: it is stuck itself."""
+        note = self._notes.read(rank)
+        return None if note is None or note.age > _CEASED * self._period else note.wait
+
+    def _follow(self, peer: int | None) -> tuple[list[int], str]:
+        """The ranks at the end of the chain of waits, and the chain in words."""
         if peer is None:
-            silent = [r for r in range(self._ranks) if r != self._rank and self._note(r) is None]
-            return (" and ".join(f"rank {r}" for r in silent) or "some rank"), ""
+            return [r for r in range(self._ranks) if r != self._rank and self._waits(r) is None], ""
         steps, seen = [], {self._rank}
-        while peer not in seen and (note := self._note(peer)) is not None and note[1] is not None:
+        while peer not in seen and (wait := self._waits(peer)) is not None and wait.peer is not None:
             seen.add(peer)
-            steps.append(f"rank {peer} waits for {note[0]} from rank {note[1]}")
-            peer = note[1]
-        named = f"rank {peer}" if peer != self._rank else "every rank"
-        return named, "".join(f"; {step}" for step in steps)
-
-    def _first_failure(self) -> str | None:
-        for _ in range(10):
-            try:
-                if self._store.check(["failed"]):
-                    rank, reason = json.loads(self._store.get("failed").decode())
-                    return f"rank {rank} failed first: {reason}"
-            except RuntimeError:
-                return None
-            time.sleep(0.1)
-        return None
+            steps.append(f"rank {peer} waits for {wait.what} from rank {wait.peer}")
+            peer = wait.peer
+        return [peer], "".join(f"; {step}" for step in steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.runtime.distributed import DistributedTransport, clock_offset
-from penstock.runtime.lower import channels
+from penstock.runtime.groups import Groups
+from penstock.runtime.handshake import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.mesh import init_process_group, pipeline_mesh
+from penstock.runtime.network import Network
 from penstock.runtime.processes import OneProcess, Processes
 from penstock.runtime.transport import LocalTransport, Transport
 from penstock.schedule import Schedule
@@ -20,13 +23,17 @@ from penstock.schedule import Schedule
 
 @dataclass(frozen=True)
 class World:
-    """ranks: those of this process; clock_offset: what makes this process's clock rank 0's, in seconds"""
+    """ranks: those of this process; clock_offset: what makes this process's clock rank 0's, in seconds
+
+    batched: whether what a rank sends and receives between two ops goes together
+    """
 
     ranks: tuple[int, ...]
     device: torch.device
     transport: Transport
     processes: Processes
     clock_offset: float = 0.0
+    batched: bool = False
 
 
 def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
@@ -34,26 +41,106 @@ def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
     return mesh is not None or dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
-def open_world(
-    schedule: Schedule, mesh: DeviceMesh | None, device: torch.device | str | None, timeout: float
-) -> World:
+@dataclass(frozen=True)
+class Link:
+    """How ranks talk.
+
+    mesh: a DeviceMesh with an axis `pp`; None takes all processes for the pipeline
+    device: None takes the GPU of this process, or the CPU
+    timeout: seconds that a rank waits for another before it gives up
+    transport: "nccl"; "gloo", which goes by way of host memory where tensors are on a GPU, so that ranks can
+    share
+        one; "local", all ranks in this process; None takes what fits
+    wire: what floating-point tensors travel as; None leaves them as they are
+    exchange: "channels", where each message goes by itself as soon as it can; or "batched", where what a rank
+        sends and receives between two ops goes in one exchange with all its neighbours
+    network: one to emulate, slower than what there is, for experiments
+    """
+
+    mesh: DeviceMesh | None = None
+    device: torch.device | str | None = None
+    timeout: float = 300.0
+    transport: str | None = None
+    wire: torch.dtype | None = None
+    exchange: str = "channels"
+    network: Network | None = None
+
+    @property
+    def batched(self) -> bool:
+        return self.exchange == "batched"
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks."""
+        return {"exchange": self.exchange, "network": str(self.network)}
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        if self.wire is not None and not self.wire.is_floating_point:
+            rule = "activations and gradients are of floating point"
+            raise ConfigError(f"wire_dtype={self.wire}", rule, "Take torch.bfloat16")
+        if self.timeout <= 0:
+            rule = "a rank waits for a while before it gives up"
+            raise ConfigError(f"timeout={self.timeout}", rule, "Give seconds")
+        if self.transport not in (None, "nccl", "gloo", "local"):
+            rule = "a transport is 'nccl', 'gloo' or 'local'"
+            raise ConfigError(f"transport={self.transport!r}", rule, "Leave it out to take what fits")
+        if self.exchange not in ("channels", "batched"):
+            rule = "messages go each by itself, 'channels', or all of a moment together, 'batched'"
+            raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'channels'")
+
+
+def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None = None) -> World:
     """Join the pipeline's other processes, or hold all ranks in this one.
 
-    timeout: seconds that a rank may wait for another. Raises WorldSizeError, ConfigError.
+    facts: what has to be the same on all ranks, by name. Raises WorldSizeError, ConfigError, HandshakeError.
     """
-    if timeout <= 0:
-        raise ConfigError(f"timeout={timeout}", "a rank waits for a while before it gives up", "Give seconds")
-    chosen = torch.device(device) if device is not None else _default_device()
-    if chosen == torch.device("cuda"):
-        chosen = _default_device()  # the one of this process
-    if not one_rank_per_process(mesh):
-        return World(tuple(range(schedule.ranks)), chosen, LocalTransport(), OneProcess())
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    init_process_group(chosen, timeout)
-    pipeline = pipeline_mesh(mesh, schedule.ranks, chosen)
-    transport = DistributedTransport(pipeline, schedule.placement, channels(schedule), chosen, timeout)
-    return World((transport.rank,), chosen, transport, transport, clock_offset(transport))
+    link.check()
+    device = torch.device(link.device) if link.device is not None else _default_device()
+    if device == torch.device("cuda"):
+        device = _default_device()  # the one of this process
+    if link.transport == "nccl" and device.type != "cuda":
+        raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
+    if link.network is not None and device.type != "cpu":
+        rule = f"when an op has ended is known at once on the CPU only, and the device is {device}"
+        raise ConfigError(f"network={link.network}", rule, "Take device='cpu', or leave network out")
+    if link.transport == "local" or not one_rank_per_process(link.mesh):
+        _check_alone(link)
+        here = LocalTransport(link.wire)
+        return World(tuple(range(schedule.ranks)), device, here, OneProcess(), batched=link.batched)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_process_group(device, link.timeout, link.transport)
+    groups = Groups(pipeline_mesh(link.mesh, schedule.ranks, device), link.timeout, link.transport)
+    transport = DistributedTransport(groups, device, link.timeout)
+    # before anything relies on it
+    common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts}
+    shake_hands(transport, {**common, **(facts or {})})
+    transport.open(schedule, link.wire, batched=link.batched, network=link.network)
+    offset = clock_offset(transport)
+    return World((transport.rank,), device, transport, transport, offset, link.batched)
+
+
+def _check_alone(link: Link) -> None:
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if link.transport == "local" and count > 1:
+        raise ConfigError(
+            "transport='local'",
+            f"it holds all ranks in one process, and {count} were started",
+            "Start one process, or leave transport out",
+        )
+    if link.network is not None:
+        raise ConfigError(
+            f"network={link.network}",
+            "it delays messages between processes, and all ranks are in this one",
+            "Start the ranks with torchrun, or simulate() the schedule with these costs",
+        )
+    if link.transport in ("gloo", "nccl"):
+        raise ConfigError(
+            f"transport={link.transport!r}",
+            "it joins processes, and this one was started alone",
+            "Start the ranks with torchrun, or leave transport out",
+        )
 
 
 def _default_device() -> torch.device:

@@ -9,7 +9,7 @@ from penstock.schedule.placement import Placement, both_ways, loop, wave
 from penstock.schedule.render import render
 from penstock.schedule.search import Found, search
 from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.timeline import Idle, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, Violation, verify
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Costs",
     "Entry",
     "Found",
+    "Idle",
     "Op",
     "Pair",
     "Placement",
@@ -26,6 +27,7 @@ __all__ = [
     "Span",
     "Timeline",
     "Violation",
+    "Wait",
     "both_ways",
     "build",
     "compare",

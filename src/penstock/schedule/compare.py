@@ -24,7 +24,8 @@ from penstock.schedule.timeline import Timeline
 
 Builder = Callable[..., Schedule]
 
-_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight")
+_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward")
+_CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
 _REACH = 4  # how many times the number of ranks a number that works may lie away
 _ROUNDING = 1e-9
@@ -110,7 +111,7 @@ def share(costs: Costs, placement: Placement) -> Costs:
         return [c * factor if isinstance(c, int | float) else [one * factor for one in c] for c in slices]
 
     cut: dict[str, Any] = {name: spread(name, ranks / depth) for name in _DIVIDED}
-    cut["bytes"] = spread("bytes", 1.0)
+    cut |= {name: spread(name, 1.0) for name in _CROSSING}
     return replace(costs, **cut)
 
 
@@ -120,7 +121,7 @@ def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | No
         rule = "it is the most that a rank may hold, and each holds something"
         raise ConfigError(f"memory_limit={memory_limit!r}", rule, "Give more than 0, or leave it out")
     whole = loop(ranks)
-    for name in (*_DIVIDED, "bytes"):
+    for name in (*_DIVIDED, *_CROSSING):
         share(costs, whole).rows(name, whole, microbatches)
 
 

@@ -10,13 +10,18 @@ from statistics import median
 from typing import TypeGuard
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Kind, Op, Schedule
+from penstock.schedule.ops import Kind
 from penstock.schedule.placement import Placement
 from penstock.schedule.timeline import Timeline
 
 # for all stages; or one for each stage, which is one for all its microbatches or one for each
 Cost = float | Sequence[float | Sequence[float]]
 Row = list[float]  # one number a microbatch
+
+# those of the costs that differ between stages
+COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
+         "held_in_backward")  # fmt: skip
+_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,14 @@ class Costs:
     activation: what a rank holds from the start of F to the end of I or B
     held_for_weight: what it holds from then to the end of W: some of the activation, and gradients;
         None: as much as the activation
+    buffer: what one message over the edge behind each stage holds, in the unit of `activation`, its gradient
+        as much. The receiver holds it from the post, `penstock.schedule.ahead` says when, until the op that
+        takes it: F makes it part of its activation, I and B let go of it at their end. The sender holds it
+        from its op's end until it has arrived; a runtime that notices later holds it longer
+    sent: what the sender of a forward result holds meanwhile: less than `buffer`, down to 0, where the graph
+        keeps the result anyway; None: as much as the buffer
+    held_in_backward: what it holds while I or B runs: more than the activation where the forward is run
+        again; None: as much as the activation
     """
 
     forward: Cost = 1.0
@@ -40,14 +53,22 @@ class Costs:
     bandwidth: float | None = None
     activation: Cost = 1.0
     held_for_weight: Cost | None = None
+    buffer: Cost = 0.0
+    sent: Cost | None = None
+    held_in_backward: Cost | None = None
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
         if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
             rule = "it divides bytes, and is a number above 0"
             raise ConfigError(f"Costs(bandwidth={self.bandwidth!r})", rule, "Give bytes a unit of time")
-        for name in ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight"):
+        for name in COSTS:
             _check_form(name, getattr(self, name))
+
+    @property
+    def counts_buffers(self) -> bool:
+        """Whether what is on its way holds anything."""
+        return any(map(_is_something, (self.buffer, self.sent)))
 
     def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
         """The cost called `name` by stage and microbatch; copies of a stage cost alike.
@@ -55,8 +76,9 @@ class Costs:
         Raises ConfigError where the sizes do not fit.
         """
         stages, depth = placement.stages, placement.depth
-        all_of_it = name == "held_for_weight" and self.held_for_weight is None
-        cost: Cost = getattr(self, "activation" if all_of_it else name)
+        cost: Cost | None = getattr(self, name)
+        if cost is None:
+            return self.rows(_OTHERWISE[name], placement, microbatches)
         if isinstance(cost, int | float):
             return [[float(cost)] * microbatches for _ in range(stages)]
         if len(cost) not in (depth, stages):
@@ -102,21 +124,6 @@ class Costs:
         return cls(medians("F"), medians("I", "B"), medians("W"), communication)
 
 
-def holds(costs: Costs, schedule: Schedule) -> dict[Op, float]:
-    """By how much each op changes what its rank holds: F at its start, all others at their end."""
-    if not schedule.trains:
-        return {}
-    activation = costs.rows("activation", schedule.placement, schedule.microbatches)
-    kept = costs.rows("held_for_weight", schedule.placement, schedule.microbatches)
-    change: dict[Op, float] = {}
-    for program in schedule.programs:
-        for op in program:
-            stage, kind, microbatch = op
-            held, later_held = activation[stage][microbatch], kept[stage][microbatch]
-            change[op] = {"F": held, "B": -held, "I": later_held - held, "W": -later_held}[kind]
-    return change
-
-
 def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
     if isinstance(cost, int | float):
         return [float(cost)] * microbatches
@@ -131,13 +138,17 @@ def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
 
 def _check_form(name: str, cost: object, depth: int = 0) -> None:
     """A number, or a list of numbers, or one of lists of numbers."""
-    if cost is None and name == "held_for_weight":
+    if cost is None and name in _OTHERWISE:
         return
     if isinstance(cost, Sequence) and not isinstance(cost, str | bytes) and depth < 2:
         for part in cost:
             _check_form(name, part, depth + 1)
     else:
         _check(name, cost)
+
+
+def _is_something(cost: object) -> bool:
+    return any(map(_is_something, cost)) if isinstance(cost, Sequence) else bool(cost)
 
 
 def _check(name: str, value: object) -> None:

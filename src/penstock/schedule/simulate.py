@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from penstock.schedule.costs import Costs, holds
+from itertools import chain
+
+from penstock.schedule.costs import Costs
+from penstock.schedule.memory import memory
 from penstock.schedule.ops import Op, Schedule
 from penstock.schedule.order import NOTHING, Numbers, Walk
-from penstock.schedule.timeline import Curve, Span, Timeline, curve
+from penstock.schedule.timeline import Span, Timeline, Wait
 from penstock.schedule.verify import verify
 
 
@@ -19,41 +22,60 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     proof = verify(schedule)
     numbers = Numbers(schedule)
-    programs = [numbers.program(program) for program in schedule.programs]
-    needs = [numbers.needs(program) for program in programs]
-    durations = _durations(schedule, costs)
-    delays = _delays(schedule, numbers, costs)
-    ended = [0.0] * (numbers.count + 1)  # the last one: needing nothing never holds an op up
-    held_up_by = [NOTHING] * numbers.count
-    free_at, last = [0.0] * schedule.ranks, [NOTHING] * schedule.ranks
-    times: list[list[tuple[float, float]]] = [[] for _ in programs]
-    for rank, at in Walk(numbers, programs, needs):
-        number, needed = programs[rank][at], needs[rank][at]
-        start, there = free_at[rank], ended[needed]
-        if needed != NOTHING:
-            there += delays[min(number, needed)]
-        if there > start:
-            start, held_up_by[number] = there, needed
-        else:
-            held_up_by[number] = last[rank]
-        end = start + durations[rank][at]
-        ended[number] = free_at[rank] = end
-        last[rank] = number
-        times[rank].append((start, end))
+    run = _Run(schedule, numbers, costs)
     spans = tuple(
         Span(rank, op, *time)
         for rank, program in enumerate(schedule.programs)
-        for op, time in zip(program, times[rank], strict=True)
+        for op, time in zip(program, run.times[rank], strict=True)
     )
     return Timeline(
         schedule.name,
         schedule.ranks,
         spans,
         proof.peak_live,
-        _memory(schedule, costs, times),
-        _critical_path(schedule, numbers, _last_to_end(last, ended), held_up_by),
+        memory(schedule, costs, run.times),
+        _critical_path(schedule, numbers, run.last_to_end(), run.held_up_by),
         schedule.overlaps,
+        tuple(chain.from_iterable(run.waits)),
     )
+
+
+class _Run:
+    """When each op runs, and what holds it up.
+
+    times, waits: by rank, in program order; ended, held_up_by: by op; last: by rank, the op that it ends with
+    """
+
+    def __init__(self, schedule: Schedule, numbers: Numbers, costs: Costs) -> None:
+        programs = [numbers.program(program) for program in schedule.programs]
+        needs = [numbers.needs(program) for program in programs]
+        durations = _durations(schedule, costs)
+        delays = _delays(schedule, numbers, costs)
+        self.ended = ended = [0.0] * (numbers.count + 1)  # the last one: needing nothing never holds an op up
+        self.held_up_by = held_up_by = [NOTHING] * numbers.count
+        self.last = last = [NOTHING] * schedule.ranks
+        self.times: list[list[tuple[float, float]]] = [[] for _ in programs]
+        self.waits: list[list[Wait]] = [[] for _ in programs]
+        free_at = [0.0] * schedule.ranks
+        for rank, at in Walk(numbers, programs, needs):
+            number, needed = programs[rank][at], needs[rank][at]
+            start, there = free_at[rank], ended[needed]
+            if needed != NOTHING:
+                there += delays[min(number, needed)]
+            if there > start:
+                self.waits[rank].append(Wait(rank, schedule.programs[rank][at], start, there, ended[needed]))
+                start, held_up_by[number] = there, needed
+            else:
+                held_up_by[number] = last[rank]
+            end = start + durations[rank][at]
+            ended[number] = free_at[rank] = end
+            last[rank] = number
+            self.times[rank].append((start, end))
+
+    def last_to_end(self) -> int:
+        """Of the ranks' last ops."""
+        ended = self.ended.__getitem__
+        return max((number for number in self.last if number != NOTHING), key=ended, default=NOTHING)
 
 
 def _durations(schedule: Schedule, costs: Costs) -> list[list[float]]:
@@ -73,22 +95,6 @@ def _delays(schedule: Schedule, numbers: Numbers, costs: Costs) -> list[float]:
             delays[first : first + numbers.row : 3] = row
             delays[first + 1 : first + numbers.row : 3] = row
     return delays
-
-
-def _memory(schedule: Schedule, costs: Costs, times: list[list[tuple[float, float]]]) -> tuple[Curve, ...]:
-    changes = holds(costs, schedule)
-    return tuple(
-        curve(
-            (start if op.kind == "F" else end, changes.get(op, 0.0))
-            for op, (start, end) in zip(program, of_rank, strict=True)
-        )
-        for program, of_rank in zip(schedule.programs, times, strict=True)
-    )
-
-
-def _last_to_end(last: list[int], ended: list[float]) -> int:
-    """Of the ranks' last ops."""
-    return max((number for number in last if number != NOTHING), key=ended.__getitem__, default=NOTHING)
 
 
 def _critical_path(schedule: Schedule, numbers: Numbers, at: int, held_up_by: list[int]) -> tuple[Op, ...]:

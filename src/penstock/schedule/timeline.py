@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from math import inf
 from typing import NamedTuple
 
 from penstock.schedule.ops import Op, Pair
@@ -24,6 +25,35 @@ class Span(NamedTuple):
     end: float
 
 
+class Wait(NamedTuple):
+    """Rank `rank` stood from `start` to `end` for the input of `op`, whose producer ended at `sent`."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+    sent: float
+
+    @property
+    def turn(self) -> float:
+        """When the wait for the peer's compute became one for the wire."""
+        return min(max(self.start, self.sent), self.end)
+
+
+class Idle(NamedTuple):
+    """What became of the time in which a rank did not compute; with its busy time that is the makespan.
+
+    peer, wire: it stood waiting for another rank's compute, and for the way from there
+    runtime: the rest of the gaps between its first op and its last
+    outside: before its first op and after its last
+    """
+
+    peer: float
+    wire: float
+    runtime: float
+    outside: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """One step. `spans` in order of rank, then start; `peak_live[r]` live activations of rank r.
@@ -31,6 +61,7 @@ class Timeline:
     memory[r]: what rank r holds over time, in the unit of the costs' `activation`; empty where only counted
     critical_path: the ops that the makespan hangs on, each held up by the one before; empty where measured
     overlaps: the pairs meant to run side by side
+    waits: for what and how long each rank stood waiting; empty where nobody did, or nobody took note
     """
 
     name: str
@@ -40,6 +71,7 @@ class Timeline:
     memory: tuple[Curve, ...] = ()
     critical_path: tuple[Op, ...] = ()
     overlaps: frozenset[Pair] = frozenset()
+    waits: tuple[Wait, ...] = ()
 
     @cached_property
     def start(self) -> float:
@@ -78,6 +110,24 @@ class Timeline:
     def inner_bubble(self) -> float:
         """The same over all ranks."""
         return 1 - sum(self.busy) / sum(self._extent) if sum(self._extent) else 0.0
+
+    @cached_property
+    def inner_waits(self) -> tuple[Wait, ...]:
+        """Those after the rank's first op has begun."""
+        first = [spans[0].start if spans else inf for spans in self._by_rank]
+        return tuple(wait for wait in self.waits if wait.start >= first[wait.rank])
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """What the time was that is not `busy`, per rank."""
+        peer, wire = [0.0] * self.ranks, [0.0] * self.ranks
+        for wait in self.inner_waits:
+            turn = wait.turn
+            peer[wait.rank] += turn - wait.start
+            wire[wait.rank] += wait.end - turn
+        figures = zip(peer, wire, self.busy, self._extent, strict=True)
+        return tuple(Idle(p, w, extent - busy - p - w, self.makespan - extent)
+                     for p, w, busy, extent in figures)  # fmt: skip
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:

@@ -7,21 +7,28 @@ started, and again in each rank. `run` then builds the pipeline and trains.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
-from penstock.auto import AutoPipeline, Outline
+from penstock.auto import AutoPipeline
 from penstock.commit import check_folder
 from penstock.errors import CheckpointError, ConfigError, WorldSizeError
 from penstock.launch import under_torchrun
+from penstock.models.checkpointing import Checkpointing
 from penstock.models.source import ModelLike
 from penstock.models.weights import tied_names
+from penstock.outline import Outline
+from penstock.runtime.packed import refuse_packed
+from penstock.runtime.padding import Padding
 from penstock.train.checkpoint import check_fits, load_checkpoint, newest, read_state
-from penstock.train.config import TrainConfig
-from penstock.train.data import Rows, load_rows
+from penstock.train.config import PipelineSection, TrainConfig
+from penstock.train.data import Data, load_data
 from penstock.train.display import make_display
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Metrics
@@ -29,6 +36,7 @@ from penstock.train.model import named_model
 from penstock.train.optim import make_optimizer
 from penstock.train.outcome import tell
 from penstock.train.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.values import CheckpointingSection
 
 NEWEST = "newest"  # in place of a checkpoint's path
 
@@ -42,7 +50,7 @@ class Prepared:
     model: ModelLike
     outline: Outline
     tokenizer: Tokenizer
-    rows: Rows
+    data: Data
     checkpoint: Path | None = None
     done: int = 0
     notes: tuple[str, ...] = ()
@@ -65,8 +73,11 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     vocabulary = _check_model(config, outline)
     checkpoint, done, notes = _find_checkpoint(config, outline, resume)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
-    rows = load_rows(config, tokenizer, vocabulary)
-    return Prepared(config, auto, model, outline, tokenizer, rows, checkpoint, done, notes)
+    flash = "flash" in str(outline.source.model.config._attn_implementation)  # as transformers itself asks
+    padding = make_padding(config.pipeline)
+    data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash)
+    notes += _padding_note(config, data)
+    return Prepared(config, auto, model, outline, tokenizer, data, checkpoint, done, notes)
 
 
 def run(prepared: Prepared) -> None:
@@ -86,7 +97,7 @@ def run(prepared: Prepared) -> None:
         for note in prepared.notes:
             display.say(note)
         outcome = train(
-            Run(config, pipe, prepared.rows, optimizer, prepared.tokenizer, display, metrics, prepared.done)
+            Run(config, pipe, prepared.data, optimizer, prepared.tokenizer, display, metrics, prepared.done)
         )
     if metrics:
         tell(outcome, pipe.schedule, config, output)
@@ -116,8 +127,35 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         attention=model.attention,
         device="cpu" if section.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
-        activation_checkpointing=section.activation_checkpointing,
+        trace_folder=Path(config.output.folder).expanduser() / "stalled",
+        activation_checkpointing=_checkpointing(config),
+        shapes=make_padding(pipeline) or pipeline.shapes,
+        transport=None if pipeline.transport == "auto" else pipeline.transport,
+        exchange=pipeline.exchange,
+        wire_dtype=None if pipeline.wire_dtype is None else getattr(torch, pipeline.wire_dtype),
     )
+
+
+def make_padding(section: PipelineSection) -> Padding | None:
+    """What the pipeline does to a step's microbatches; None where it leaves them as they are."""
+    if section.shapes != "padded":
+        return None
+    return Padding(**section.padding.model_dump()) if section.padding else Padding()
+
+
+def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
+    given = config.train.activation_checkpointing
+    if not isinstance(given, CheckpointingSection):
+        return given
+    limited = given.memory_limit is not None
+    return Checkpointing(**given.model_dump(), shape=_largest_microbatch(config) if limited else None)
+
+
+def _largest_microbatch(config: TrainConfig) -> tuple[int, int]:
+    """Rows and sequence, with what the pipeline adds to them."""
+    rows = -(-config.train.batch_size // config.pipeline.microbatches)
+    padding, length = make_padding(config.pipeline), config.data.sequence_length
+    return rows, padding.lengths(length).full if padding else length
 
 
 def _check_world(ranks: int) -> None:
@@ -138,7 +176,13 @@ def _check_output(output: Path) -> None:
 
 
 def _check_model(config: TrainConfig, outline: Outline) -> int:
-    """The model's vocabulary; raises ConfigError where a row has more positions than the model."""
+    """The model's vocabulary.
+
+    Raises ConfigError where a row has more positions than the model, and ModelError where documents are to be
+    packed for a model that would mix them.
+    """
+    if config.data.packing in ("sequential", "best_fit"):
+        refuse_packed(outline.source.model)
     text = outline.source.model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and config.data.sequence_length > longest:
@@ -147,7 +191,25 @@ def _check_model(config: TrainConfig, outline: Outline) -> int:
             f"the model takes {longest} positions (max_position_embeddings)",
             f"Give {longest} or less, or a model with more",
         )
+    padded = _largest_microbatch(config)[1]
+    if longest is not None and padded > longest:
+        raise ConfigError(
+            f"pipeline.padding, to {padded} tokens a row",
+            f"the model takes {longest} positions (max_position_embeddings)",
+            f"Give a multiple and buckets that keep rows at {longest} or less",
+        )
     return int(text.vocab_size)
+
+
+def _padding_note(config: TrainConfig, data: Data) -> tuple[str, ...]:
+    """A line on the share of padding, where there can be any."""
+    share = data.expected(config.train.steps).padding
+    if config.data.packing == "stream" and share == 0:
+        return ()
+    shapes = config.pipeline.shapes
+    return (
+        f"padding {share:.1%} of the tokens (data.packing={config.data.packing}, pipeline.shapes={shapes})",
+    )
 
 
 def _find_checkpoint(
@@ -180,9 +242,16 @@ def _find_checkpoint(
             f"the checkpoint {path} is of step {state['step']}, so nothing is left to do",
             f"Set train.steps above {state['step']}, or start without --resume",
         )
-    changed = _changes(state["config"], config.model_dump(mode="json"))
+    changed = _changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
     notes += (f"going on from {path}", *(f"changed since then: {change}" for change in changed))
     return path, state["step"], notes
+
+
+def _with_defaults(written: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config. Keys that are younger than it have their defaults: that is how it ran."""
+    with suppress(ValidationError):
+        return TrainConfig.model_validate(written).model_dump(mode="json")
+    return written
 
 
 def _changes(before: object, now: object, name: str = "") -> list[str]:

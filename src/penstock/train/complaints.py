@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from penstock.errors import ConfigError
+
+BRANCHES = ("mode", "settings")  # tags in penstock.train.values; no key bears such a name
 
 
 def complain(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
@@ -22,7 +24,7 @@ def complain(error: ValidationError, model: type[BaseModel], source: str) -> Con
 
 def _finding(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     """Value, rule and remedy of one finding."""
-    name = ".".join(str(part) for part in entry["loc"])
+    name = ".".join(_place(entry))
     match entry["type"]:
         case "extra_forbidden":
             return _unknown_key(entry, model)
@@ -31,9 +33,15 @@ def _finding(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
         case "value_error":  # our own cross-checks: "rule; remedy"
             rule, _, remedy = str(entry["ctx"]["error"]).partition("; ")
             section = name or "config"
-            return section, rule, (remedy or "Mend one of them").capitalize()
+            remedy = remedy or "mend one of them"
+            return section, rule, remedy[0].upper() + remedy[1:]
     rule = entry["msg"].replace("Input should", "it should")
     return f"{name}={_shown(entry['input'])}", rule, _remedy(entry)
+
+
+def _place(entry: Any) -> list[str]:
+    """The keys that lead to a finding, without pydantic's names for the branches of a union."""
+    return [str(part) for part in entry["loc"] if part not in BRANCHES]
 
 
 def _remedy(entry: Any) -> str:
@@ -64,7 +72,7 @@ def _remedy(entry: Any) -> str:
 
 
 def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
-    *sections, key = (str(part) for part in entry["loc"])
+    *sections, key = _place(entry)
     known = _keys(model, sections)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     where = ".".join(sections)
@@ -82,11 +90,18 @@ def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
 def _keys(model: type[BaseModel], sections: list[str]) -> list[str]:
     for section in sections:
         field = model.model_fields.get(section)
-        annotation = field.annotation if field else None
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        inner = _model_in(field.annotation) if field else None
+        if inner is None:
             return []
-        model = annotation
+        model = inner
     return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a key may hold, alone or as one branch of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for branch in get_args(annotation) if (found := _model_in(branch))), None)
 
 
 def _shown(value: object) -> str:

@@ -5,49 +5,27 @@ Everything that can be wrong with a config is found here or in `preflight`, befo
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.errors import ConfigError
 from penstock.schedule.config import schedule_config
 from penstock.train.complaints import complain
+from penstock.train.values import (
+    Beta,
+    Checkpointing,
+    Count,
+    Fraction,
+    LayersPerStage,
+    Patterns,
+    Positive,
+    Section,
+)
 from penstock.train.yaml import parse
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-def _layers_per_stage(value: object) -> object:
-    """Checked here: of a union of types pydantic would complain once for each."""
-    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    if not all(type(number) is int and number >= 0 for number in numbers) or value in (0, [], ()):
-        raise ValueError(
-            f"{value!r} is neither a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]"
-        )
-    return tuple(value) if isinstance(value, list) else value
-
-
-LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
-
-
-class Section(BaseModel):
-    """Unknown keys are errors, and so is a value of another type: nothing is guessed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -80,7 +58,27 @@ class DataSection(Section):
     exclude: Patterns = ()  # of a folder: no file below, or of, one of these names
     tokenizer: str | None = None  # "bytes", a local tokenizer's folder, or none: the one in model.path
     sequence_length: Annotated[int, Field(ge=2)] = 128  # tokens a row; the first one predicts nothing
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the rows, the last ones, never trained on
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
+    # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
+    # documents apart, and cut only those longer than a row (penstock.train.packing). none: a row for each;
+    # sequential: in order, as many as fit; best_fit: the longest first, each where it leaves the least room
+    packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
+
+
+class PaddingSection(Section):
+    """How long rows become with pipeline.shapes=padded: as the longest of each step, if left out."""
+
+    length: Count | None = None  # always this one
+    multiple: Count = 1  # rounded up to a multiple of it
+    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()  # rounded up to one of these, ascending
+
+    @model_validator(mode="after")
+    def one_target(self) -> Self:
+        if any(a >= b for a, b in pairwise(self.buckets)):
+            raise ValueError(f"buckets={list(self.buckets)} are not ascending; sort them")
+        if self.length is not None and self.buckets:
+            raise ValueError("length is fixed, which leaves nothing to buckets; give one of the two")
+        return self
 
 
 class PipelineSection(Section):
@@ -96,6 +94,13 @@ class PipelineSection(Section):
     last_stage_layers: Annotated[int, Field(ge=0)] | None = None  # 0: the head alone
     modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
     timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
+    # How a rank learns what comes in. inferred: from its own copy of the batch; exchanged: the sender tells
+    # it; padded: as inferred, with all microbatches of a step padded to one length
+    shapes: Literal["inferred", "exchanged", "padded"] = "inferred"
+    padding: PaddingSection | None = None  # only with shapes: padded
+    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"  # auto: nccl on GPUs, local in one process
+    exchange: Literal["channels", "batched"] = "channels"  # batched: torch's batch_isend_irecv
+    wire_dtype: Literal["float32", "bfloat16", "float16"] | None = None  # of floats sent; null: their own
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -108,6 +113,14 @@ class PipelineSection(Section):
             raise ValueError(f"{error.value}: {error.rule}; {error.remedy}") from error
         return given
 
+    @model_validator(mode="after")
+    def padding_is_asked_for(self) -> Self:
+        if self.padding is not None and self.shapes != "padded":
+            raise ValueError(
+                f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
+            )
+        return self
+
 
 class TrainSection(Section):
     steps: Count = 100
@@ -118,7 +131,9 @@ class TrainSection(Section):
     evaluate_batches: Count = 4
     checkpoint_every: Count | None = None  # and at the last step
     log_every: Count = 10
-    activation_checkpointing: bool = False
+    # true or full: hold only each layer's input and run it again in the backward; selective: hold what
+    # costs most to make besides; or a mapping of the keys of penstock.train.values.CheckpointingSection
+    activation_checkpointing: Checkpointing = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
@@ -162,6 +177,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"optimizer.warmup_steps={warmup} is more than train.steps={steps}; "
                 "the warm-up must end within the run"
+            )
+        padded, sequence = self.pipeline.padding, self.data.sequence_length
+        if padded is not None and padded.length is not None and padded.length < sequence:
+            raise ValueError(
+                f"pipeline.padding.length={padded.length} is below data.sequence_length={sequence}; "
+                "give no less than the longest row"
             )
         if self.data.tokenizer is None and self.model.path is None:
             raise ValueError(

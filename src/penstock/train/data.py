@@ -1,8 +1,8 @@
-"""The rows that a run trains on, and those that it is measured on.
+"""What a run trains on, and what it is measured on.
 
-All documents become one line of tokens, cut into rows of `sequence_length`. The last rows are held out.
-Which rows a step trains on is a pure function of the step, so a resumed run needs no state, and every rank
-reads the same batch without asking.
+Documents become rows: cut from one stream of tokens, or each alone or packed (penstock.train.packing).
+The last are held out. Which rows a step trains on is a pure function of the step, so a resumed run needs no
+state, and every rank reads the same batch without asking.
 """
 
 from __future__ import annotations
@@ -11,95 +11,160 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from penstock.errors import DataError
+from penstock.runtime.padding import Padding
 from penstock.train.config import TrainConfig
 from penstock.train.documents import Document, documents
+from penstock.train.packing import PACKINGS, Numbers, Pieces, cut
+from penstock.train.rows import Batch, DocumentRows, Fill, Rows, StreamRows
 from penstock.train.tokenizer import Ids, Tokenizer
 
 _AT_ONCE = 1000  # documents encoded together, which fast tokenizers like
+_LOOKED_AT = 100  # steps whose padding stands for the run's
 
 
 @dataclass(frozen=True)
-class Rows:
-    """tokens: (rows, sequence); the last `held_out` rows are never trained on. Order follows from `seed`."""
+class Data:
+    """Order follows from `seed`; rows that are held out are never trained on."""
 
-    tokens: Ids
-    held_out: int
+    rows: Rows
+    held_out: Rows
     batch_size: int
     seed: int
 
-    def batch(self, step: int) -> dict[str, Tensor]:
-        """What step `step`, from 1, trains on: input_ids and labels, int64, (batch_size, sequence).
+    def batch(self, step: int) -> Batch:
+        """What step `step`, from 1, trains on.
 
-        Labels equal the inputs: the loss itself shifts them by one. Every row is seen once an epoch, in an
-        order of its own; a batch may reach from one epoch into the next.
+        Every row is seen once an epoch, in an order of its own; a batch may reach from one epoch into the
+        next.
         """
-        count = len(self.tokens) - self.held_out
-        first = (step - 1) * self.batch_size
-        rows = [
-            _order(self.seed, at // count, count)[at % count] for at in range(first, first + self.batch_size)
-        ]
-        return _as_batch(self.tokens[rows])
+        return self.rows.batch(self._chosen(step))
 
-    def held_out_batches(self, count: int) -> list[dict[str, Tensor]]:
+    def held_out_batches(self, count: int) -> list[Batch]:
         """At most `count` batches, spread evenly over the held-out rows."""
-        held = self.tokens[len(self.tokens) - self.held_out :]
-        rows = min(count, len(held) // self.batch_size) * self.batch_size
-        spread = held[np.linspace(0, len(held) - 1, rows).round().astype(int)]
-        return [_as_batch(spread[at : at + self.batch_size]) for at in range(0, rows, self.batch_size)]
+        held, size = len(self.held_out), self.batch_size
+        rows = min(count, held // size) * size
+        spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
+        return [self.held_out.batch(spread[at : at + size]) for at in range(0, rows, size)]
+
+    def expected(self, steps: int) -> Fill:
+        """How much of the batches is text, over the first of `steps` steps."""
+        return sum(
+            (self.rows.fill(self._chosen(step)) for step in range(1, min(steps, _LOOKED_AT) + 1)), Fill()
+        )
+
+    def _chosen(self, step: int) -> list[int]:
+        first, count = (step - 1) * self.batch_size, len(self.rows)
+        span = range(first, first + self.batch_size)
+        return [int(_order(self.seed, at // count, count)[at % count]) for at in span]
 
 
-def load_rows(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Rows:
+def load_data(
+    config: TrainConfig,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    *,
+    padding: Padding | None = None,
+    flash: bool = False,
+) -> Data:
     """Read everything that the config names; `vocabulary` is the model's number of token ids.
 
-    At least one whole batch is held out. Raises DataError.
+    padding: what the pipeline does to a step's microbatches, if anything; flash: whether the model's
+    attention is a flash attention. At least one whole batch is held out. Raises DataError.
     """
-    section, size = config.data, config.train.batch_size
-    tokens = _join(documents(section), tokenizer)
+    section = config.data
+    text = _join(documents(section), tokenizer)
     value = f"data.path={section.path}"
-    if len(tokens) == 0:
+    if len(text.tokens) == 0:
         raise DataError(value, "it holds no text", "Give a file with text in it")
-    if (highest := int(tokens.max())) >= vocabulary:
+    if (highest := int(text.tokens.max())) >= vocabulary:
         raise DataError(
             f"{value} with data.tokenizer={section.tokenizer}",
             f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size)",
             f"Take the model's own tokenizer, or a vocab_size above {highest}",
         )
-    count = len(tokens) // section.sequence_length
+    if section.packing == "stream":
+        rows, held_out = _stream_rows(config, text, padding)
+    else:
+        rows, held_out = _document_rows(config, text, padding, flash)
+    return Data(rows, held_out, config.train.batch_size, config.train.seed)
+
+
+class _Text(NamedTuple):
+    """tokens: of all documents end to end, each with the separator after it; lengths: of each, with it"""
+
+    tokens: Ids
+    lengths: Numbers
+
+
+def _stream_rows(config: TrainConfig, text: _Text, padding: Padding | None) -> tuple[Rows, Rows]:
+    section, size = config.data, config.train.batch_size
+    count = len(text.tokens) // section.sequence_length
     held_out = max(size, round(count * section.held_out))
     if count - held_out < size:
-        raise DataError(
-            f"{value} of {len(tokens)} tokens",
-            f"it gives {count} rows of {section.sequence_length}, and a batch of {size} to train on and one "
-            "held out need more",
-            "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
-        )
-    rows = tokens[: count * section.sequence_length].reshape(count, section.sequence_length)
-    return Rows(rows, held_out, size, config.train.seed)
+        raise _too_little(config, text, count)
+    rows = text.tokens[: count * section.sequence_length].reshape(count, section.sequence_length)
+    return StreamRows(rows[: count - held_out], padding), StreamRows(rows[count - held_out :], padding)
 
 
-def _join(found: Iterator[Document], tokenizer: Tokenizer) -> Ids:
-    """One array of all documents' ids, with the tokenizer's separator after each but the last."""
+def _document_rows(
+    config: TrainConfig, text: _Text, padding: Padding | None, flash: bool
+) -> tuple[Rows, Rows]:
+    """The last documents are held out, and packed by themselves: best_fit's last rows hold the shortest."""
+    section, size = config.data, config.train.batch_size
+    pieces = cut(text.lengths, section.sequence_length)
+
+    def rows(first: int, end: int) -> DocumentRows:
+        own = Pieces(pieces.starts[first:end], pieces.lengths[first:end])
+        packing = PACKINGS[section.packing](own.lengths, section.sequence_length)
+        microbatches = config.pipeline.microbatches
+        return DocumentRows(text.tokens, own, packing, microbatches, padding, flash)
+
+    count = len(pieces.lengths)
+    ends = np.cumsum(pieces.lengths)
+    share = (1 - section.held_out) * (ends[-1] if count else 0)
+    held = max(count - int(np.searchsorted(ends, share, side="right")), min(size, count))
+    held_out = rows(count - held, count)
+    while len(held_out) < size and held < count:  # a row may take many documents
+        held = min(count, max(held + 1, held * size // len(held_out)))
+        held_out = rows(count - held, count)
+    trained = rows(0, count - held)
+    if min(len(trained), len(held_out)) < size:
+        raise _too_little(config, text, len(trained) + len(held_out))
+    return trained, held_out
+
+
+def _too_little(config: TrainConfig, text: _Text, rows: int) -> DataError:
+    section, size = config.data, config.train.batch_size
+    most = "" if section.packing == "stream" else "at most "
+    return DataError(
+        f"data.path={section.path} of {len(text.tokens)} tokens",
+        f"it gives {rows} rows of {most}{section.sequence_length}, and a batch of {size} to train on and one "
+        "held out need more",
+        "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
+    )
+
+
+def _join(found: Iterator[Document], tokenizer: Tokenizer) -> _Text:
+    """All documents' ids, with the tokenizer's separator after each but the last."""
     pieces: list[Ids] = []
+    lengths: list[int] = []
     while batch := list(islice(found, _AT_ONCE)):
         for ids in tokenizer.encode([name for name, _ in batch], [text for _, text in batch]):
-            if pieces and tokenizer.separator is not None:
+            if lengths and tokenizer.separator is not None:
                 pieces.append(np.asarray([tokenizer.separator], dtype=ids.dtype))
+                lengths[-1] += 1
             pieces.append(ids)
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
+            lengths.append(len(ids))
+    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
+    return _Text(tokens, np.array(lengths, dtype=np.int64))
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most
 def _order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng((seed, epoch)).permutation(count)
-
-
-def _as_batch(rows: Ids) -> dict[str, Tensor]:
-    ids = torch.from_numpy(rows.astype(np.int64))
-    return {"input_ids": ids, "labels": ids.clone()}

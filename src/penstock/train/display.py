@@ -87,4 +87,6 @@ def make_display(process: int, steps: int, done: int, every: int) -> Display:
 
 
 def _numbers(row: Row) -> str:
-    return f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  bubble {row['bubble']:.1%}"
+    padding = f"  padding {row['padding']:.1%}" if row["padding"] else ""
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {row['loss']:.3f}  {speed}  bubble {row['bubble']:.1%}{padding}"

@@ -16,10 +16,11 @@ from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.train.checkpoint import checkpoint_folder, save_checkpoint
 from penstock.train.config import TrainConfig
-from penstock.train.data import Rows
+from penstock.train.data import Data
 from penstock.train.display import Display
 from penstock.train.metrics import Metrics, Row
 from penstock.train.optim import learning_rate, set_learning_rate
+from penstock.train.rows import Fill
 from penstock.train.tokenizer import Tokenizer
 
 
@@ -29,7 +30,7 @@ class Run:
 
     config: TrainConfig
     pipe: Pipeline
-    rows: Rows
+    data: Data
     optimizer: AdamW
     tokenizer: Tokenizer
     display: Display
@@ -43,10 +44,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves: its last checkpoint, and what its last step really did."""
+    """What a finished run leaves: its last checkpoint, what its last step really did, all steps' fill."""
 
     checkpoint: Path
     timeline: Timeline
+    fill: Fill
 
 
 def train(run: Run) -> Outcome:
@@ -54,14 +56,15 @@ def train(run: Run) -> Outcome:
     section = run.config.train
     if run.done == 0:
         _evaluate(run, 0)
+    fill = Fill()
     for step in range(run.done + 1, section.steps + 1):
-        _step(run, step)
+        fill += _step(run, step)
         if step % section.evaluate_every == 0 or step == section.steps:
             _evaluate(run, step)
         if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
             path = checkpoint_folder(run.output, step)
             save_checkpoint(path, step, run.pipe, run.optimizer, run.tokenizer, run.config)
-    return Outcome(path, run.pipe.timeline)
+    return Outcome(path, run.pipe.timeline, fill)
 
 
 def seed_step(seed: int, step: int, process: int) -> None:
@@ -69,14 +72,15 @@ def seed_step(seed: int, step: int, process: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence((seed, step, process)).generate_state(1)[0]))
 
 
-def _step(run: Run, step: int) -> None:
+def _step(run: Run, step: int) -> Fill:
     section = run.config.train
     started = time.perf_counter()
     seed_step(section.seed, step, run.pipe.processes.index)
     rate = learning_rate(run.config.optimizer, section.steps, step)
     set_learning_rate(run.optimizer, rate)
     run.optimizer.zero_grad()
-    result = run.pipe.step(run.rows.batch(step))
+    batch = run.data.batch(step)
+    result = run.pipe.step(batch.content)
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
     _check_finite(step, loss=result.loss, grad_norm=norm)
     run.optimizer.step()
@@ -87,13 +91,16 @@ def _step(run: Run, step: int) -> None:
         "learning_rate": rate,
         "grad_norm": norm,
         "tokens": result.tokens,
-        "tokens_per_second": result.tokens / seconds,
+        "tokens_per_second": result.tokens
+        / seconds,  # those that the loss counts, which padding is not among
+        "padding": batch.fill.padding,
         "bubble": result.bubble,
         "seconds": seconds,
     }
     run.display.step(row)
     if run.metrics:
         run.metrics.write(row)
+    return batch.fill
 
 
 def _check_finite(step: int, **values: float) -> None:
@@ -109,8 +116,8 @@ def _check_finite(step: int, **values: float) -> None:
 def _evaluate(run: Run, step: int) -> None:
     """Mean loss a token over the held-out batches."""
     started = time.perf_counter()
-    batches = run.rows.held_out_batches(run.config.train.evaluate_batches)
-    results = [run.pipe.evaluate(batch) for batch in batches]
+    batches = run.data.held_out_batches(run.config.train.evaluate_batches)
+    results = [run.pipe.evaluate(batch.content) for batch in batches]
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
     _check_finite(step, held_out_loss=loss)

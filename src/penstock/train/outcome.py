@@ -22,6 +22,8 @@ def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path
     print(f"checkpoint  {outcome.checkpoint}")
     print(f"metrics     {output / 'metrics.jsonl'}")
     print(f"timeline    {picture}")
+    if outcome.fill.padding:
+        print(f"padding     {outcome.fill.padding:.1%} of the tokens, over all steps")
     print(
         f"bubble of the last step  predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}",
         flush=True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule import Schedule, Timeline, build, render, simulate
+from penstock.schedule import Costs, Schedule, Timeline, build, render, simulate
 from penstock.schedule.render.drawing import percent
 from support.drawn import COPIES, SECONDS, SPLIT, jittered
 
@@ -100,14 +100,22 @@ def test_each_op_is_in_the_data(tmp_path: Path) -> None:
 def test_the_table_has_a_row_a_rank_and_one_for_all(tmp_path: Path) -> None:
     timeline = simulate(build("1f1b", ranks=3, microbatches=4))
     head, *rows = Page(page_of(timeline, tmp_path)).cells
-    assert head == ["rank", "busy", "bubble", "between first and last op", "peak live", "peak memory"]
+    assert head == [
+        "rank", "busy", "bubble", "between first and last op", "peak live", "peak memory", "peer", "outside",
+    ]  # fmt: skip
+    columns = [[idle.peer for idle in timeline.idle], [idle.outside for idle in timeline.idle]]
+    parts = [[percent(column[rank] / 18) for column in columns] for rank in range(3)]
+    whole = [percent(sum(column) / 54) for column in columns]
     assert rows == [
         [
             f"rank {rank}", f"{timeline.busy[rank]:.0f}", percent(timeline.rank_bubble[rank]),
             percent(timeline.rank_inner_bubble[rank]), str(timeline.peak_live[rank]), str(3 - rank),
+            *parts[rank],
         ]
         for rank in range(3)
-    ] + [["all ranks", "36", percent(timeline.bubble), percent(timeline.inner_bubble), "3", "3"]]  # fmt: skip
+    ] + [
+        ["all ranks", "36", percent(timeline.bubble), percent(timeline.inner_bubble), "3", "3", *whole]
+    ]  # fmt: skip
 
 
 def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
@@ -126,7 +134,9 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
         "rank 0", "240 ms", f"{1e3 * measured.busy[0]:.1f} ms",
         percent(predicted.rank_bubble[0]), percent(measured.rank_bubble[0]),
     ]  # fmt: skip
-    assert first[-2:] == ["2", "–"]  # noqa: RUF001
+    head = [name for name in page.cells[0][1:] for _ in data["panels"]]
+    for unknown in ("peak memory", "wire"):
+        assert [first[1 + at] for at, name in enumerate(head) if name == unknown][1] == "–"  # noqa: RUF001
     assert f"{measured.makespan / predicted.makespan:.3f} times the predicted step" in text
 
 
@@ -167,3 +177,15 @@ def test_no_title_breaks_out(title: str, tmp_path: Path) -> None:
 def test_thousands_of_ops_stay_small(tmp_path: Path) -> None:
     text = page_of(build("1f1b", ranks=8, microbatches=256), tmp_path)
     assert len(text) < 400_000
+
+
+def test_waits_stand_with_the_op_that_they_were_for(tmp_path: Path) -> None:
+    timeline = simulate(build("gpipe", ranks=2, microbatches=1), Costs(communication=0.5))
+    text = page_of(timeline, tmp_path)
+    (panel,) = data_of(text)["panels"]
+    names = [str(span.op) for span in timeline.spans]
+    assert [(names[at], *times) for at, *times in panel["waits"]] == [("0B0", 1, 4.5, 5)]
+    assert "· peer 25.0%, wire 3.6%, outside 28.6%" in text
+    legend = text.split('<div class="legend">')[1].split("</div>")[0]
+    assert 'class="peer"></i>waiting for another rank to compute' in legend
+    assert 'class="wire"></i>waiting for what is on its way' in legend

@@ -27,6 +27,10 @@ def trace(drawn: Schedule | Timeline, folder: Path, **options: Any) -> list[dict
     return events
 
 
+def slices_of_ops(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event for event in only(events, "X") if event["cat"] != "wait"]
+
+
 def only(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == phase]
 
@@ -44,7 +48,7 @@ def test_every_event_is_well_formed(schedule: Schedule, tmp_path: Path) -> None:
 
 
 def test_a_slice_an_op(tmp_path: Path) -> None:
-    slices = only(trace(SPLIT, tmp_path), "X")
+    slices = slices_of_ops(trace(SPLIT, tmp_path))
     timeline = simulate(SPLIT)
     assert [(e["tid"] - 1, e["name"], e["ts"], e["ts"] + e["dur"]) for e in slices] == [
         (span.rank, str(span.op), 1000 * span.start, 1000 * span.end) for span in timeline.spans
@@ -105,7 +109,7 @@ def test_each_panel_is_a_process_that_begins_at_zero(tmp_path: Path) -> None:
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert sorted(names.values()) == ["measured", "predicted"]
     for process in names:
-        slices = [e for e in only(events, "X") if e["pid"] == process]
+        slices = [e for e in slices_of_ops(events) if e["pid"] == process]
         assert min(e["ts"] for e in slices) == 0
         assert max(e["dur"] for e in slices) == pytest.approx(40_000, rel=0.11)  # 40 ms, in microseconds
     assert set(Counter(e["id"] for e in only(events, "s")).values()) == {1}
@@ -113,7 +117,8 @@ def test_each_panel_is_a_process_that_begins_at_zero(tmp_path: Path) -> None:
 
 def test_rounding_lets_no_slices_of_a_rank_overlap(tmp_path: Path) -> None:
     third = simulate(build("1f1b", ranks=3, microbatches=20), Costs(1 / 3, 1 / 7, 1 / 9, communication=1e-5))
-    slices = only(trace(third, tmp_path, unit="s"), "X")
+    slices = sorted(only(trace(third, tmp_path, unit="s"), "X"), key=lambda e: (e["tid"], e["ts"]))
+    assert {e["name"] for e in slices if e["cat"] == "wait"} == {"wait peer", "wait wire"}
     for one, other in pairwise(slices):
         if one["tid"] == other["tid"]:
             assert round(1000 * (one["ts"] + one["dur"])) <= round(1000 * other["ts"])
@@ -123,3 +128,11 @@ def test_titles_are_escaped(tmp_path: Path) -> None:
     title = 'a "title"\n</script>'
     names = [e["args"]["name"] for e in trace(SPLIT, tmp_path, title=title) if e["name"] == "process_name"]
     assert names == [title]
+
+
+def test_a_wait_is_a_slice_for_the_peer_and_one_for_the_wire(tmp_path: Path) -> None:
+    timeline = simulate(build("gpipe", ranks=2, microbatches=1), Costs(communication=0.5))
+    waits = [e for e in only(trace(timeline, tmp_path), "X") if e["cat"] == "wait"]
+    assert [(e["tid"] - 1, e["name"], e["ts"], e["dur"], e["args"]) for e in waits] == [
+        (0, "wait peer", 1000, 3500, {"for": "0B0"}), (0, "wait wire", 4500, 500, {"for": "0B0"}),
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.schedule import Schedule, Timeline, build, render, simulate
+from penstock.schedule import Costs, Schedule, Timeline, build, render, simulate
 from support.drawn import COPIES, SECONDS, SPLIT, jittered
 
 
@@ -17,9 +17,22 @@ def words(svg: str) -> list[str]:
     return ["".join(text.itertext()) for text in elements(svg, "text")]
 
 
+def titled(svg: str) -> dict[ElementTree.Element, str]:
+    """What has a tooltip: ops and waits."""
+    rects = elements(svg, "rect")
+    return {rect: title.text or "" for rect in rects for title in rect}
+
+
+def waits(svg: str) -> dict[ElementTree.Element, str]:
+    return {rect: text for rect, text in titled(svg).items() if rect.get("class") in ("peer", "wire")}
+
+
+def ops(svg: str) -> dict[ElementTree.Element, str]:
+    return {rect: text for rect, text in titled(svg).items() if rect.get("class") not in ("peer", "wire")}
+
+
 def op_titles(svg: str) -> list[str]:
-    """The tooltips of the ops, without the picture's own title."""
-    return [title.text or "" for title in elements(svg, "title")][1:]
+    return [*ops(svg).values()]
 
 
 def svg_of(drawn: Schedule | Timeline, folder: Path, **options: object) -> str:
@@ -29,9 +42,9 @@ def svg_of(drawn: Schedule | Timeline, folder: Path, **options: object) -> str:
 def test_the_picture_has_a_rectangle_an_op(tmp_path: Path) -> None:
     schedule = build("1f1b", ranks=4, microbatches=8)
     svg = svg_of(schedule, tmp_path)
-    card, rows, ops = 1, 4, 4 * 8 * 2
-    legend = 2 + 2 + 1  # two shades of each kind, and idle
-    assert len(elements(svg, "rect")) == card + rows + ops + legend
+    card, rows, drawn = 1, 4, 4 * 8 * 2
+    legend = 2 + 2 + 2  # two shades of each kind, idle, and waiting for a peer
+    assert len(elements(svg, "rect")) == card + rows + drawn + len(waits(svg)) + legend
     assert op_titles(svg) == [
         f"{span.op}, {span.start:.0f} to {span.end:.0f}" for span in simulate(schedule).spans
     ]
@@ -48,7 +61,7 @@ def test_the_picture_tells_bubble_and_peak_of_each_rank(tmp_path: Path) -> None:
         "forward",
         "backward",
         "idle",
-        "makespan 33, bubble 27.3%, 15.8% between first and last op",
+        "makespan 33, bubble 27.3%, 15.8% between first and last op · peer 13.6%, outside 13.6%",
     } <= set(said)
 
 
@@ -56,8 +69,7 @@ def test_ops_lie_side_by_side_within_their_row(tmp_path: Path) -> None:
     svg = svg_of(build("gpipe", ranks=3, microbatches=5), tmp_path)
     boxes = [
         (float(rect.get("y", "")), float(rect.get("x", "")), float(rect.get("width", "")))
-        for rect in elements(svg, "rect")
-        if rect.find("{http://www.w3.org/2000/svg}title") is not None
+        for rect in ops(svg)
     ]
     assert len({y for y, _, _ in boxes}) == 3
     for (y, x, width), (next_y, next_x, _) in pairwise(boxes):
@@ -116,12 +128,12 @@ def test_the_picture_needs_nothing_from_outside(tmp_path: Path) -> None:
 
 def test_halves_of_a_backward_have_colours_and_names_of_their_own(tmp_path: Path) -> None:
     svg = svg_of(SPLIT, tmp_path)
-    kinds = {(rect.get("class") or "")[0] for rect in elements(svg, "rect") if len(rect)}
+    kinds = {(rect.get("class") or "")[0] for rect in ops(svg)}
     assert kinds == {"F", "I", "W"}
     said = words(svg)
     assert {"forward", "input gradient", "weight gradient", "idle"} <= set(said)
     assert not {"backward", "to overlap"} & set(said)
-    assert "makespan 7, bubble 14.3%, 7.7% between first and last op" in said
+    assert "makespan 7, bubble 14.3%, 7.7% between first and last op · peer 7.1%, outside 7.1%" in said
 
 
 def test_an_outline_joins_what_is_to_overlap(tmp_path: Path) -> None:
@@ -148,3 +160,26 @@ def test_copies_of_the_model_are_told_apart(tmp_path: Path) -> None:
     shades = {(title.text or "")[:2]: rect.get("class") for rect in elements(svg, "rect") for title in rect}
     assert (shades["0F"], shades["1F"], shades["2F"], shades["3F"]) == ("F0", "F0", "F1000", "F1000")
     assert "light to dark: the copies of the model" in words(svg)
+
+
+def test_waits_are_shaded_by_what_they_were_for(tmp_path: Path) -> None:
+    """Rank 0 stands from 1 on for 1B0, which ends at 4.5 and is there at 5; the step ends at 7."""
+    svg = svg_of(simulate(build("gpipe", ranks=2, microbatches=1), Costs(communication=0.5)), tmp_path)
+    drawn = {rect.get("class"): (rect, text) for rect, text in waits(svg).items()}
+    assert {style: text for style, (_, text) in drawn.items()} == {
+        "peer": "3.5 waiting for another rank to compute, for 0B0",
+        "wire": "0.5 waiting for what is on its way, for 0B0",
+    }
+    for style, (start, end) in {"peer": (1, 4.5), "wire": (4.5, 5)}.items():
+        x, width = (float(drawn[style][0].get(name, "")) for name in ("x", "width"))
+        assert x == pytest.approx(84 + start * 748 / 7, abs=1)
+        assert x + width == pytest.approx(84 + end * 748 / 7, abs=1)
+    said = words(svg)
+    assert {"waiting for another rank to compute", "waiting for what is on its way"} <= set(said)
+    assert any("peer 25.0%, wire 3.6%, outside 28.6%" in text for text in said)
+
+
+def test_the_legend_tells_only_of_waits_that_there_are(tmp_path: Path) -> None:
+    measured = jittered(simulate(build("1f1b", ranks=2, microbatches=4), SECONDS), seed=1)
+    assert not re.search("waiting|peer", " ".join(words(svg_of(measured, tmp_path))))
+    assert "on its way" not in " ".join(words(svg_of(SPLIT, tmp_path)))

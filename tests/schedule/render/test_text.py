@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, build, render, simulate
+from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, Wait, build, render, simulate
 from support.drawn import COPIES, SECONDS, SPLIT, jittered
 
 
@@ -16,6 +16,8 @@ def test_golden_text() -> None:
         "makespan 12, bubble 25.0%, 14.3% between first and last op; a column is 1\n"
         "rank           0      1\n"
         "bubble     25.0%  25.0%\n"
+        "  peer     25.0%   0.0%\n"
+        "  outside   0.0%  25.0%\n"
         "peak live      2      1\n"
     )
 
@@ -34,6 +36,8 @@ def test_golden_text_of_a_prediction_above_a_measurement() -> None:
         "makespan 60 ms, bubble 50.0%, 33.3% between first and last op; a column is 10 ms\n"
         "rank           0      1\n"
         "bubble     50.0%  50.0%\n"
+        "  peer     50.0%   0.0%\n"
+        "  outside   0.0%  50.0%\n"
         "peak live      1      1\n"
         "\n"
         "measured\n"
@@ -43,6 +47,9 @@ def test_golden_text_of_a_prediction_above_a_measurement() -> None:
         "makespan 80 ms, bubble 62.5%, 45.5% between first and last op; a column is 10 ms\n"
         "rank           0      1\n"
         "bubble     62.5%  62.5%\n"
+        "  peer     50.0%   0.0%\n"
+        "  wire     12.5%   0.0%\n"
+        "  outside   0.0%  62.5%\n"
         "peak live      1      1\n"
     )
 
@@ -102,3 +109,18 @@ def test_golden_text_of_two_copies() -> None:
 
 def test_the_bubble_between_first_and_last_op_is_told_only_where_it_differs() -> None:
     assert "makespan 6, bubble 0.0%; a" in render(build("gpipe", ranks=1, microbatches=2))
+
+
+def test_what_nobody_took_note_of_has_no_row() -> None:
+    text = render(jittered(simulate(build("1f1b", ranks=2, microbatches=3), SECONDS), seed=0))
+    assert not re.search("peer|wire|runtime|outside", text)
+
+
+def test_the_runtimes_own_time_has_a_row() -> None:
+    spans = (Span(0, Op(0, "F", 0), 0, 1), Span(1, Op(1, "F", 0), 2, 3), Span(1, Op(1, "F", 1), 6, 7))
+    timeline = Timeline("mine", 2, spans, (0, 0), waits=(Wait(1, Op(1, "F", 1), 3, 5, 3.5),))
+    rows = [line.split() for line in render(timeline).splitlines()]
+    assert ["peer", "0.0%", "7.1%"] in rows
+    assert ["wire", "0.0%", "21.4%"] in rows
+    assert ["runtime", "0.0%", "14.3%"] in rows
+    assert ["outside", "85.7%", "28.6%"] in rows

@@ -57,6 +57,14 @@ def test_one_stage_a_rank_with_half_as_much_again_is_optimal() -> None:
     )
 
 
+def test_the_limit_is_on_activations_alone() -> None:
+    plain, more = Costs(communication=0.1), Costs(communication=0.1, buffer=9, held_in_backward=7)
+    one, other = (
+        search(ranks=2, microbatches=3, costs=c, memory_limit=2, seconds=0.2) for c in (plain, more)
+    )
+    assert (one.schedule, one.timeline) == (other.schedule, other.timeline)
+
+
 def test_below_the_memory_of_1f1b_nothing_built_fits() -> None:
     found = search(ranks=4, microbatches=8, memory_limit=2, seconds=2)
     assert (found.makespan, found.optimal, found.best_builder) == (41, True, None)

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.schedule.ops import Kind, Op
-from penstock.schedule.timeline import Curve, Span, Timeline
+from penstock.schedule.timeline import Curve, Idle, Span, Timeline
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
+IDLE: dict[str, str] = {
+    "peer": "waiting for another rank to compute",
+    "wire": "waiting for what is on its way",
+    "runtime": "the rest of the time between first and last op",
+    "outside": "before the first op and after the last",
+}
+
+_NOTHING = "0.0%"
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -51,6 +59,21 @@ class Panel:
     def place_of(self) -> dict[Op, int]:
         """Where each op stands in the timeline's spans."""
         return {span.op: at for at, span in enumerate(self.timeline.spans)}
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """What each rank's bubble consists of, as shares of the step; empty where nobody took note."""
+        timeline = self.timeline
+        if not timeline.waits or not timeline.makespan:
+            return ()
+        return tuple(Idle(*(part / timeline.makespan for part in idle)) for idle in timeline.idle)
+
+    @property
+    def whole_idle(self) -> Idle | None:
+        """The same over all ranks."""
+        return (
+            Idle(*(sum(parts) / len(parts) for parts in zip(*self.idle, strict=True))) if self.idle else None
+        )
 
     @property
     def pairs(self) -> Iterator[tuple[Span, Span]]:
@@ -109,6 +132,14 @@ class Drawing:
         summary = f"makespan {self.time(timeline.makespan)}, bubble {whole}"
         return summary if inner == whole else f"{summary}, {inner} between first and last op"
 
+    def bubble_parts(self, panel: Panel) -> str:
+        """What the bubble consists of, e.g. ``peer 12.0%, outside 4.1%``; empty where nobody took note."""
+        whole = panel.whole_idle
+        if whole is None:
+            return ""
+        shown = {name: percent(getattr(whole, name)) for name in IDLE}
+        return ", ".join(f"{name} {share}" for name, share in shown.items() if share != _NOTHING)
+
 
 def number(value: float) -> str:
     """At least four significant digits, without an exponent or trailing zeros."""
@@ -117,6 +148,11 @@ def number(value: float) -> str:
     decimals = max(0, 3 - math.floor(math.log10(abs(value))))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def is_shown(panels: Iterable[Panel], part: str) -> bool:
+    """Whether that part of the bubble is worth a row: something of it can be seen on some rank."""
+    return any(percent(getattr(idle, part)) != _NOTHING for panel in panels for idle in panel.idle)
 
 
 def percent(share: float) -> str:

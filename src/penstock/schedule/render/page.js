@@ -33,7 +33,7 @@ function drawNow() {
   stale = false;
   const style = getComputedStyle(document.documentElement);
   const colours = {};
-  for (const name of ["paper", "ink", "faint", "line", "idle", "held", "held-line", "inner"]) {
+  for (const name of ["paper", "ink", "faint", "line", "idle", "held", "held-line", "inner", "peer", "wire"]) {
     const key = name.replace(/-(.)/, (_, letter) => letter.toUpperCase());
     colours[key] = style.getPropertyValue(`--${name}`).trim();
   }
@@ -78,12 +78,21 @@ function describeOp(picture, at) {
     ["start", time(start, fine)],
     ["end", time(end, fine)],
     ["duration", time(end - start)],
+    ...stood(picture, at),
     ...comparedWithPrediction(picture, at),
   ];
   const path = panel.critical.length ? "on the critical path" : "on the predicted critical path";
   if (picture.criticals.size) facts.push([path, picture.criticals.has(at) ? "yes" : "no"]);
   if (picture.partner.has(at)) facts.push(["to overlap with", picture.textOf(picture.partner.get(at))]);
   fillTooltip(heading, facts);
+}
+
+/** How long its rank waited for the op's input, and what for. */
+function stood(picture, at) {
+  const wait = picture.waits.get(at);
+  if (!wait) return [];
+  const parts = [["waited for a peer", wait.turn - wait.start], ["waited for the wire", wait.end - wait.turn]];
+  return parts.filter(([, length]) => length > 0).map(([name, length]) => [name, time(length)]);
 }
 
 function comparedWithPrediction(picture, at) {
@@ -106,7 +115,10 @@ function describeIdle(picture, { rank, next }) {
   const from = next > picture.firsts[rank] ? end[next - 1] : 0;
   const to = next < last ? start[next] : makespan;
   const facts = [["rank", rank], ["from", time(from, to - from)], ["to", time(to, to - from)], ["for", time(to - from)]];
-  if (next < last) facts.push(["until", picture.textOf(next)]);
+  if (next < last) facts.push(["until", picture.textOf(next)], ...stood(picture, next));
+  const wait = picture.waits.get(next);
+  const rest = wait && next < last ? to - from - (wait.end - wait.start) : 0;
+  if (rest > 1e-9 * whole) facts.push(["the runtime's own", time(rest)]);
   fillTooltip(node("b", "idle"), facts);
 }
 

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from penstock.schedule.render.colours import Shade, in_order, meaning, shades
-from penstock.schedule.render.drawing import KINDS, Drawing, Panel
+from penstock.schedule.render.drawing import IDLE, KINDS, Drawing, Panel, is_shown
 from penstock.schedule.render.table import table
 
 _SCRIPTS = ("page_scale.js", "page_canvas.js", "page.js")
@@ -52,6 +52,8 @@ def _section(drawing: Drawing, panel: Panel) -> str:
     beside = drawing.panels[0].timeline.makespan
     if panel is not drawing.panels[0] and beside:
         summary += f", {panel.timeline.makespan / beside:.3f} times the predicted step"
+    parts = drawing.bubble_parts(panel)
+    summary += f" · {parts}" if parts else ""
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""
     label = escape(f"{drawing.title}, {name}: {drawing.summary(panel)}. The table below has the figures.")
     return (
@@ -68,6 +70,9 @@ def _legend(drawing: Drawing, used: list[Shade]) -> Iterator[str]:
         if swatches:
             yield f"<span>{''.join(swatches)}{name}</span>"
     yield "<span><i></i>idle</span>"
+    for part in ("peer", "wire"):
+        if is_shown(drawing.panels, part):
+            yield f'<span><i class="{part}"></i>{IDLE[part]}</span>'
     if any(panel.timeline.overlaps for panel in drawing.panels):
         yield '<span><i class="pair"></i>to overlap</span>'
     if any(any(drawing.curves(panel)[0]) for panel in drawing.panels):
@@ -108,6 +113,13 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "shade": [place[shade] for shade in shades(panel)],
         "critical": [panel.place_of[op] for op in timeline.critical_path if op in panel.place_of],
         "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in panel.pairs],
+        "waits": [
+            [
+                panel.place_of[wait.op],
+                *(_short(time - timeline.start) for time in (wait.start, wait.turn, wait.end)),
+            ]
+            for wait in timeline.inner_waits
+        ],
         "curves": [[(_short(time - timeline.start), _short(now)) for time, now in c] for c in curves],
         "peaks": [_short(peak) for peak in peaks],
         "bubble": [_short(share) for share in timeline.rank_bubble],

@@ -21,6 +21,7 @@ class Picture {
       this.firsts.push(firstPlace(0, this.count, (at) => panel.rank[at] >= rank));
     }
     this.places = new Map(panel.rank.map((_, at) => [this.textOf(at), at]));
+    this.waits = new Map(panel.waits.map(([at, start, turn, end]) => [at, { start, turn, end }])); // by op
     this.partner = new Map(panel.pairs.flatMap(([one, other]) => [[one, other], [other, one]]));
     const lengths = panel.start.map((start, at) => panel.end[at] - start).sort((a, b) => a - b);
     this.shortest = lengths.find((length) => length > 0) || whole;
@@ -147,14 +148,35 @@ class Picture {
 
   drawIdle() {
     const { context, colours } = this;
-    context.fillStyle = colours.idle;
     const from = this.x(0);
     const width = this.x(this.panel.makespan) - from;
     for (let rank = 0; rank < this.panel.ranks; rank++) {
       context.beginPath();
+      context.fillStyle = colours.idle;
       context.roundRect(from, this.top(rank), width, this.row, 2);
       context.fill();
+      this.drawWaits(rank);
     }
+  }
+
+  /** For a peer's compute, then for the wire. */
+  drawWaits(rank) {
+    const { waits } = this.panel;
+    const [first, beyond] = this.inView(rank);
+    for (let place = firstPlace(0, waits.length, (at) => waits[at][0] >= first); place < waits.length; place++) {
+      const [at, start, turn, end] = waits[place];
+      if (at > Math.min(beyond, this.firsts[rank + 1] - 1)) return;
+      this.drawWait(rank, start, turn, this.colours.peer);
+      this.drawWait(rank, turn, end, this.colours.wire);
+    }
+  }
+
+  drawWait(rank, from, to, colour) {
+    if (to <= from) return;
+    const width = (to - from) * this.pixels;
+    const gap = width > 5 ? 1 : 0;
+    this.context.fillStyle = colour;
+    this.context.fillRect(this.x(from) + gap / 2, this.top(rank), Math.max(width - gap, 0.5), this.row);
   }
 
   drawOps(state) {

@@ -1,7 +1,8 @@
 """A drawing as a trace for https://ui.perfetto.dev, in Chrome's trace event format.
 
-A panel is a process and a rank is a thread of it. An op is a slice, what a rank holds is a counter, and an
-arrow runs from each op to the one on another rank that waits for its result. Perfetto colours slices by their
+A panel is a process and a rank is a thread of it. An op is a slice, and so is a wait for a peer's compute and
+one for the wire. What a rank holds is a counter, and an arrow runs from each op to the one on another rank
+that waits for its result. Perfetto colours slices by their
 name without its numbers, so each kind has its own colour.
 
 Times are in microseconds, as the format wants. Seconds become what they are; a time without a unit, or in
@@ -16,7 +17,7 @@ from typing import Any
 
 from penstock.schedule.ops import Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
-from penstock.schedule.timeline import Span
+from penstock.schedule.timeline import Span, Wait
 
 Event = dict[str, Any]
 
@@ -49,6 +50,8 @@ class _Process:
         yield from self._names()
         for span in self.timeline.spans:
             yield self._slice(span)
+        for wait in self.timeline.inner_waits:
+            yield from self._stood(wait)
         yield from self._arrows()
         for rank in range(self.timeline.ranks):
             yield from self._counter(rank)
@@ -72,6 +75,14 @@ class _Process:
             dur=round(end - start, 3),
             args={"stage": stage, "microbatch": microbatch, "kind": KINDS[kind]},
         )
+
+    def _stood(self, wait: Wait) -> Iterator[Event]:
+        """First for the peer to compute, then for the wire."""
+        for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
+            since, length = self._time(start), round(self._time(end) - self._time(start), 3)
+            if length > 0:
+                about = {"cat": "wait", "args": {"for": str(wait.op)}}
+                yield self._event("X", wait.rank, name=f"wait {reason}", ts=since, dur=length, **about)
 
     def _arrows(self) -> Iterator[Event]:
         """A flow's two ends share an id. It leaves in the last moment of one slice and binds to the next."""

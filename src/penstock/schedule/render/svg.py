@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from html import escape
 
 from penstock.schedule.render.colours import INK, PAPER, Shade, in_order, meaning, shades
-from penstock.schedule.render.drawing import KINDS, Drawing, Panel, number, percent
-from penstock.schedule.timeline import Span
+from penstock.schedule.render.drawing import IDLE, KINDS, Drawing, Panel, is_shown, number, percent
+from penstock.schedule.timeline import Span, Wait
 
 _WIDTH = 1000
 _LEFT, _RIGHT = 84, 832  # of the time axis; the figures of each rank stand to the right of it
@@ -20,6 +20,7 @@ _TITLE_AT = 40
 _LABEL_SIZES = {11: "", 9: " small"}  # in pixels, the one to take where both fit first
 _DIGIT = 0.57  # width of a digit, in heights
 _NARROW, _WIDE = 3.7, 6.8  # letters of the legend, in pixels
+_LEGEND_PITCH = 22
 _PAIR_BEYOND = 1.5  # by how much a pair's outline stands out, above and below
 
 _STYLE = f"""
@@ -32,6 +33,8 @@ text {{ font: 12px -apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', H
 .middle {{ text-anchor: middle; }}
 .card {{ fill: {PAPER}; stroke: #d1d9e0; }}
 .idle {{ fill: #eff2f5; }}
+.peer {{ fill: #d3dae2; }}
+.wire {{ fill: #8792a0; }}
 .tick {{ stroke: #d1d9e0; }}
 .pair {{ fill: none; stroke: {INK}; stroke-width: 1.2; pointer-events: none; }}
 .op {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
@@ -45,6 +48,8 @@ text {{ fill: #f0f6fc; }}
 .faint {{ fill: #9198a1; }}
 .card {{ fill: #0d1117; stroke: #3d444d; }}
 .idle {{ fill: #1c222a; }}
+.peer {{ fill: #323b46; }}
+.wire {{ fill: #76818e; }}
 .tick {{ stroke: #3d444d; }}
 .pair {{ stroke: #f0f6fc; }}
 .on-dark {{ fill: {PAPER}; }}
@@ -62,7 +67,7 @@ def svg(drawing: Drawing) -> str:
         below = sketch.bottom
     used = in_order({shade for panel in drawing.panels for shade in shades(panel)})
     body += _legend(drawing, used, below + 26)
-    height = below + 48
+    height = below + 48 + _LEGEND_PITCH
     colours = "\n".join(f".{shade.name} {{ fill: {shade.fill}; }}" for shade in used)
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
@@ -93,6 +98,9 @@ class _Sketch:
         yield from self._heading()
         for rank in range(self.timeline.ranks):
             yield f'<rect class="idle" {self._box(0, self.timeline.makespan, self._y(rank))} rx="2"/>'
+        for wait in self.timeline.inner_waits:
+            for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
+                yield from self._stood(reason, wait, start - self.timeline.start, end - self.timeline.start)
         yield from self._ticks()
         for rank in range(self.timeline.ranks):
             yield from self._rank(rank, self._y(rank))
@@ -102,7 +110,9 @@ class _Sketch:
     def _heading(self) -> Iterator[str]:
         label = f'<tspan class="strong">{escape(self.panel.label)}</tspan>  ' if self.panel.label else ""
         summary = escape(self.drawing.summary(self.panel))
-        yield f'<text x="24" y="{self.heading}" xml:space="preserve">{label}{summary}</text>'
+        parts = self.drawing.bubble_parts(self.panel)
+        of_it = f'<tspan class="faint"> · {parts}</tspan>' if parts else ""
+        yield f'<text x="24" y="{self.heading}" xml:space="preserve">{label}{summary}{of_it}</text>'
         yield f'<text class="faint end" x="{_BUBBLE_AT}" y="{self.heading}">bubble</text>'
         yield f'<text class="faint end" x="{_PEAK_AT}" y="{self.heading}">peak live</text>'
 
@@ -124,6 +134,12 @@ class _Sketch:
             yield self._op(span, y)
         yield f'<text class="end" x="{_BUBBLE_AT}" y="{base}">{percent(timeline.rank_bubble[rank])}</text>'
         yield f'<text class="end" x="{_PEAK_AT}" y="{base}">{timeline.peak_live[rank]}</text>'
+
+    def _stood(self, reason: str, wait: Wait, start: float, end: float) -> Iterator[str]:
+        if end > start:
+            said = f"{self.drawing.time(end - start)} {IDLE[reason]}, for {wait.op}"
+            box = f'<rect class="{reason}" {self._box(start, end, self._y(wait.rank))}>'
+            yield f"{box}<title>{escape(said)}</title></rect>"
 
     def _op(self, span: Span, y: int) -> str:
         start, end = span.start - self.timeline.start, span.end - self.timeline.start
@@ -179,15 +195,24 @@ def _legend(drawing: Drawing, used: list[Shade], y: int) -> Iterator[str]:
                 x += 16
             yield f'<text x="{_pixel(x + 4)}" y="{y}">{name}</text>'
             x += 22 + _length(name)
-    yield _swatch("idle", x, y)
-    yield f'<text x="{_pixel(x + 20)}" y="{y}">idle</text>'
-    x += 38 + _length("idle")
-    if any(panel.timeline.overlaps for panel in drawing.panels):
-        yield f'<rect class="pair" x="{_pixel(x)}" y="{y - 11}" width="22" height="14" rx="3"/>'
-        yield f'<text x="{_pixel(x + 28)}" y="{y}">to overlap</text>'
     said = meaning(drawing.panels)
     if said:
         yield f'<text class="faint end" x="{_PEAK_AT}" y="{y}">{said}</text>'
+    yield from _legend_of_gaps(drawing, y + _LEGEND_PITCH)
+
+
+def _legend_of_gaps(drawing: Drawing, y: int) -> Iterator[str]:
+    x = float(_LEFT)
+    names = {"idle": "idle"} | {
+        part: IDLE[part] for part in ("peer", "wire") if is_shown(drawing.panels, part)
+    }
+    for style, name in names.items():
+        yield _swatch(style, x, y)
+        yield f'<text x="{_pixel(x + 20)}" y="{y}">{name}</text>'
+        x += 38 + _length(name)
+    if any(panel.timeline.overlaps for panel in drawing.panels):
+        yield f'<rect class="pair" x="{_pixel(x)}" y="{y - 11}" width="22" height="14" rx="3"/>'
+        yield f'<text x="{_pixel(x + 28)}" y="{y}">to overlap</text>'
 
 
 def _swatch(style: str, x: float, y: int) -> str:

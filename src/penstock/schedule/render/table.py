@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from html import escape
 from typing import NamedTuple
 
-from penstock.schedule.render.drawing import Drawing, number, percent
+from penstock.schedule.render.drawing import IDLE, Drawing, is_shown, number, percent
 from penstock.schedule.timeline import Timeline
 
 
@@ -52,7 +52,22 @@ def _columns(drawing: Drawing) -> list[_Column]:
                     lambda t, r: t.peak_memory[r] if t.memory else None,
                     lambda t: max(t.peak_memory) if t.memory else None, number)
         )  # fmt: skip
+    columns += [_part(drawing, part) for part in IDLE if is_shown(drawing.panels, part)]
     return columns
+
+
+def _part(drawing: Drawing, part: str) -> _Column:
+    """A part of the bubble."""
+    panels = {id(panel.timeline): panel for panel in drawing.panels}
+
+    def of_rank(timeline: Timeline, rank: int) -> float | None:
+        idle = panels[id(timeline)].idle
+        return getattr(idle[rank], part) if idle else None
+
+    def of_all(timeline: Timeline) -> float | None:
+        return getattr(panels[id(timeline)].whole_idle, part, None)
+
+    return _Column(part, f"share of the step: {IDLE[part]}", of_rank, of_all, percent)
 
 
 def _plain_head(columns: list[_Column]) -> list[str]:

@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from penstock.schedule.render.drawing import Drawing, Panel, percent
-from penstock.schedule.timeline import Span, Timeline
+from penstock.schedule.render.drawing import IDLE, Drawing, Panel, is_shown, percent
+from penstock.schedule.timeline import Span
 
 _WIDTH = 120  # characters a line
 _BLOCKS = 4  # more than these are cut in the middle: what is special stands at both ends of a step
@@ -32,7 +32,7 @@ def text(drawing: Drawing) -> str:
         rows = _rows(panel, column, full_text)
         footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))
-        parts += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel.timeline)])]
+        parts += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel)])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -95,9 +95,14 @@ def _blocks(drawing: Drawing, rows: list[list[str]], column: float, width: int) 
         yield "\n".join(lines)
 
 
-def _tables(timeline: Timeline) -> Iterator[str]:
+def _tables(panel: Panel) -> Iterator[str]:
+    timeline = panel.timeline
+    parts = [part for part in IDLE if is_shown([panel], part)]
     for start in range(0, timeline.ranks, _RANKS_A_TABLE):
         ranks = range(start, min(start + _RANKS_A_TABLE, timeline.ranks))
         yield "rank     " + "".join(f"{rank:>7}" for rank in ranks)
         yield "bubble   " + "".join(f"{percent(timeline.rank_bubble[rank]):>7}" for rank in ranks)
+        for part in parts:
+            shares = "".join(f"{percent(getattr(panel.idle[rank], part)):>7}" for rank in ranks)
+            yield f"  {part:<7}{shares}"
         yield "peak live" + "".join(f"{timeline.peak_live[rank]:>7}" for rank in ranks)

@@ -69,6 +69,7 @@ def search(
 
     costs: unit times where none are given
     memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one number or one a rank
+        Of the costs only `activation` and `held_for_weight` count: leave room for buffers
     placement: "loop", "v", or a Placement; stages_per_rank: 1 for a loop and 2 for a V unless given
     objective: "makespan": when the last rank is done; among equals ranks end early.
         "extent": the longest time from a rank's first op to its last one, which is what a step takes
@@ -82,7 +83,7 @@ def search(
     check_size(ranks, microbatches, stages_per_rank if type(stages_per_rank) is int else 1)
     where = _placement(placement, ranks, stages_per_rank)
     _check(seconds, objective)
-    costs = costs or Costs()
+    costs = replace(costs or Costs(), buffer=0.0, sent=None, held_in_backward=None)
     limits = _limits(memory_limit, where.ranks)
     given = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
     _check_limits(given, memory_limit, costs, limits)

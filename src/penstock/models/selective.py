@@ -1,0 +1,216 @@
+"""Selective checkpointing: the outputs of some ops are kept, and given in place of being computed again.
+
+As torch's own `create_selective_checkpoint_contexts`, but for what that one takes for an error or gets wrong:
+an op that is not kept may run more or fewer times than in the forward (autocast's casts do); what an op in
+place has overwritten since is computed again; a graph that is kept may be run twice; and an attention that
+drops at random is run again, so that whatever draws random numbers after it draws the same ones.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from penstock.errors import ConfigError
+
+# Of all devices: which op a call becomes is torch's choice, and those of other devices never come by.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "matmul": (
+        "aten.mm", "aten.addmm", "aten._addmm_activation", "aten.bmm", "aten.baddbmm", "aten.linear",
+        "aten._grouped_mm", "aten._scaled_mm", "aten._scaled_mm_v2", "aten._scaled_grouped_mm",
+        "aten._scaled_grouped_mm_v2",
+    ),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "aten._scaled_dot_product_attention_math_for_mps",
+        "aten._flash_attention_forward", "aten._efficient_attention_forward", "aten._cudnn_attention_forward",
+    ),
+}  # fmt: skip
+_BATCHED = ("aten.bmm", "aten.baddbmm")
+
+
+class Policy:
+    """Which outputs are kept. Raises ConfigError."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        known = _known_ops()
+        in_groups = {op for name in names for op in GROUPS.get(name, ()) if op in known}
+        named = [name for name in names if name not in GROUPS]
+        for name in named:
+            _check(name, known)
+        ops = [op for name in {*in_groups, *named} for op in _overloads(name)]
+        # where the op says with which probability it drops
+        self._ops = {op: _place(op, "dropout_p") for op in ops}
+        self._lean = {
+            op for name in in_groups.intersection(_BATCHED).difference(named) for op in _overloads(name)
+        }
+
+    def covers(self, op: object) -> bool:
+        return op in self._ops
+
+    def keeps(self, op: OpOverload, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        place = self._ops[op]
+        if place is not None and kwargs.get("dropout_p", args[place] if place < len(args) else 0):
+            return False  # it drew random numbers, and the draws after it have to stay the same
+        if op not in self._lean:
+            return True
+        # Scores of attention, say: cheap to make again, and quadratic in the sequence.
+        made_of = [arg for arg in args if isinstance(arg, Tensor)][-2:]
+        return bool(result.numel() <= sum(tensor.numel() for tensor in made_of))
+
+    def marks(self, op: object) -> CheckpointPolicy:
+        """`keeps` for a compiler, to which sizes may be unknown, and which preserves random draws itself."""
+        kept = op in self._ops and op not in self._lean
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def contexts(policy: Policy) -> tuple[_Keeping, _Giving]:
+    """For one forward of a layer, and for when it is run again."""
+    kept: dict[tuple[OpOverload, int], _Kept] = {}
+    return _Keeping(policy, kept), _Giving(policy, kept)
+
+
+def contexts_for_compiler(save: tuple[str, ...]) -> Any:
+    """The same for a layer that is compiled with its checkpointing: torch's own, which mark the graph."""
+    policy = Policy(save)
+    return create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        lambda _, op, *args, **kwargs: policy.marks(op)
+    )
+
+
+class _Kept(NamedTuple):
+    """The outputs of one call, with the versions that they had then."""
+
+    values: Any
+    versions: list[int]
+
+    @classmethod
+    def of(cls, result: Any) -> _Kept:
+        values = tree_map(_detached, result)
+        return cls(values, _versions(values))
+
+    @property
+    def is_unchanged(self) -> bool:
+        return _versions(self.values) == self.versions
+
+
+class _Counting(TorchDispatchMode):
+    """Numbers the calls of each op that the policy covers. Ops that it does not are none of its business: how
+    often those run may differ, as autocast's casts do, of which a forward has some in a cache."""
+
+    supports_higher_order_operators = True  # passed on as they are
+
+    def __init__(self, policy: Policy, kept: dict[tuple[OpOverload, int], _Kept]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy, self._kept = policy, kept
+        self._calls: Counter[object] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else a compiled part of a layer would not run compiled
+
+    def __enter__(self) -> _Counting:
+        self._calls.clear()  # one who keeps the graph may run the layer again twice
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._policy.covers(func):
+            return func(*args, **(kwargs or {}))
+        self._calls[func] += 1
+        return self._run(func, self._calls[func], args, kwargs or {})
+
+    def _run(self, op: OpOverload, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Keeping(_Counting):  # type: ignore[no-untyped-call]
+    """In the forward."""
+
+    def _run(self, op: OpOverload, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        if self._policy.keeps(op, result, args, kwargs):
+            self._kept[op, number] = _Kept.of(result)
+        return result
+
+
+class _Giving(_Counting):  # type: ignore[no-untyped-call]
+    """When the forward is run again: what was kept is given once, as it becomes a part of that graph."""
+
+    def _run(self, op: OpOverload, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kept = self._kept.pop((op, number), None)
+        if kept is None or not kept.is_unchanged:  # an op in place has been at it since
+            return op(*args, **kwargs)
+        return kept.values
+
+
+def _detached(value: Any) -> Any:
+    """The same memory and version counter, and no part of a graph."""
+    if not isinstance(value, Tensor):
+        return value
+    # in a dispatch mode views are made without their base's counter unless this key is let in
+    with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return value.detach()
+
+
+def _versions(values: Any) -> list[int]:
+    return [value._version for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _known_ops() -> frozenset[str]:
+    """As users write them: aten.mm"""
+    names = torch._C._dispatch_get_all_op_names()
+    return frozenset(name.split(".")[0].replace("::", ".", 1) for name in names)
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    """The overloads of an op whose results are new tensors, and so can be handed over."""
+    namespace, _, op = name.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), op)
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return [overload for overload in found if not (overload._schema.is_mutable or overload.is_view)]
+
+
+def _check(name: str, known: frozenset[str]) -> None:
+    """Refuse an op that cannot be kept, or whose name would have no effect."""
+    if name not in known:
+        near = difflib.get_close_matches(name, [*GROUPS, *sorted(known)], n=3)
+        near = near or difflib.get_close_matches(f"aten.{name}", sorted(known), n=3)
+        remedy = f"Did you mean {' or '.join(near)}?" if near else f"Take {' or '.join(GROUPS)}"
+        rule = f"an entry is a group ({', '.join(GROUPS)}) or an op that torch knows, such as aten.mm"
+        raise refusal("save", name, rule, remedy)
+    overloads = _overloads(name)
+    if not overloads:
+        rule = "an op that works in place or returns a view has no output of its own to keep"
+        raise refusal("save", name, rule, "Leave it out")
+    if any(torch.Tag.nondeterministic_seeded in o.tags and _place(o, "dropout_p") is None for o in overloads):
+        rule = "what draws random numbers has to draw them again, or those after it would be others"
+        raise refusal("save", name, rule, "Leave it out")
+    if any(
+        overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for overload in overloads
+    ):
+        rule = "torch takes this op apart into others before any can be kept"
+        raise refusal("save", name, rule, f"Take {' or '.join(GROUPS)}, or name the ops that it is made of")
+
+
+def _place(op: OpOverload, argument: str) -> int | None:
+    names = [each.name for each in op._schema.arguments]
+    return names.index(argument) if argument in names else None
+
+
+def refusal(field: str, value: object, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(f"activation_checkpointing.{field}={value!r}", rule, remedy)

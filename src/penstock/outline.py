@@ -1,0 +1,183 @@
+"""What is known of a pipeline before it is built: its stages, what they hold, how they balance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError
+from penstock.models.balance import LayerCosts, Memory
+from penstock.models.chain import Chain
+from penstock.models.checkpointing import Checkpointing, install
+from penstock.models.estimates import COPIES, parameter_costs, stage_memory, stage_sizes
+from penstock.models.hf import HFEdges, cut
+from penstock.models.partition import balanced_split, to_layout
+from penstock.models.protocol import StageInfo
+from penstock.models.source import Source
+from penstock.pipeline import recomputed_places
+from penstock.runtime.memory import Sizes
+from penstock.schedule import Costs, Proof, Schedule
+from penstock.schedule.recompute import Places, counts_within, first_in_flight
+
+
+@dataclass(frozen=True)
+class StageOutline:
+    """One stage before it is built: where it runs and what it holds."""
+
+    stage: int
+    rank: int
+    layers: range
+    parameters: int
+    parameter_bytes: int
+    modules: tuple[str, ...]
+    parameter_names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """Everything about a pipeline that is known without a weight: schedule, proof and stages."""
+
+    schedule: Schedule
+    proof: Proof
+    stages: tuple[StageOutline, ...]
+    source: Source
+    chain: Chain
+
+    def part(self, stage: int) -> PreTrainedModel:
+        """The model of one stage, on the meta device unless the source has values."""
+        return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage))
+
+    def info(self, stage: int) -> StageInfo:
+        """Where the stage stands in its copy of the model."""
+        depth = self.schedule.placement.depth
+        return StageInfo(stage % depth, depth)
+
+    def sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
+        """What microbatches of (rows, sequence) hold, in bytes, with all their layers checkpointed as `how`
+        says.
+
+        The durations are those of Costs(). None where the model's forward looks at values, so that only a
+        real run can tell (Pipeline.costs).
+        """
+        edges, found = HFEdges(self.source.model), []
+        split = {stage for stage, _ in self.schedule.split}
+        for stage in range(self.schedule.placement.depth):
+            part = self.part(stage)
+            if how is not None:
+                install(self.own_layers(part, stage), how)
+            sizes = stage_sizes(part, self.info(stage), edges, shape, stage in split)
+            if sizes is None:
+                return None
+            found.append(sizes)
+        columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
+        return Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+
+    def own_layers(self, part: PreTrainedModel, stage: int) -> list[tuple[int, nn.Module]]:
+        """The layers of one stage in its model, with their numbers."""
+        layers = part.get_submodule(self.chain.layers)
+        return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
+
+    def weight_bytes(self, rank: int) -> int:
+        """Of a rank's weights with their gradients and AdamW's two moments."""
+        return COPIES * sum(stage.parameter_bytes for stage in self.stages if stage.rank == rank)
+
+    def recomputed(self, how: Checkpointing | None) -> Places:
+        """The (stage, microbatch) whose layers run again in the backward.
+
+        Raises ConfigError where even all of them leave more than a memory limit.
+        """
+        if how is None or how.memory_limit is None:
+            return recomputed_places(self.schedule, how)
+        limits = [how.memory_limit - self.weight_bytes(rank) for rank in range(self.schedule.ranks)]
+        if min(limits) <= 0:
+            rank = limits.index(min(limits))
+            needed = self.weight_bytes(rank)
+            raise ConfigError(
+                f"memory_limit={how.memory_limit:g}",
+                f"weights, gradients and AdamW's moments of rank {rank} alone are {needed} bytes",
+                "Raise it, or take more ranks",
+            )
+        kept, again = self._sizes_for_limit(how)
+        return first_in_flight(self.schedule, counts_within(self.schedule, kept, again, limits))
+
+    def _sizes_for_limit(self, how: Checkpointing) -> tuple[Costs, Costs]:
+        """With all activations kept, and with all run again: then one layer's are there at a time."""
+        assert how.shape is not None
+        kept, again = self.sizes(how.shape), self.sizes(how.shape, how)
+        if kept is None or again is None:
+            raise ConfigError(
+                f"memory_limit for {type(self.source.model).__name__}",
+                "its forward looks at values, so that its activations cannot be told beforehand",
+                "Give in_flight, from what Pipeline.memory tells of a run",
+            )
+        placement, one = self.schedule.placement, range(self.schedule.microbatches)[:1]
+        small, large = (c.rows("activation", placement, len(one)) for c in (again, kept))
+        layers = [max(len(stage.layers), 1) for stage in self.stages]
+        held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
+        return kept, replace(again, held_in_backward=held)
+
+
+def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:
+    """The layout string of the balanced split: its slowest stage is as fast as the stages allow.
+
+    costs: as measured, in any unit; None takes parameters for a measure
+    memory: what a stage may hold, such as `estimated_memory` gives; None sets no limit
+
+    Raises ConfigError, and PartitionError where no split fits into the memory.
+    """
+    costs = costs or parameter_costs(outline.source.model, outline.chain)
+    if len(costs.layers) != outline.chain.count:
+        rule = f"the model has {outline.chain.count} layers, and each has one"
+        raise ConfigError(f"costs of {len(costs.layers)} layers", rule, f"Give {outline.chain.count}")
+    split = balanced_split(
+        costs.layers,
+        outline.schedule.placement.depth,
+        embedding_cost=costs.embedding,
+        head_cost=costs.head,
+        memory=memory,
+    )
+    return to_layout(split)
+
+
+def estimated_memory(outline: Outline, limit: float, shape: tuple[int, int]) -> Memory:
+    """What the stages' parts hold, for `balance`; `limit` is in bytes a rank.
+
+    shape: rows and sequence of a microbatch. Each stage gets an equal part of its rank's limit, and room for
+    as many microbatches as it ever has live: together they then stay below the limit.
+    Raises ModelError where only a run can tell the activations.
+    """
+    schedule = outline.schedule
+    live, peaks = [0] * schedule.stages, [0] * schedule.stages
+    for op in (op for program in schedule.programs for op in program):
+        live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        peaks[op.stage] = max(peaks[op.stage], live[op.stage])
+    depth = schedule.placement.depth  # where the model has copies, each slice has to fit wherever it stands
+    most = [max(peaks[stage::depth]) for stage in range(depth)]
+    hosted = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
+    return stage_memory(outline.source.model, outline.chain, shape, limit / hosted, most)
+
+
+def outline_stage(
+    model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
+) -> StageOutline:
+    depth = schedule.placement.depth
+    info = StageInfo(stage % depth, depth)
+    modules = [f"{chain.layers}.{layer}" for layer in layers]
+    modules = [*(chain.before if info.is_first else ()), *modules, *(chain.after if info.is_last else ())]
+    held = {
+        f"{module}.{name}": parameter
+        for module in modules
+        for name, parameter in model.get_submodule(module).named_parameters()
+    }
+    weights_once = {id(parameter): parameter for parameter in held.values()}.values()
+    return StageOutline(
+        stage,
+        schedule.placement.rank_of[stage],
+        layers,
+        sum(parameter.numel() for parameter in weights_once),
+        sum(parameter.nbytes for parameter in weights_once),
+        tuple(modules),
+        frozenset(held),
+    )

@@ -1,0 +1,61 @@
+"""The process groups of one pipeline."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.runtime.mesh import pipelines
+
+
+class Groups:
+    """Makes process groups among the ranks on the `pp` axis of `mesh`.
+
+    backend: "gloo" or "nccl"; None takes that of the mesh
+    """
+
+    def __init__(self, mesh: DeviceMesh, timeout: float, backend: str | None = None) -> None:
+        pipeline = mesh["pp"]
+        group = pipeline.get_group()
+        self.rank = pipeline.get_local_rank()
+        self.limit = datetime.timedelta(seconds=timeout)
+        self.backend = backend or dist.get_backend(group)
+        self._members = dist.get_process_group_ranks(group)
+        self._pipelines = pipelines(mesh)
+        self._made: list[dist.ProcessGroup] = []
+        fits = dist.get_backend(group) == self.backend
+        self.whole = group if fits else self.new(range(len(self._members)), "pp")
+
+    @property
+    def size(self) -> int:
+        return len(self._members)
+
+    def new(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+        """A group of these ranks in each pipeline of the mesh; returns the one of this pipeline.
+
+        Every process of the world makes all of them in one order: torch names a group by how many there
+        are, so that groups made by their members alone miss each other.
+        """
+        own: dist.ProcessGroup | None = None
+        for members in self._pipelines:
+            group: dist.ProcessGroup = dist.new_group(
+                sorted(members[r] for r in ranks), timeout=self.limit, backend=self.backend, group_desc=name
+            )
+            own = group if members == self._members else own
+        assert own is not None
+        self._made.append(own)
+        return own
+
+    def control_device(self, device: torch.device) -> torch.device:
+        """Where tensors of collectives have to be."""
+        return torch.device("cpu") if self.backend == "gloo" else device
+
+    def close(self) -> None:
+        for group in self._made:
+            if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
+                dist.destroy_process_group(group)
+        self._made = []

@@ -1,0 +1,100 @@
+"""Whether all ranks were started on the same thing, asked once, before anything else is exchanged.
+
+Ranks that differ in schedule, microbatches or split would soon disagree on which messages and groups there
+are, and hang or train on nonsense. So each tells a few facts, as text by name, in collectives that are the
+same whatever the facts are: first a digest of them all, and the facts themselves where the digests differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from penstock.errors import HandshakeError
+from penstock.runtime.processes import Processes
+from penstock.schedule import Schedule
+
+Facts = Mapping[str, str]  # by name
+
+
+def shake_hands(processes: Processes, facts: Facts) -> None:
+    """Raise HandshakeError on every rank where any two ranks' `facts` differ. Collective."""
+    if len(set(processes.gather(digest(json.dumps(sorted(facts.items())))))) == 1:
+        return
+    told = differences(processes.gather(dict(facts)))
+    raise HandshakeError(
+        "ranks that were started on different things",
+        "all ranks of a pipeline run the same" + "".join(f"\n  {line}" for line in told),
+        "\nStart every rank with the same versions, config and arguments",
+    )
+
+
+def differences(told: Sequence[Facts]) -> list[str]:
+    """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``."""
+    names = dict.fromkeys(name for facts in told for name in facts)
+    lines = []
+    for name in names:
+        values = [facts.get(name, "nothing") for facts in told]
+        by_value = {value: [rank for rank, own in enumerate(values) if own == value] for value in values}
+        if len(by_value) > 1:
+            groups = (f"{value} on rank {_ranks(ranks)}" for value, ranks in by_value.items())
+            lines.append(f"{name}: {'; '.join(groups)}")
+    return lines
+
+
+def facts_of_schedule(schedule: Schedule) -> dict[str, str]:
+    return {
+        "schedule": schedule.name,
+        "ranks": str(schedule.ranks),
+        "stages": str(schedule.stages),
+        "microbatches": str(schedule.microbatches),
+        "placement of stages": " ".join(map(str, schedule.placement.rank_of)),
+        "order of ops": digest(str(schedule)),
+    }
+
+
+def facts_of_process() -> dict[str, str]:
+    """What runs here."""
+    major, minor, _ = platform.python_version_tuple()
+    return {"penstock": _own_version(), "torch": torch.__version__, "python": f"{major}.{minor}"}
+
+
+def flat(name: str, value: Any) -> dict[str, str]:
+    """A nested value, such as a model's config, as facts: ``{"config.rope.base": "10000"}``."""
+    if not isinstance(value, Mapping):
+        return {name: str(value)}
+    return {key: text for inner, held in value.items() for key, text in flat(f"{name}.{inner}", held).items()}
+
+
+def named(function: object) -> str:
+    """A loss function, or an object of a class: where it was defined; its memory address would differ."""
+    shown = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(shown, '__module__', '?')}.{getattr(shown, '__qualname__', '?')}"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _own_version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:  # run from its source
+        return "not installed"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Runs of neighbours from three on as ``2-5``."""
+    runs = [
+        [rank for _, rank in run]
+        for _, run in groupby(enumerate(ranks), lambda placed: placed[1] - placed[0])
+    ]
+    parts = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
+    return ", ".join(part for run in parts for part in run)

@@ -1,0 +1,159 @@
+"""Which forwards keep only their inputs and are run again in the backward: no more than the memory asks for.
+
+Running a forward again costs its time once more, so each rank does it for as few as it must. The first
+microbatches in flight are run again and the rest are kept. Here two of the three that a rank holds at most:
+
+    F0 F1 F2 B0 F3 B1 F4 B2 ...     0 and 1 are run again, 2 is kept, 3 takes the place of 0, and 4 of 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from penstock.errors import ConfigError
+from penstock.schedule.compare import round_up
+from penstock.schedule.costs import Costs, Row
+from penstock.schedule.ops import Schedule
+from penstock.schedule.simulate import simulate
+from penstock.schedule.verify import verify
+
+Counts = int | Sequence[int] | None  # for all ranks or one a rank; None: every forward is run again
+Places = frozenset[tuple[int, int]]  # stage, microbatch
+
+_ROUNDING = 1e-9  # of sums in another order
+
+
+def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
+    """The (stage, microbatch) whose forward is run again, where each rank does so for its first in flight.
+
+    counts: how many of a rank's live activations are recomputed: an F is where fewer than that are when it
+        starts. One number, or one a rank; None: all of them
+
+    Raises ConfigError for counts that are not as many as there are ranks, or negative.
+    """
+    if not schedule.trains:
+        return frozenset()
+    found: set[tuple[int, int]] = set()
+    for program, count in zip(schedule.programs, _per_rank(counts, schedule.ranks), strict=True):
+        live: set[tuple[int, int]] = set()
+        for stage, kind, microbatch in program:
+            if kind == "F" and len(live) < count:
+                live.add((stage, microbatch))
+                found.add((stage, microbatch))
+            elif kind in ("B", "W"):
+                live.discard((stage, microbatch))
+    return frozenset(found)
+
+
+def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) -> Costs:
+    """The costs where the forwards of `places` are run again, and the others' activations are kept.
+
+    kept: the costs without recomputation
+    recomputed: of a forward that is run again only the sizes count: `activation` from F on, most often its
+        inputs; `held_in_backward` from the start of its I or B, and `held_for_weight` after I: as much as
+        where it is kept, unless given. Its I takes the forward's time more
+    """
+    placement, microbatches = schedule.placement, schedule.microbatches
+
+    def rows(costs: Costs, name: str) -> list[Row]:
+        return costs.rows(name, placement, microbatches)
+
+    def chosen(there: list[Row], elsewhere: list[Row]) -> list[Row]:
+        return [
+            [a if (stage, i) in places else b for i, (a, b) in enumerate(zip(*pair, strict=True))]
+            for stage, pair in enumerate(zip(there, elsewhere, strict=True))
+        ]
+
+    def size(name: str) -> list[Row]:
+        own = rows(kept if getattr(recomputed, name) is None else recomputed, name)
+        return chosen(own, rows(kept, name))
+
+    once, again = rows(kept, "input_grad"), rows(kept, "forward")
+    longer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(once, again, strict=True)]
+    return replace(
+        kept,
+        input_grad=chosen(longer, once),
+        activation=size("activation"),
+        held_in_backward=size("held_in_backward"),
+        held_for_weight=size("held_for_weight"),
+    )
+
+
+def counts_within(
+    schedule: Schedule, kept: Costs, recomputed: Costs, limit: float | Sequence[float]
+) -> tuple[int, ...]:
+    """For each rank the least number of activations in flight to recompute, so that it holds at most `limit`.
+
+    kept, recomputed: as `mixed` takes them
+    limit: in the unit of the costs' `activation`; one number, or one a rank
+
+    Where buffers count, what a rank holds hangs a little on the other ranks' times, too: then it may be one
+    more than the least.
+
+    Raises ConfigError naming the ranks that hold more even with everything recomputed.
+    """
+    limits = _limits(limit, schedule.ranks)
+    most = verify(schedule).peak_live
+
+    def over(counts: Sequence[int]) -> list[bool]:
+        costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, counts))
+        peaks = simulate(schedule, costs).peak_memory
+        return [peak > bound * (1 + _ROUNDING) for peak, bound in zip(peaks, limits, strict=True)]
+
+    low, high = [0] * schedule.ranks, list(most)
+    if any(over(high)):
+        raise _too_little(schedule, kept, recomputed, limits)
+    while low != high:  # more recomputed is never more held; all ranks are halved at once
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        for rank, too_few in enumerate(over(middle)):
+            if low[rank] == high[rank]:
+                continue
+            if too_few:
+                low[rank] = middle[rank] + 1
+            else:
+                high[rank] = middle[rank]
+    while any(short := over(low)):  # how long a buffer lies there hangs on the other ranks' times, too
+        raised = [min(n + more, top) for n, more, top in zip(low, short, most, strict=True)]
+        low = raised if raised != low else [min(n + 1, top) for n, top in zip(low, most, strict=True)]
+    return tuple(low)
+
+
+def _per_rank(counts: Counts, ranks: int) -> list[float]:
+    if counts is None:
+        return [inf] * ranks
+    each = [counts] * ranks if isinstance(counts, int) else list(counts)
+    if len(each) != ranks:
+        rule = f"there are {ranks} ranks, and each takes one"
+        raise ConfigError(f"{len(each)} counts of activations to recompute", rule, f"Give one, or {ranks}")
+    if any(type(count) is not int or count < 0 for count in each):
+        rule = "it is how many activations in flight are recomputed, a whole number from 0 on"
+        raise ConfigError(f"counts={counts!r}", rule, "Give 0 or more, or None for all")
+    return list(each)
+
+
+def _limits(limit: float | Sequence[float], ranks: int) -> list[float]:
+    each = [limit] * ranks if isinstance(limit, int | float) else list(limit)
+    if len(each) != ranks:
+        rule = f"there are {ranks} ranks, and each takes one"
+        raise ConfigError(f"limit with {len(each)} numbers", rule, f"Give one number, or {ranks}")
+    if not all(bound >= 0 for bound in each):
+        raise ConfigError(f"limit={limit!r}", "it is the most that a rank may hold", "Give 0 or more")
+    return each
+
+
+def _too_little(schedule: Schedule, kept: Costs, recomputed: Costs, limits: Sequence[float]) -> ConfigError:
+    """What is wrong with limits that recomputing everything does not keep."""
+    costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, None))
+    held = simulate(schedule, costs).peak_memory
+    short = [
+        f"rank {rank} would hold {round_up(peak)} of {bound:g}"
+        for rank, (peak, bound) in enumerate(zip(held, limits, strict=True))
+        if peak > bound * (1 + _ROUNDING)
+    ]
+    return ConfigError(
+        f"a memory limit of {', '.join(f'{bound:g}' for bound in sorted(set(limits)))}",
+        f"with every forward run again {', '.join(short)}",
+        "Take smaller microbatches, more ranks, or a schedule with fewer live activations",
+    )

@@ -1,0 +1,191 @@
+"""A step, from what the caller gives to what all ranks told of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from penstock.errors import BatchError, ModelError, PeerError, RunError, ShapeError
+from penstock.models.edges import DeclaredEdges
+from penstock.runtime import report
+from penstock.runtime.executor import Collect, Executor, StepInput, run_together
+from penstock.runtime.last_words import last_words
+from penstock.runtime.loss import Loss
+from penstock.runtime.lower import lower
+from penstock.runtime.microbatch import Batch, Sharding, fingerprint, split
+from penstock.runtime.padding import Padding
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.shapes import EdgeShapes, Microbatch
+from penstock.runtime.stage import Stage
+from penstock.runtime.world import World
+from penstock.schedule import Proof, Schedule
+from penstock.schedule.exchanges import exchanges
+from penstock.schedule.recompute import Places
+
+Given = Batch | Sequence[Microbatch]  # to be split, or as it is
+Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
+
+
+class StepResult(NamedTuple):
+    """The same numbers on every rank.
+
+    loss: mean over the batch's valid items; tokens: how many those are
+    bubble: the share of the ranks' time in which they did not compute
+    """
+
+    loss: float
+    tokens: int
+    bubble: float
+
+
+class Cutter(NamedTuple):
+    """How what is given becomes microbatches.
+
+    sharding: how entries are cut; padding: whether microbatches are made equal in length
+    complete: adds what the model needs and can be told from a microbatch
+    """
+
+    sharding: Sharding
+    padding: Padding | None = None
+    complete: Callable[[Microbatch], Microbatch] = dict
+
+    def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
+        """`count` microbatches on the world's device. Raises BatchError.
+
+        Collective where they are padded to the longest.
+        """
+        parts = [given] if isinstance(given, Mapping) else list(given)
+        parts = [tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part)) for part in parts]
+        if isinstance(given, Mapping):
+            parts = split(parts[0], count, self.sharding)
+        elif len(parts) != count:
+            raise BatchError(
+                f"a list of {len(parts)} microbatches",
+                f"the schedule has {count}",
+                f"Give {count} of them, or build the pipeline with microbatches={len(parts)}",
+            )
+        return [self.complete(microbatch) for microbatch in self._padded(parts, world)]
+
+    def _padded(self, microbatches: list[Microbatch], world: World) -> list[Microbatch]:
+        if self.padding is None:
+            return microbatches
+        longest = self.padding.longest(microbatches)
+        if self.padding.length is None:  # else every rank knows without asking
+            mine = torch.tensor([longest], dtype=torch.float64)
+            longest = int(max(map(float, world.transport.exchange([mine] * len(world.ranks)))))
+        lengths = self.padding.lengths(longest)
+        return [self.padding.pad(microbatch, lengths) for microbatch in microbatches]
+
+
+class Lowered(NamedTuple):
+    """A schedule ready to run in this process; `number` is equal on ranks that hold the same one."""
+
+    schedule: Schedule
+    executors: list[Executor]
+    number: int
+
+
+class Steps:
+    """Runs schedules on this process's stages.
+
+    edges: None where what crosses an edge tells itself what it is
+    trace_folder: where each process writes the timeline so far when a step fails
+    """
+
+    def __init__(
+        self,
+        world: World,
+        stages: Mapping[int, Stage],
+        edges: EdgeShapes | None,
+        loss: Loss,
+        cutter: Cutter,
+        trace_folder: Path | None,
+    ) -> None:
+        self._world, self._stages, self._edges, self._loss = world, stages, edges, loss
+        self._cutter, self._trace_folder = cutter, trace_folder
+        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
+        self._broken = False
+
+    def lower(self, proof: Proof, recomputed: Places = frozenset()) -> Lowered:
+        """recomputed: the (stage, microbatch) whose layers run again in the backward"""
+        world, schedule = self._world, proof.schedule
+        together = exchanges(schedule) if world.batched else None
+        executors = []
+        for rank in world.ranks:
+            plan = lower(proof, rank, recomputed=recomputed, together=together)
+            hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
+            recorder = self._recorders[rank]
+            executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
+        return Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
+
+    def run(self, lowered: Lowered, given: Given, collect: Collect | None = None) -> tuple[StepResult, Told]:
+        """collect: takes the place of the loss"""
+        schedule, executors, _ = lowered
+        transport = self._world.transport
+        if self._broken:
+            raise RunError(
+                "a step after one that failed",
+                "other ranks may still send what was meant for that one",
+                "Build the pipeline again, best in fresh processes",
+            )
+        begun = False
+        try:
+            step = self._prepare(lowered, given, collect)
+            begun = True
+            run_together(executors, step)
+            told = transport.exchange([report.report(executor) for executor in executors])
+            transport.end_step()
+        except BaseException as error:
+            self._give_up(executors, error, begun)
+            raise
+        left = transport.pending + sum(executor.left_over for executor in executors)
+        assert not left, f"{left} entries left in caches after a step"
+        reports = [vector.tolist() for vector in told]
+        bubble = report.bubble(schedule, reports)
+        return StepResult(report.total_loss(reports), step.weight, bubble), (schedule, reports)
+
+    def _prepare(self, lowered: Lowered, given: Given, collect: Collect | None) -> StepInput:
+        """All that is found out, and agreed upon, before anything is sent."""
+        schedule, executors, number = lowered
+        transport = self._world.transport
+        microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
+        weight = 1 if collect else sum(self._loss.weight(microbatch) for microbatch in microbatches)
+        if weight == 0:
+            raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
+        if self._world.processes.count > 1:
+            parts = [given] if isinstance(given, Mapping) else given
+            transport.follow(lambda: executors[0].progress)
+            transport.agree(*fingerprint(parts, len(microbatches), number))
+        if isinstance(self._edges, DeclaredEdges) and (unseen := self._edges.unseen(microbatches)):
+            transport.settle()  # or ranks with other batches would not meet in what follows
+            self._edges.agree(unseen, self._world.processes)
+        return StepInput(microbatches, weight, collect)
+
+    def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
+        """Tell the other ranks, say where it happened, and leave nothing half-done behind."""
+        # found by all ranks alike and before anything was sent, so that the next batch may do
+        harmless = isinstance(error, BatchError) or (not begun and isinstance(error, ShapeError | ModelError))
+        if not harmless:
+            self.fail()
+            if not isinstance(error, PeerError):
+                ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
+                self._world.transport.tell_failure(f"{ops}{type(error).__name__}: {error}")
+            last_words(error, executors, self._trace_folder)
+        for executor in executors:
+            executor.reset()
+        self._world.transport.reset()
+
+    def fail(self) -> None:
+        """No step may follow: where there are other processes, they may still be in this one."""
+        self._broken |= self._world.processes.count > 1
+
+    def tell_of(self, error: PeerError, lowered: Lowered) -> None:
+        """What this rank knows of a wait that broke off after the schedule had run."""
+        if error.timeline is None:
+            last_words(error, lowered.executors, self._trace_folder)

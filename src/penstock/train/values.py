@@ -1,0 +1,97 @@
+"""What a key of the config may hold, where that is more than a plain type."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+
+class Section(BaseModel):
+    """Unknown keys are errors, and so is a value of another type: nothing is guessed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _layers_per_stage(value: object) -> object:
+    """Checked here: of a union of types pydantic would complain once for each."""
+    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(type(number) is int and number >= 0 for number in numbers) or value in (0, [], ()):
+        raise ValueError(
+            f"{value!r} is neither a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]"
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _in_flight(value: object) -> object:
+    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
+    if not all(type(number) is int and number >= 0 for number in numbers) or value in ([], ()):
+        raise ValueError(
+            f"{value!r} is neither a number of microbatches nor a list of one for each rank; "
+            "write 2, or [2, 1, 0, 0]"
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
+_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
+
+
+def _bytes(value: object) -> object:
+    """A number of bytes, such as 8 GiB: a number itself, or text with its unit."""
+    number = value
+    if isinstance(value, str) and (found := _BYTES.fullmatch(value)):
+        base = 1024 if found[3] else 1000
+        number = float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")
+    if value is None:
+        return None
+    if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf"):
+        return float(number)
+    raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
+
+
+def _checkpointing(value: object) -> object:
+    """`none` is the word for false; what is neither a mode nor a mapping is refused here, once."""
+    if isinstance(value, bool | dict | CheckpointingSection) or value in _CHECKPOINTING_MODES:
+        return False if value == "none" else value
+    raise ValueError(
+        f"{value!r} is no way to recompute activations; write true, false, none, full, selective, "
+        "or a mapping such as {every: 2}"
+    )
+
+
+_CHECKPOINTING_MODES = ("none", "full", "selective")
+LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
+InFlight = Annotated[int | tuple[int, ...] | None, BeforeValidator(_in_flight)]
+Bytes = Annotated[float | None, BeforeValidator(_bytes)]
+
+
+class CheckpointingSection(Section):
+    """Which activations are computed again in the backward: of every `every`-th layer, all but `save`."""
+
+    every: Count = 1
+    save: Patterns = ()  # what is held all the same: matmul, attention, or names of torch's ops
+    in_flight: InFlight = None  # of a rank's microbatches in flight the first so many; a list: of each rank
+    memory_limit: Bytes = None  # a rank's, which chooses in_flight: bytes, or text like 8 GiB
+
+    @model_validator(mode="after")
+    def chosen_once(self) -> Self:
+        if self.in_flight is not None and self.memory_limit is not None:
+            raise ValueError("memory_limit chooses in_flight, and here both are given; leave one of them out")
+        return self
+
+
+Checkpointing = Annotated[
+    # tagged, so that of a mapping what is wrong in it is told, and not that it is no mode
+    Annotated[bool | Literal["full", "selective"], Tag("mode")]
+    | Annotated[CheckpointingSection, Tag("settings")],
+    Discriminator(lambda value: "settings" if isinstance(value, dict | CheckpointingSection) else "mode"),
+    BeforeValidator(_checkpointing),
+]

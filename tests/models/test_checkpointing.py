@@ -1,0 +1,654 @@
+"""Checkpointed layers: the same gradients, run again exactly where chosen, and less held meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage, nn
+from torch._C._distributed_c10d import HashStore
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError, ModelError
+from penstock.models.chain import find_chain
+from penstock.models.checkpointing import Checkpointing, checkpointing, install
+from penstock.models.hf import HFCall, cut
+from penstock.models.protocol import StageInfo
+from penstock.runtime.loss import NextToken
+from penstock.runtime.parcel import Parcel
+from penstock.runtime.stage import Stage
+from support.families import FAMILIES, ragged_batch, tiny_model
+from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
+from support.splitting import ORDERS, assert_exact, gradients_of, plain, split
+
+FULL, SELECTIVE = Checkpointing(), Checkpointing(save=("matmul", "attention"))
+WAYS = {"full": FULL, "every second": Checkpointing(every=2), "selective": SELECTIVE}
+WHOLE, SPLIT = "F0 F1 B0 F2 B1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"
+ONE_STAGE = (range(4),)
+Batch = dict[str, Tensor]
+
+
+class Cut:
+    """A model's stages in one process, the layers of each checkpointed."""
+
+    def __init__(
+        self, model: PreTrainedModel, how: Checkpointing, splits: Sequence[range] = ONE_STAGE
+    ) -> None:
+        chain = find_chain(model)
+        self.stages: list[Stage] = []
+        self.runs: Counter[int] = Counter()  # by layer, how often it really ran
+        for number, layers in enumerate(splits):
+            info = StageInfo(number, len(splits))
+            part = cut(model, chain, layers, info)
+            own = {index: part.get_submodule(f"{chain.layers}.{index}") for index in layers}
+            switch = install(own.items(), how)
+            for index, layer in own.items():
+                next(layer.children()).register_forward_pre_hook(self._count(index))
+            self.stages.append(Stage(number, part, HFCall(part, info), switch))
+
+    def _count(self, index: int) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self.runs[index] += 1
+
+        return hook
+
+    def step(self, batch: Batch, order: str = WHOLE, on: Sequence[bool] = (True,) * 3) -> Gradients:
+        """Loss gradients of the whole batch by `order`; on: whether microbatches are checkpointed."""
+        self.runs.clear()
+        microbatches = [
+            {name: value.chunk(len(on))[number] for name, value in batch.items()} for number in range(len(on))
+        ]
+        weight = NextToken().weight(batch)
+        for op in order.split():
+            kind, number = op[0], int(op[1:])
+            if kind == "F":
+                self.forward(number, microbatches[number], on[number], "I" in order)
+            elif kind == "W":
+                for stage in reversed(self.stages):
+                    stage.weight_backward(number)
+            else:
+                gradients = (torch.tensor(1 / weight, dtype=next(self.stages[0].module.parameters()).dtype),)
+                for stage in reversed(self.stages):
+                    backward = stage.backward if kind == "B" else stage.input_backward
+                    gradients = backward(number, gradients)  # type: ignore[assignment]
+        return {name: grad for stage in self.stages for name, grad in gradients_of(stage.module).items()}
+
+    def forward(self, number: int, microbatch: Batch, on: bool, split: bool) -> None:
+        received: Parcel | None = None
+        for stage in self.stages[:-1]:
+            sent = stage.forward(number, received, microbatch, None, split, on)
+            received = Parcel(tuple(tensor.detach() for tensor in sent.tensors), sent.specs)
+        self.stages[-1].forward_loss(number, received, microbatch, NextToken(), split, on)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, way: str) -> None:
+    """Whole and split, on and off: the gradients of one plain process, and each chosen layer run twice."""
+    model, batch = tiny_model(family), ragged_batch(9)
+    expected = plain_step(model, batch)[1]
+    for order, on in ((WHOLE, True), (SPLIT, True), (SPLIT, False)):
+        stages = Cut(model, WAYS[way])
+        found = stages.step(batch, order, (on,) * 3)
+        assert_gradients(found, expected, TOLERANCE[torch.float32])
+        again = {index: on and index % WAYS[way].every == 0 for index in range(4)}
+        assert stages.runs == {index: 6 if again[index] else 3 for index in range(4)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "splits",
+    [
+        (range(3), range(3, 4)),
+        (range(0), range(4)),
+        (range(4), range(4, 4)),
+        (range(0), range(4), range(4, 4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", [WHOLE, SPLIT])
+def test_doors_stay_outside(way: str, splits: Sequence[range], order: str) -> None:
+    """A layer that is the entry or the exit of its stage too is run again with what was received."""
+    model, batch = tiny_model("llama", torch.float64), ragged_batch(9)
+    stages = Cut(model, WAYS[way], splits)
+    found = stages.step(batch, order)
+    assert_gradients(found, plain_step(model, batch)[1], 1e-10)
+    assert stages.runs == {index: 3 if index % WAYS[way].every else 6 for index in range(4)}
+
+
+@pytest.mark.parametrize("order", [WHOLE, SPLIT, "F0 F1 F2 B2 B1 B0"])
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_each_microbatch_by_itself(how: Checkpointing, order: str) -> None:
+    """The switch counts in the forward alone."""
+    model, batch = tiny_model("qwen3", torch.float64), ragged_batch(9)
+    stages = Cut(model, how)
+    found = stages.step(batch, order, (True, False, True))
+    assert_gradients(found, plain_step(model, batch)[1], 1e-10)
+    assert stages.runs == dict.fromkeys(range(4), 5)
+
+
+# ---- what is held
+
+
+class Made(TorchDispatchMode):
+    """Notes the storages that come into being; those of parameters, say, are given."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self.storages[storage._cdata] = weakref.ref(storage)
+        return result
+
+
+def _storages(values: Any) -> list[UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def held(forward: Callable[[], object]) -> int:
+    """Bytes that a forward made and that are still there when it has ended, its result let go."""
+    with Made() as made:
+        forward()
+    alive = (reference() for reference in made.storages.values())
+    return sum(storage.nbytes() for storage in alive if storage is not None)
+
+
+def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, batch: Batch) -> int:
+    stages = Cut(model, how, [range(model.config.num_hidden_layers)])
+    return held(lambda: stages.forward(0, batch, on, split))
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_held(family: str, split: bool) -> None:
+    model, batch = tiny_model(family), ragged_batch(3, 16)
+    none = held_by(model, FULL, False, split, batch)
+    full, every_second, selective = (held_by(model, how, True, split, batch) for how in WAYS.values())
+    assert full < every_second < none
+    assert full < selective < none
+    two_layers = held_by(tiny_model(family, layers=2), FULL, True, split, batch)
+    assert (full - two_layers) / 2 == 3 * 16 * 32 * 4, "of each layer its input"
+
+
+def test_the_split_backward_holds_no_more() -> None:
+    model, batch = tiny_model("llama"), ragged_batch(3, 16)
+    for how in WAYS.values():
+        assert held_by(model, how, True, True, batch) == held_by(model, how, True, False, batch)
+
+
+def test_scores_of_eager_attention_are_not_kept() -> None:
+    """They are products too, and quadratic in the sequence; unless they are asked for by name."""
+    model = tiny_model("llama")
+    model.set_attn_implementation("eager")
+    named = Checkpointing(save=("matmul", "aten.bmm"))
+    for length in (32, 64):
+        batch = ragged_batch(1, length)
+        group, all_products = (held_by(model, how, True, False, batch) for how in (SELECTIVE, named))
+        layers, heads = 4, 4
+        assert all_products - group == layers * heads * length * length * 4
+
+
+# ---- layers of a user's own
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Keyword and non-tensor arguments, a tuple returned, and something dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.drop = nn.Dropout(0.4)
+
+    def forward(self, x: Tensor, *, scale: float, shift: Tensor, debug: str = "") -> tuple[Tensor, str]:
+        hidden = self.up(self.norm(x)).relu_()  # in place, on what may have been kept
+        return x + self.drop(self.down(self.drop(hidden))) * scale + shift, debug
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH), Block()])
+        self.shift = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, linear, last = self.layers
+        x, said = first(x, scale=0.5, shift=self.shift, debug="one")
+        assert said == "one"
+        x, _ = last(linear(x), scale=2.0, shift=self.shift.sin())
+        x, _ = first(x, scale=1.0, shift=self.shift)
+        return x
+
+
+def stack(how: Checkpointing | None, dtype: torch.dtype = torch.float64) -> Stack:
+    torch.manual_seed(0)
+    made = Stack().to(dtype)
+    if how is not None:
+        install(enumerate(made.layers), how)
+    return made
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(5, WIDTH, generator=generator, dtype=dtype)] for _ in range(3)]
+
+
+def call(module: nn.Module, *given: Tensor) -> Any:
+    return module(*given)
+
+
+def autocast(module: nn.Module, *given: Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        return module(*given)
+
+
+@contextmanager
+def counted(op: Any) -> Iterator[list[int]]:
+    """The calls of `op` within, one entry each."""
+    calls: list[int] = []
+
+    class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func is op:
+                calls.append(1)
+            return func(*args, **(kwargs or {}))
+
+    with Counts():  # type: ignore[no-untyped-call]
+        yield calls
+
+
+def assert_as_plain(module: nn.Module, reference: nn.Module, run: Callable[..., Any] = call) -> None:
+    """By every order, with the same random numbers."""
+    dtype = next(reference.parameters()).dtype
+    of_inputs = plain(reference, run, inputs(dtype))
+    expected = gradients_of(reference)
+    plain(module, run, inputs(dtype))
+    assert_gradients(gradients_of(module), expected, TOLERANCE[dtype])
+    for order in ORDERS.values():
+        module.zero_grad()
+        found = split(module, run, inputs(dtype), order)[0]
+        assert_gradients(gradients_of(module), expected, TOLERANCE[dtype])
+        for one, other in zip(found, of_inputs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_any_module(way: str, dtype: torch.dtype) -> None:
+    assert_as_plain(stack(WAYS[way], dtype), stack(None, dtype))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_autocast(way: str) -> None:
+    """Whose cache spares the layer that runs twice some casts, but not when it is run again."""
+    assert_as_plain(stack(WAYS[way], torch.float32), stack(None, torch.float32), autocast)
+
+
+def test_dropout_of_a_model() -> None:
+    for way in WAYS.values():
+        options: dict[str, Any] = {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
+        model, reference = (tiny_model("gpt2", torch.float64, **options) for _ in range(2))
+        install(enumerate(model.transformer.h), way)
+
+        def logits(module: nn.Module, ids: Tensor) -> Any:
+            return module(input_ids=ids, use_cache=False).logits
+
+        microbatches = [[ids] for ids in ragged_batch(6)["input_ids"].chunk(3)]
+        plain(reference, logits, microbatches)
+        split(model, logits, microbatches, SPLIT)
+        assert_gradients(gradients_of(model), gradients_of(reference), 1e-10)
+
+
+@torch.library.custom_op("penstock_test::drop", mutates_args=())
+def drop(x: Tensor, dropout_p: float) -> Tensor:
+    """What an attention of a GPU does: draws numbers within an op."""
+    return x * (torch.rand_like(x) >= dropout_p) if dropout_p else x.clone()
+
+
+drop.register_autograd(
+    lambda ctx, gradient: (gradient * (ctx.saved_tensors[0] != 0), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+class Drops(nn.Module):
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.linear, self.probability = nn.Linear(WIDTH, WIDTH), probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = drop(self.linear(x), self.probability).sin()
+        return nn.functional.dropout(result, 0.5) * x
+
+
+@pytest.mark.parametrize(("probability", "runs"), [(0.5, 2), (0.0, 1)])
+def test_what_draws_random_numbers_is_run_again(probability: float, runs: int) -> None:
+    """Given in place of run, it would leave the dropout after it other numbers than it had."""
+    torch.manual_seed(0)
+    module = Drops(probability).double()
+    reference = copy.deepcopy(module)
+    install([(0, module)], Checkpointing(save=("penstock_test.drop",)))
+    with counted(torch.ops.penstock_test.drop.default) as calls:
+        assert len(plain(module, call, inputs())) == 3
+    assert sum(calls) == 3 * runs
+    plain(reference, call, inputs())
+    assert_gradients(gradients_of(module), gradients_of(reference), 1e-10)
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    with counted(torch.ops.aten.mm.default) as all_calls:
+        plain(Products(), call, [[torch.randn(5, WIDTH)]])
+    for save, again in ((("matmul",), 0), (("aten.mm",), 0), (("attention",), 2), ((), 2)):
+        module = Products()
+        install([(0, module)], Checkpointing(save=save))
+        for order in ("F0 B0", "F0 I0 W0"):
+            with counted(torch.ops.aten.mm.default) as calls:
+                split(module, call, [[torch.randn(5, WIDTH)]], order)
+            # W adds by addmm where there is a gradient already
+            accumulates = 2 if order == "F0 I0 W0" else 0
+            assert sum(calls) == sum(all_calls) + again - accumulates, (save, order)
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.two(self.one(x).sin()).cos() * x
+        return result.exp()
+
+
+def test_what_an_op_in_place_overwrote_is_computed_again() -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = Products().children()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.one(x)
+            hidden += x
+            result: Tensor = self.two(hidden.relu_()).mul_(2)
+            return result.sin() * x
+
+    torch.manual_seed(0)
+    module = InPlace().double()
+    reference = copy.deepcopy(module)
+    install([(0, module)], SELECTIVE)
+    assert_as_plain(module, reference)
+
+
+class Residual(Products):
+    """Its last product is kept, and nothing needs it in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.two(self.one(x).sin())
+        return result
+
+
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("make", [Stack, Products, Residual])
+def test_a_graph_that_is_kept_is_run_twice(make: type[nn.Module], how: Checkpointing) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    reference = copy.deepcopy(module)
+    layers = module.layers if isinstance(module, Stack) else [module]
+    install(enumerate(layers), how)
+    for each in (module, reference):
+        torch.manual_seed(1)
+        total = each(inputs()[0][0]).square().sum()
+        for kept in (True, False):
+            total.backward(retain_graph=kept)
+    assert_gradients(gradients_of(module), gradients_of(reference), 1e-10)
+
+
+def test_an_input_that_is_modified_is_an_error() -> None:
+    module = Products()
+    install([(0, module)], FULL)
+    for given in ({}, {"x": torch.randn(5, WIDTH)}):
+        x = given.get("x", torch.randn(5, WIDTH))
+        output = module(**given) if given else module(x)
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_evaluation_runs_plainly() -> None:
+    module, reference = stack(FULL).eval(), stack(None).eval()
+    (x,) = inputs()[0]
+    with counted(torch.ops.aten.native_layer_norm.default) as calls:
+        torch.testing.assert_close(module(x), reference(x))
+        module(x).sum().backward()
+        module.train()
+        with torch.no_grad():
+            module(x)
+    assert sum(calls) == 3 * 3 + 3, "nothing was run again"
+
+
+def test_hooks_run_once_and_see_the_layer() -> None:
+    module, seen = stack(FULL), []
+    for layer in module.layers:
+        layer.register_forward_pre_hook(lambda layer, given: seen.append("before"))
+        layer.register_forward_hook(lambda layer, given, output: seen.append("after"))
+        layer.register_full_backward_hook(lambda layer, given, output: seen.append("back"))
+    module(inputs()[0][0].requires_grad_()).sum().backward()
+    assert Counter(seen) == {"before": 4, "after": 4, "back": 4}
+
+
+def test_the_layers_stay_what_they_are() -> None:
+    module, reference = stack(FULL), stack(None)
+    assert list(module.state_dict()) == list(reference.state_dict())
+    assert [vars(one).keys() for one in module.modules()] == [vars(o).keys() for o in reference.modules()]
+    layer = module.layers[0]
+    assert isinstance(layer, Block)
+    assert type(layer).__name__ == "Block"
+    assert inspect.signature(layer.forward) == inspect.signature(reference.layers[0].forward)
+    assert type(layer) is type(module.layers[2])
+    twin = copy.deepcopy(module)
+    twin.load_state_dict(reference.state_dict())
+    assert_as_plain(twin, reference)
+
+
+def test_a_layer_in_two_places_is_checkpointed_once() -> None:
+    layer = Products()
+    install([(0, layer), (1, layer)], FULL)
+    assert sum(cls.__name__ == "Products" for cls in type(layer).__mro__) == 2
+
+
+def test_a_forward_of_the_layers_own_is_refused() -> None:
+    layer = Products()
+    layer.forward = layer.one.forward  # type: ignore[method-assign, assignment]
+    with pytest.raises(ModelError, match="layer 3, a Products"):
+        install([(3, layer)], FULL)
+    install([(3, layer)], Checkpointing(every=2))
+
+
+class Compiler:
+    """A backend that runs what it is given as it is; by graph, how many products are in it."""
+
+    def __init__(self) -> None:
+        self.forwards: list[int] = []
+        self.backwards: list[int] = []
+        self.runs = 0
+        self.backend = aot_autograd(
+            fw_compiler=functools.partial(self._compile, self.forwards),
+            bw_compiler=functools.partial(self._compile, self.backwards),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def _compile(self, seen: list[int], graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        seen.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+
+        def run(*args: Any) -> Any:
+            self.runs += 1
+            return graph.forward(*args)
+
+        boxed: Callable[..., Any] = make_boxed_func(run)
+        return boxed
+
+
+@pytest.fixture
+def compiler() -> Iterator[Compiler]:
+    yield Compiler()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("how", "again"),
+    [(FULL, 2), (SELECTIVE, 0), (Checkpointing(save=("attention",)), 2)],
+    ids=["full", "selective", "attention"],
+)
+@pytest.mark.parametrize("first", ["compiled", "checkpointed"])
+def test_compiled_layers(compiler: Compiler, how: Checkpointing, again: int, first: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Products(), Products()).double()
+    reference = copy.deepcopy(module)
+    if first == "checkpointed":
+        switch = install(enumerate(module), how)
+    for layer in module:
+        layer.compile(backend=compiler.backend, fullgraph=True)
+    if first == "compiled":
+        switch = install(enumerate(module), how)
+    for on in (True, False):
+        switch.on = on
+        compiler.backwards.clear()
+        module.zero_grad()
+        reference.zero_grad()
+        assert_as_plain(module, reference)
+        plain_backward = {3, 4}  # the first layer's input may need no gradient
+        assert compiler.backwards
+        assert {count - (again if on else 0) for count in compiler.backwards} <= plain_backward
+
+
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_a_compiled_part_of_a_layer(compiler: Compiler, how: Checkpointing) -> None:
+    """It stays compiled, also when it is run again."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.part = nn.Linear(WIDTH, WIDTH), Products()
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(x) + self.part(x).sin()
+            return result.sin()
+
+    torch.manual_seed(0)
+    module = Around().double()
+    reference = copy.deepcopy(module)
+    module.part.compile(backend=compiler.backend)
+    install([(0, module)], how)
+    assert_as_plain(module, reference)
+    compiler.runs = 0
+    plain(module, call, inputs())
+    assert compiler.runs == 3 * 3, "forward, forward again, backward"
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.parametrize("first", ["sharded", "checkpointed"])
+def test_fsdp(how: Checkpointing, first: str) -> None:
+    """A layer's parameters are gathered once for its backward, and not again in what is run again."""
+    module: Any = stack(None)
+    reference = stack(None)
+    if first == "checkpointed":
+        install(enumerate(module.layers), how)
+    for layer in module.layers:
+        fully_shard(layer)
+    fully_shard(module)
+    if first == "sharded":
+        install(enumerate(module.layers), how)
+    plain(module, call, inputs())
+    plain(reference, call, inputs())
+    found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+    assert_gradients(found, gradients_of(reference), 1e-10)
+
+
+def test_mixtures_of_experts_of_every_kind() -> None:
+    for experts in ("eager", "grouped_mm", "batched_mm"):
+        model = tiny_model("mixtral", layers=2)
+        model.set_experts_implementation(experts)
+        install(enumerate(model.model.layers), SELECTIVE)
+        microbatches = [[ids] for ids in ragged_batch(6)["input_ids"].chunk(3)]
+        assert_exact(
+            model,
+            microbatches,
+            call=lambda module, ids: module(input_ids=ids, use_cache=False).logits,
+            orders=["interleaved", "whole"],
+        )
+
+
+# ---- the option
+
+
+def test_forms_of_the_option() -> None:
+    for nothing in (None, False, "none"):
+        assert checkpointing(nothing) is None
+    for everything in (True, "full"):
+        assert checkpointing(everything) == FULL
+    assert checkpointing("selective") == SELECTIVE
+    own = Checkpointing(every=3, in_flight=(2, 0))
+    assert checkpointing(own) is own
+
+
+@pytest.mark.parametrize("given", ["all", 1.5, "Full"])
+def test_other_forms_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="'full', 'selective' or 'none'"):
+        checkpointing(given)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every": 0}, "every=0.*1 or more"),
+        ({"in_flight": -1}, "in_flight=-1.*0 or more"),
+        ({"in_flight": (3, -1)}, "in_flight"),
+        ({"in_flight": 2, "memory_limit": 1e9, "shape": (1, 8)}, "not both"),
+        ({"memory_limit": 1e9}, "shape"),
+        ({"save": ("matmull",)}, "'matmull'.*Did you mean matmul"),
+        ({"save": ("mm",)}, "'mm'.*aten.mm"),
+        ({"save": ("aten.bm",)}, "Did you mean.*aten.bmm"),
+        ({"save": ("matmul", "zzzzzzzz")}, "'zzzzzzzz'.*Take matmul or attention"),
+        ({"save": ("aten.matmul",)}, "takes this op apart"),
+        ({"save": ("aten.scaled_dot_product_attention",)}, "takes this op apart"),
+        ({"save": ("aten.view",)}, "returns a view"),
+        ({"save": ("aten.relu_",)}, "in place"),
+        ({"save": ("aten.native_dropout",)}, "random numbers"),
+    ],
+    ids=str,
+)
+def test_refusals(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Checkpointing(**options)

@@ -1,0 +1,217 @@
+"""Messages in batches: gradients as of plain ones, over gloo, in one process and by a ring exchange."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.runtime.batches import Batch, Batches, Transfer, neighbours
+from penstock.runtime.lanes import Lane
+from penstock.runtime.lower import Exchange, Post, Send, Wait, lower
+from penstock.runtime.network import Network
+from penstock.schedule import verify
+from penstock.schedule.config import chosen_schedule
+from penstock.schedule.exchanges import exchanges
+from support import jobs_channels as jobs
+from support.pool import Pool
+from support.schedules import FORMS, takes
+
+
+def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
+    """Every schedule."""
+    return [
+        (form, chosen_schedule(form, ranks, microbatches).placement.depth, microbatches)
+        for name, form in FORMS.items()
+        if takes(name, ranks, microbatches)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule_over_gloo(pool: Pool, ranks: int) -> None:
+    found = pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), "batched")
+    assert found == [[]] * ranks
+
+
+def test_every_schedule_in_one_process() -> None:
+    assert jobs.compare(3, cases(3, 4), "batched") == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zb_v"},
+        {"dtype": torch.float32, "wire_dtype": torch.bfloat16, "network": Network(latency=1e-3)},
+    ],
+)
+def test_gradients_are_those_of_channels_bit_for_bit(pool: Pool, options: dict[str, Any]) -> None:
+    for batched, plain in zip(
+        pool.run(2, jobs.step_with, {**options, "exchange": "batched"}),
+        pool.run(2, jobs.step_with, options),
+        strict=True,
+    ):
+        assert batched.loss == plain.loss
+        for stage, gradients in plain.gradients.items():
+            assert all(map(torch.equal, batched.gradients[stage], gradients))
+
+
+def test_a_plan_in_exchanges() -> None:
+    schedule = chosen_schedule("1f1b", 2, 2)
+    plan = lower(verify(schedule), 1, together=exchanges(schedule))
+    told = [f"{type(action).__name__} {getattr(action, 'message', getattr(action, 'op', ''))}".strip()
+            for action in plan.actions]  # fmt: skip
+    assert told == [
+        "Post 0F0 for stage 1", "Exchange", "Wait 0F0 for stage 1", "Compute 1F0",
+        "Compute 1B0", "Send 1B0 for stage 0",
+        "Post 0F1 for stage 1", "Exchange", "Wait 0F1 for stage 1", "Compute 1F1",
+        "Compute 1B1", "Send 1B1 for stage 0", "Exchange",
+        "Free 1B0 for stage 0", "Free 1B1 for stage 0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_all_that_is_posted_or_sent_is_in_the_next_exchange(name: str) -> None:
+    schedule = chosen_schedule(FORMS[name], 4, 8)
+    proof, together = verify(schedule), exchanges(schedule)
+    for rank in range(4):
+        given: list[Any] = []
+        begun: set[Any] = set()
+        for action in lower(proof, rank, together=together).actions:
+            match action:
+                case Post(message) | Send(message):
+                    given.append(message)
+                case Exchange(messages):
+                    assert list(messages) == given
+                    begun |= set(given)
+                    given = []
+                case Wait(message):
+                    assert message in begun
+        assert not given
+
+
+def test_what_cannot_go_in_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a message that tells itself comes in two parts.*'channels'"):
+        jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
+    with pytest.raises(ConfigError, match="exchange='ring'"):
+        jobs.step("1f1b", 2, 2, exchange="ring")
+
+
+def test_a_ring_exchange_where_there_is_one(pool: Pool) -> None:
+    several: list[jobs.Case] = [
+        ("1f1b", 4, 6),
+        ("zb_h1", 4, 6),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8),
+    ]
+    found = pool.run(4, jobs.in_rings, 4, several)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    assert all(count > 0 for _, count in found)
+
+
+class Group:
+    """Of a batch that is never sent: a ring of four seen from rank 1."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 4
+
+
+def test_what_is_given_to_a_ring_exchange() -> None:
+    calls: list[dict[str, Any]] = []
+    group: Any = Group()
+    batches = Batches(group, lambda **given: calls.append(given))
+    to_next, from_next, from_before = torch.zeros(3)
+    works = [
+        *batches.send(Lane(group, 1, 2, 5), [to_next]),
+        *batches.receive(Lane(group, 2, 1, 6), [from_next]),
+        *batches.receive(Lane(group, 0, 1, 1), [from_before]),
+    ]
+    assert not any(work.is_completed() for work in works)
+    batches.start(in_line=True)
+    assert all(work.is_completed() for work in works)
+    assert calls == [
+        {
+            "tensor_send_prev": None,
+            "tensor_recv_prev": from_before,
+            "tensor_send_next": to_next,
+            "tensor_recv_next": from_next,
+            "group": group,
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("transfers", "size"),
+    [
+        ([(True, 3)], 4),  # no neighbour of rank 1
+        ([(True, 2), (True, 2)], 4),  # two to one
+        ([(False, 0), (False, 0)], 2),  # of two ranks the other is both neighbours, and is still one
+    ],
+)
+def test_what_does_not_fit_a_ring_exchange(transfers: list[tuple[bool, int]], size: int) -> None:
+    given = [Transfer(torch.zeros(1), sends, peer, 0) for sends, peer in transfers]
+    assert neighbours(given, 1, size) is None
+
+
+def test_of_two_ranks_each_is_one_neighbour() -> None:
+    there, back = torch.zeros(2)
+    found = neighbours([Transfer(there, True, 0, 1), Transfer(back, False, 0, 2)], 1, 2)
+    assert found is not None
+    assert {side: tensor for side, tensor in found.items() if tensor is not None} == {
+        "tensor_send_prev": there, "tensor_recv_prev": back}  # fmt: skip
+
+
+class Noted:
+    """A work that is over when it has been waited for, which is borne once."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self._name, self._order = name, order
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        assert self._name not in self._order
+        self._order.append(self._name)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._name in self._order
+
+
+def test_a_batch_is_over_after_those_before_it_and_is_waited_for_once() -> None:
+    order: list[str] = []
+    first = Batch(None)
+    second = Batch(first)
+    third = Batch(second)
+    first.begin([Noted("a", order), Noted("b", order)])
+    second.begin([Noted("c", order)])
+    third.begin([])
+    assert not first.is_completed()
+    third.wait()
+    assert order == ["a", "b", "c"]
+    second.wait()
+    assert order == ["a", "b", "c"]
+    assert first.is_completed()
+
+
+def test_thousands_of_batches_that_nobody_waited_for() -> None:
+    batch = Batch(None)
+    batch.begin([])
+    for _ in range(5000):
+        batch = Batch(batch)
+        batch.begin([])
+    assert batch.wait()
+
+
+def test_batches_hold_no_tensor_once_begun() -> None:
+    sent = torch.zeros(1)
+    held = weakref.ref(sent)
+    group: Any = Group()
+    batches = Batches(group, lambda **given: None)
+    batches.send(Lane(group, 1, 2, 5), [sent])
+    batches.start(in_line=True)
+    del sent
+    assert held() is None

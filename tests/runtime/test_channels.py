@@ -1,0 +1,298 @@
+"""Channels: what is sent is held until it is sent and no longer, narrowed where asked, and counted right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from queue import Queue
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import PeerLostError, RunError
+from penstock.runtime.channels import Channels
+from penstock.runtime.lower import Channel, Message
+from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel
+from penstock.runtime.staging import Staging
+from penstock.schedule import Op
+from penstock.schedule.config import ScheduleLike
+from support import jobs_channels as jobs
+from support.pool import Pool
+
+FORTH, BACK = Message(Op(0, "F", 0), 1), Message(Op(1, "B", 0), 0)
+
+
+class Mail:
+    """The group of two ranks in one process, as channels use it. Sends are over once `gate` is open."""
+
+    def __init__(self) -> None:
+        self.gate = Event()
+        self.sends: list[jobs.SlowSend] = []
+        self._letters: dict[int, Queue[bytes]] = {tag: Queue() for tag in (1, 2)}
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> jobs.SlowSend:
+        slow = jobs.SlowSend(tensors[0], lambda: self.gate.wait(30), self._letters[tag].put)
+        self.sends.append(slow)
+        Thread(target=slow.run, daemon=True).start()
+        return slow
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Arrival:
+        return Arrival(tensors[0], self._letters[tag])
+
+
+class Arrival:
+    def __init__(self, buffer: Tensor, letters: Queue[bytes]) -> None:
+        self._buffer, self._letters = buffer, letters
+
+    def wait(self, timeout: timedelta = timedelta(seconds=30)) -> bool:
+        content = bytearray(self._letters.get(timeout=30))
+        self._buffer.copy_(torch.frombuffer(content, dtype=self._buffer.dtype).view_as(self._buffer))
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._letters.empty()
+
+
+class Groups:
+    def __init__(self, mail: Mail, rank: int) -> None:
+        self.whole, self.rank, self.size = mail, rank, 2
+        self.backend, self.limit = "gloo", timedelta(seconds=5)
+
+    def new(self, ranks: object, name: str) -> Mail:
+        return self.whole
+
+    def control_device(self, device: torch.device) -> torch.device:
+        return device
+
+
+class Watch:
+    def begin(self, what: object, peer: object) -> None: ...
+    def end(self) -> None: ...
+    def error(self, cause: BaseException) -> RunError:
+        return PeerLostError("rank 0", str(cause), "Look")
+
+
+class Ends:
+    """Both ends of the two channels between two stages."""
+
+    def __init__(self, **options: Any) -> None:
+        self.mail = Mail()
+        channels = (Channel(0, 1), Channel(1, 0))
+        self.first, self.second = (
+            Channels(Groups(self.mail, rank), channels, (0, 1), torch.device("cpu"),  # type: ignore[arg-type]
+                     options.get("wire"), Watch(), network=None)  # type: ignore[arg-type]
+            for rank in (0, 1)
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.mail.gate.set()
+        self.first.close()
+        self.second.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    made = Ends()
+    yield made
+    made.close()
+
+
+def parcel(*tensors: Tensor, loose: int | None = None) -> Parcel:
+    return Parcel(tensors, EdgeSpecs.of(tensors, SINGLE), loose)
+
+
+def eventually(holds: Callable[[], object]) -> bool:
+    deadline = time.monotonic() + 20
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return bool(holds())
+
+
+def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: Ends) -> None:
+    ends.first.send(FORTH, parcel(torch.arange(4.0)), told=False)
+    (slow,) = ends.mail.sends
+    assert not slow.gone
+    assert ends.first.buffer_bytes == 16
+    ends.mail.gate.set()
+    assert eventually(lambda: slow.gone)
+    assert not slow.died
+    assert ends.first.buffer_bytes == 0
+    assert ends.first.pending == 1  # until the plan's Free
+    ends.first.free(FORTH)
+    assert ends.first.pending == 0
+
+
+def test_a_channel_does_not_hold_up_what_goes_over_another(ends: Ends) -> None:
+    blocked = Message(Op(1, "B", 0), 0)
+    ends.second.send(blocked, parcel(torch.ones(4)), told=False)
+    other = Mail()
+    other.gate.set()
+    lane = ends.first._lanes[FORTH.channel]
+    ends.first._lanes[FORTH.channel] = lane._replace(group=other)  # type: ignore[arg-type]
+    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    assert eventually(lambda: other.sends[0].gone)
+    assert not ends.mail.sends[0].gone
+
+
+def test_what_its_graph_keeps_is_not_counted_as_freed(ends: Ends) -> None:
+    kept = torch.ones(4, requires_grad=True).tanh()
+    ends.first.send(FORTH, parcel(kept.detach(), loose=0), told=False)
+    assert ends.first.buffer_bytes == 0
+    ends.mail.gate.set()
+    assert eventually(lambda: ends.mail.sends[0].over.is_set())
+    assert not ends.mail.sends[0].gone
+
+
+def test_a_copy_made_to_be_sent_is_counted_whatever_its_original(ends: Ends) -> None:
+    across = torch.ones(4, 2).t()
+    ends.first.send(FORTH, parcel(across, loose=0), told=False)
+    assert ends.first.buffer_bytes == 32
+
+
+def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
+    ends.first._limit = timedelta(seconds=0.05)
+    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    with pytest.raises(PeerLostError, match="timed out"):
+        ends.first.free(FORTH)
+
+
+class Computing:
+    """A point in a stream that the device has yet to come to."""
+
+    def __init__(self) -> None:
+        self.reached = Event()
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(20)
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+
+def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None:
+    computing = Computing()
+    ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
+    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)  # returns at once
+    assert ends.mail.sends == []
+    computing.reached.set()
+    assert eventually(lambda: ends.mail.sends)
+    ends.mail.gate.set()
+    ends.first.free(FORTH)
+    assert eventually(lambda: ends.first._pool.idle_bytes == ends.first._pool.nbytes)
+    assert not ends.mail.sends[0].died
+
+
+def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> None:
+    """In 0.3.0 the error ended the thread that sends; the Free waited for the whole timeout and told of one.
+
+    A broken connection is made an error that names a rank, which the thread did not expect.
+    """
+    computing = Computing()
+    computing.reached.set()
+    ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
+    lane = ends.first._lanes[FORTH.channel]
+    ends.first._lanes[FORTH.channel] = lane._replace(group=Broken())  # type: ignore[arg-type]
+    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    with pytest.raises(PeerLostError, match="Connection reset"):
+        ends.first.free(FORTH)
+
+
+class Broken:
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_narrow_wire_has_narrow_buffers_and_leaves_integers_alone() -> None:
+    ends = Ends(wire=torch.bfloat16)
+    ends.mail.gate.set()
+    sent = parcel(torch.tensor([1.0, 1 + 2**-7, 1 + 2**-9, -3.14159]), torch.tensor([2**40 + 1, -7]))
+    ends.second.post(FORTH, sent.specs)
+    assert ends.second.buffer_bytes == 4 * 2 + 2 * 8
+    ends.first.send(FORTH, sent, told=False)
+    floats, integers = ends.second.receive(FORTH).tensors
+    assert floats.dtype == torch.float32
+    assert torch.equal(floats, sent.tensors[0].bfloat16().float())
+    assert torch.equal(integers, sent.tensors[1])
+    ends.close()
+
+
+def test_a_narrow_copy_is_counted_as_narrow_while_it_is_sent() -> None:
+    ends = Ends(wire=torch.bfloat16)
+    ends.first.send(FORTH, parcel(torch.ones(8)), told=False)
+    assert ends.first.buffer_bytes == 16
+    ends.close()
+
+
+def test_a_wide_wire_is_exact() -> None:
+    ends = Ends(wire=torch.float64)
+    ends.mail.gate.set()
+    sent = parcel(torch.randn(9))
+    ends.first.post(BACK, sent.specs)
+    assert ends.first.buffer_bytes == 72
+    ends.second.send(BACK, sent, told=False)
+    assert torch.equal(ends.first.receive(BACK).tensors[0], sent.tensors[0])
+    ends.close()
+
+
+def test_off_by_default(ends: Ends) -> None:
+    ends.second.post(FORTH, parcel(torch.randn(8)).specs)
+    assert ends.second.buffer_bytes == 32
+
+
+def flat(found: jobs.Stepped) -> dict[int, Tensor]:
+    return {stage: torch.cat([g.flatten() for g in row]) for stage, row in found.gradients.items()}
+
+
+WIRE = {"dtype": torch.float32, "wire_dtype": torch.bfloat16}
+
+
+def test_a_narrow_wire_gives_the_same_over_gloo_and_in_one_process(pool: Pool) -> None:
+    alone = flat(jobs.step_with(WIRE))
+    for found in pool.run(2, jobs.step_with, WIRE):
+        for stage, gradient in flat(found).items():
+            assert torch.equal(gradient, alone[stage])
+
+
+def test_a_narrow_wire_changes_gradients_by_its_rounding() -> None:
+    narrow, plain = flat(jobs.step_with(WIRE)), flat(jobs.step_with({"dtype": torch.float32}))
+    for stage, gradient in plain.items():
+        error = float((narrow[stage] - gradient).abs().max() / gradient.abs().max())
+        assert 0 < error < 4 * torch.finfo(torch.bfloat16).eps  # two tensors are rounded, on the way and back
+
+
+def test_a_wide_wire_changes_nothing(pool: Pool) -> None:
+    plain = flat(jobs.step_with({"dtype": torch.float32}))
+    for found in pool.run(2, jobs.step_with, {"dtype": torch.float32, "wire_dtype": torch.float64}):
+        for stage, gradient in flat(found).items():
+            assert torch.equal(gradient, plain[stage])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "depth", "each"),
+    [("1f1b", 2, 1), ({"schedule": "1f1b", "stages_per_rank": 2}, 4, 3), ("zb_v", 4, 2)],
+    ids=["1f1b", "interleaved_1f1b", "zb_v"],
+)
+def test_slow_sends_change_nothing_and_lose_nothing(
+    pool: Pool, schedule: ScheduleLike, depth: int, each: int
+) -> None:
+    """each: sends of a rank for one microbatch"""
+    for rank in pool.run(2, jobs.slow_sends, schedule, 2, depth, 6, 0.004, "tanh", 0.004):
+        assert rank.wrong == []
+        assert rank.died == 0
+        assert rank.sends == 2 * 6 * each
+        assert rank.early > 0
+
+
+def test_an_output_that_its_graph_keeps_is_no_buffer(pool: Pool) -> None:
+    """Six activations are on their way at once: bytes of buffers where nothing else holds them."""
+    message = jobs.ROWS * jobs.WIDTH * 8
+    free, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "linear", 0.0)
+    kept, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "tanh", 0.0)
+    assert (free.died, kept.died) == (0, 0)
+    assert (free.loose, kept.loose) == ({message}, {0})
+    assert free.buffers[0] >= 4 * message
+    assert kept.buffers[0] <= 3 * message  # receives that are posted

@@ -1,0 +1,129 @@
+"""Ranks that were started on different things are told so before anything else, field by field."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import HandshakeError
+from penstock.runtime.handshake import (
+    differences,
+    facts_of_process,
+    facts_of_schedule,
+    flat,
+    named,
+    shake_hands,
+)
+from penstock.runtime.processes import OneProcess
+from penstock.schedule import build
+from support import jobs_handshake
+from support.pool import Pool
+
+
+class Together:
+    """Processes that are threads of this one, in step at every gather."""
+
+    def __init__(self, index: int, count: int, barrier: threading.Barrier, told: list[Any]) -> None:
+        self.index, self.count, self._barrier, self._told = index, count, barrier, told
+        self.gathered = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self.gathered += 1
+        self._told[self.index] = value
+        self._barrier.wait(5)
+        everyone = list(self._told)
+        self._barrier.wait(5)
+        return everyone
+
+
+def shake(*facts: dict[str, str]) -> tuple[list[str], list[int]]:
+    """What each rank raised, in words, and how often it gathered."""
+    count = len(facts)
+    barrier, told, said = threading.Barrier(count), [None] * count, [""] * count
+    ranks = [Together(index, count, barrier, told) for index in range(count)]
+
+    def one(rank: Together) -> None:
+        try:
+            shake_hands(rank, facts[rank.index])
+        except HandshakeError as error:
+            said[rank.index] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return said, [rank.gathered for rank in ranks]
+
+
+def test_ranks_that_agree_gather_once() -> None:
+    assert shake(*[{"schedule": "1f1b", "microbatches": "4"}] * 3) == (["", "", ""], [1, 1, 1])
+    shake_hands(OneProcess(), {"schedule": "1f1b"})
+
+
+def test_all_ranks_are_told_the_differing_fields_alone() -> None:
+    said, gathered = shake(
+        {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"},
+        {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"},
+        {"schedule": "1f1b", "microbatches": "8", "dtype": "bfloat16"},
+    )
+    assert gathered == [2, 2, 2]
+    assert said[0] == said[1] == said[2]
+    assert said[0].splitlines() == [
+        "ranks that were started on different things: all ranks of a pipeline run the same",
+        "  microbatches: 4 on rank 0, 1; 8 on rank 2",
+        "  dtype: float32 on rank 0, 1; bfloat16 on rank 2. ",
+        "Start every rank with the same versions, config and arguments",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (["4", "4", "4", "4", "8"], "a: 4 on rank 0-3; 8 on rank 4"),
+        (["4", "8", "4", "8"], "a: 4 on rank 0, 2; 8 on rank 1, 3"),
+        (["4", "4", "8", "4", "4", "4"], "a: 4 on rank 0, 1, 3-5; 8 on rank 2"),
+        (["4", None], "a: 4 on rank 0; nothing on rank 1"),
+    ],
+)
+def test_ranks_are_grouped_by_value(told: Sequence[str | None], line: str) -> None:
+    assert differences([{} if value is None else {"a": value} for value in told]) == [line]
+
+
+def test_the_facts_of_a_schedule() -> None:
+    one, other = (facts_of_schedule(build("1f1b", ranks=2, microbatches=m)) for m in (4, 5))
+    assert {key for key in one if one[key] != other[key]} == {"microbatches", "order of ops"}
+    gpipe = facts_of_schedule(build("gpipe", ranks=2, microbatches=4))
+    assert {key for key in one if one[key] != gpipe[key]} == {"schedule", "order of ops"}
+    assert set(facts_of_process()) == {"penstock", "torch", "python"}
+
+
+def test_other_facts() -> None:
+    assert flat("config", {"a": 1, "rope": {"base": 2.5}}) == {"config.a": "1", "config.rope.base": "2.5"}
+    assert flat("dtype", None) == {"dtype": "None"}
+    assert named(SimpleNamespace()) == "types.SimpleNamespace"
+    assert named(shake) == f"{__name__}.shake"
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("microbatches", "microbatches: 4 on rank 0, 2; 5 on rank 1"),
+        ("schedule", "schedule: 1f1b on rank 0, 2; gpipe on rank 1"),
+        ("placement", "stages: 3 on rank 0, 2; 6 on rank 1"),
+        ("dtype", "dtype: torch.float32 on rank 0, 2; torch.bfloat16 on rank 1"),
+        ("model", "config.intermediate_size: 24 on rank 0, 2; 48 on rank 1"),
+        ("version", f"penstock: {version('penstock')} on rank 0, 2; 0.1.0 on rank 1"),
+    ],
+)
+def test_real_ranks_that_differ(pool: Pool, what: str, line: str) -> None:
+    """Before any group is made: with other numbers of channels the ranks would hang in making them."""
+    told = pool.run(3, jobs_handshake.differ, what)
+    assert told[0] == told[1] == told[2]
+    assert line in [text.strip().removesuffix(".") for text in told[0].splitlines()]
+    assert told[0].startswith("HandshakeError: ")

@@ -1,0 +1,101 @@
+"""An emulated network: what it delays, and where a timeline shows it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.runtime.network import Network
+from penstock.runtime.world import Link, open_world
+from penstock.schedule import Costs, simulate
+from penstock.schedule.config import chosen_schedule
+from support import jobs_channels as jobs
+from support.pool import Pool
+
+LATENCY, COMPUTE = 0.05, 0.02
+CLOCK = 1e-3  # seconds that the stamp may lie before the op's end, where clocks are read
+
+
+def test_a_delay_is_latency_and_size_over_bandwidth() -> None:
+    assert Network().delay(10**9) == 0
+    assert Network(latency=0.5).delay(10**9) == 0.5
+    assert Network(0.5, bandwidth=100).delay(50) == 1.0
+
+
+def test_a_message_is_held_back_until_it_may_be_had() -> None:
+    network = Network(latency=0.03)
+    stamp = network.stamp()
+    network.hold_back(stamp, 1)
+    there = time.perf_counter()
+    assert there - float(stamp) >= 0.03
+    network.hold_back(torch.tensor([there - 1.0], dtype=torch.float64), 1)  # long there: nothing to wait for
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"latency": -1.0}, "latency=-1.0"),
+        ({"latency": float("nan")}, "latency=nan"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0"),
+    ],
+)
+def test_what_is_no_network(given: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Network(**given)
+
+
+def test_where_there_is_none() -> None:
+    schedule = chosen_schedule("1f1b", 2, 2)
+    with pytest.raises(ConfigError, match="all ranks are in this one"):
+        open_world(schedule, Link(device="cpu", network=Network(1.0)))
+    with pytest.raises(ConfigError, match="the device is meta"):
+        open_world(schedule, Link(device="meta", network=Network(1.0)))
+
+
+def timeline(pool: Pool, **options: Any) -> Any:
+    """On rank 0, which knows all."""
+    return pool.run(2, jobs.step_with, {"seconds": COMPUTE, **options})[0].timeline
+
+
+def test_every_message_is_late_by_the_latency(pool: Pool) -> None:
+    found = timeline(pool, microbatches=4, network=Network(LATENCY))
+    ended = {span.op: span.end for span in found.spans}
+    program = chosen_schedule("1f1b", 2, 4)
+    for span in found.spans:
+        for needed in program.predecessors(span.op):
+            if needed.stage != span.op.stage:
+                assert span.start >= ended[needed] + LATENCY - CLOCK
+
+
+def test_waits_for_the_wire_are_told_from_waits_for_the_peer(pool: Pool) -> None:
+    """One microbatch: rank 0 stands while its result travels, rank 1 computes, and the gradient travels."""
+    found = timeline(pool, microbatches=1, network=Network(LATENCY))
+    first, second = found.idle
+    assert LATENCY - CLOCK <= first.wire < LATENCY + 0.5
+    assert first.peer >= LATENCY + COMPUTE - 2 * CLOCK
+    waits = {wait.rank: wait for wait in found.waits}
+    assert waits[1].end - waits[1].turn >= LATENCY - CLOCK
+    predicted = simulate(chosen_schedule("1f1b", 2, 1), Costs(
+        forward=COMPUTE, input_grad=0.0, weight_grad=0.0, communication=LATENCY))  # fmt: skip
+    assert found.makespan >= predicted.makespan - 4 * CLOCK
+    assert second.wire < LATENCY  # its only wait is before its first op
+
+
+def test_bandwidth_counts_the_bytes_on_the_wire(pool: Pool) -> None:
+    nbytes = jobs.ROWS * jobs.WIDTH * 8
+    found = timeline(pool, microbatches=1, network=Network(bandwidth=nbytes / LATENCY))
+    assert found.idle[0].wire >= LATENCY - CLOCK
+    narrow = timeline(pool, microbatches=1, wire_dtype=torch.bfloat16,
+                      network=Network(bandwidth=nbytes / LATENCY))  # fmt: skip
+    assert LATENCY / 4 - CLOCK <= narrow.idle[0].wire < found.idle[0].wire
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange": "batched"}, {"shapes": "exchanged"}])
+def test_gradients_stay_as_they_are(pool: Pool, options: dict[str, Any]) -> None:
+    for found in pool.run(2, jobs.step_with, {"network": Network(0.002, 1e6), **options}):
+        assert jobs.differences(found, 2, 4) == []
+        assert all(wait.end >= wait.sent + 0.002 - CLOCK for wait in found.timeline.waits)

@@ -1,0 +1,170 @@
+"""Staging: host memory is read and written in the order of the device's stream, and used again only then.
+
+Instead of a GPU there is a stream on paper, and "meta" as the device: what is copied there holds no memory.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from threading import Event
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.runtime.parcel import TensorSpec
+from penstock.runtime.pool import Pool
+from penstock.runtime.reaper import Reaper, Sending, Work
+from penstock.runtime.staging import Staging
+
+SPEC = TensorSpec((4,), torch.float32)
+
+
+class Stream:
+    """What was queued on it ends when `run` is called."""
+
+    def __init__(self) -> None:
+        self.moments: list[Point] = []
+
+    def now(self) -> Point:
+        self.moments.append(Point())
+        return self.moments[-1]
+
+    def run(self) -> None:
+        for moment in self.moments:
+            moment.reached.set()
+
+
+class Point:
+    def __init__(self) -> None:
+        self.reached = Event()
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(20), "the stream never came there"
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+
+@pytest.fixture
+def stream() -> Stream:
+    return Stream()
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool(torch.device("cpu"))
+
+
+@pytest.fixture
+def staging(stream: Stream, pool: Pool) -> Staging:
+    return Staging(torch.device("meta"), pool, stream.now)
+
+
+def address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def test_what_goes_down_is_a_copy_with_shape_and_dtype(staging: Staging) -> None:
+    given = [torch.arange(6.0).view(2, 3).requires_grad_(), torch.arange(3), torch.ones(2).bfloat16()]
+    copies, _ = staging.down(given)
+    for copy, tensor in zip(copies, given, strict=True):
+        assert torch.equal(copy, tensor)
+        assert (copy.dtype, copy.shape, copy.is_contiguous()) == (tensor.dtype, tensor.shape, True)
+        assert address(copy) != address(tensor)
+        assert not copy.requires_grad
+
+
+def test_host_memory_is_not_used_again_while_the_device_reads_it(
+    staging: Staging, stream: Stream, pool: Pool
+) -> None:
+    received = pool.take(SPEC)
+    where = address(received)
+    (made,) = staging.up([received])
+    assert made.device.type == "meta"
+    del received
+    assert address(pool.take(SPEC)) != where
+    stream.run()
+    staging.up([])  # takes note of what the stream has done
+    assert address(pool.take(SPEC)) == where
+
+
+def test_after_settle_all_host_memory_is_free(staging: Staging, stream: Stream, pool: Pool) -> None:
+    staging.up([pool.take(SPEC), pool.take(SPEC)])
+    assert pool.idle_bytes == 0
+    stream.run()
+    staging.settle()
+    assert pool.idle_bytes == pool.nbytes == 2 * 64
+
+
+def test_settle_waits_for_the_device(staging: Staging, stream: Stream, pool: Pool) -> None:
+    staging.up([pool.take(SPEC)])
+    stream.moments[0].reached.set()
+    staging.up([pool.take(SPEC)])
+    order: list[str] = []
+    stream.moments[1].synchronize = lambda: order.append("waited")  # type: ignore[method-assign]
+    staging.settle()
+    assert order == ["waited"]
+
+
+class NotedWork:
+    """Holds the tensor that it sends, as gloo's does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor: Tensor | None = tensor
+        self.over = Event()
+
+    def wait(self, timeout: timedelta = timedelta(seconds=20)) -> bool:
+        assert self.over.wait(20)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+
+def test_a_send_begins_after_its_moment_and_holds_its_host_memory_until_it_is_over(
+    staging: Staging, stream: Stream, pool: Pool
+) -> None:
+    hosts, ready = staging.down([torch.ones(4)])
+    started: list[NotedWork] = []
+    begun = Event()
+
+    def start(given: Sequence[Tensor]) -> list[Work]:
+        ready.synchronize()
+        started.extend(map(NotedWork, given))
+        begun.set()
+        return [*started]
+
+    reaper = Reaper("test")
+    sending = Sending(hosts, 16, start=partial(start, hosts))
+    sending.leave_to(reaper)
+    assert not begun.wait(0.05)  # the device still computes
+    stream.run()
+    assert begun.wait(20)
+    del hosts
+    assert pool.idle_bytes == 0  # gloo reads it
+    started.pop().over.set()
+    sending.finish(timedelta(seconds=20))
+    reaper.close()
+    gc.collect()
+    assert pool.idle_bytes == pool.nbytes > 0
+
+
+def test_a_send_that_cannot_begin_is_an_error_of_its_free(stream: Stream) -> None:
+    """Once the thread died of it, and the error came as a time-out."""
+
+    def start() -> list[Work]:
+        raise RuntimeError("Connection closed by peer")
+
+    reaper = Reaper("test")
+    sending = Sending([torch.ones(1)], 4, start=start)
+    sending.leave_to(reaper)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        sending.finish(timedelta(seconds=20))
+    following = Sending([torch.ones(1)], 4, start=list)
+    following.leave_to(reaper)
+    following.finish(timedelta(seconds=20))
+    reaper.close()

@@ -1,0 +1,248 @@
+"""Ranks that die, sleep or raise: what the others say, that all stop in time, and what is left of the step.
+
+The steps are of 1F1B with 6 microbatches. On rank 2 of 4 that is
+
+    warm-up 2F0 2F1 | steady 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2F5 | drain 2B4 2B5
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.schedule import Schedule, build
+from support import jobs_stalls
+from support.jobs_stalls import MICROBATCHES, Case
+
+pytestmark = pytest.mark.xdist_group("stalls")  # one fixture for all
+
+# name: how it is started, deed, op, ranks, the phase that the op is in
+CASES = {
+    "killed in warm-up": ("fork", "kill", "2F1", 4, "warm-up"),
+    "killed in the steady phase": ("launch", "kill", "1F3", 3, "steady phase"),
+    "killed in the drain": ("fork", "kill", "2B4", 4, "drain"),
+    "asleep": ("launch", "stop", "1F3", 3, "steady phase"),
+    "raises in forward": ("fork", "raise", "2F3", 4, "steady phase"),
+    "raises in backward": ("fork", "raise", "2B1", 4, "steady phase"),
+    "raises in the loss": ("fork", "loss", "3F2", 4, "steady phase"),
+}
+KILLED = [name for name in CASES if name.startswith("killed")]
+RAISING = [name for name in CASES if name.startswith("raises")]
+TIMEOUT = 4.0
+SPARE = 6.0  # seconds, beyond the deadline, for ranks to tell what they know and end
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    culprit: int
+    phase: str
+    code: int
+    summary: str
+    ended: float
+    told: Mapping[int, dict[str, Any]]
+
+    @property
+    def program(self) -> list[str]:
+        return [str(op) for op in schedule(self.case.ranks).programs[self.culprit]]
+
+    @property
+    def survivors(self) -> list[dict[str, Any]]:
+        return [words for rank, words in self.told.items() if rank != self.culprit]
+
+    def trace(self, rank: int) -> list[dict[str, Any]]:
+        """The ops in the file that the rank wrote, in the order in which they ran."""
+        text = (Path(self.case.folder) / "stalled" / f"rank-{rank}.json").read_text()
+        slices = [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
+        return sorted(slices, key=lambda event: float(event["ts"]))
+
+
+def schedule(ranks: int) -> Schedule:
+    return build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
+    """All cases, at once."""
+    cases, running = {}, {}
+    for name, (way, deed, op, ranks, _) in CASES.items():
+        cases[name] = Case(str(tmp_path_factory.mktemp("case")), deed, op, ranks, TIMEOUT)
+        if way == "launch":
+            running[name] = start(launcher(cases[name]))
+    forked = [name for name in CASES if name not in running]
+    nursery = start([sys.executable, jobs_stalls.__file__, "fork", *(str(cases[name]) for name in forked)])
+    try:
+        found = {}
+        for name, process in running.items():
+            _, err = process.communicate(timeout=100)
+            found[name] = outcome(name, cases[name], process.returncode, err)
+        assert nursery.wait(timeout=100) == 0, nursery.communicate()
+        for name in forked:
+            folder = Path(cases[name].folder)
+            code, summary = (folder / "code").read_text(), (folder / "summary").read_text()
+            found[name] = outcome(name, cases[name], int(code), summary)
+        yield found
+    finally:
+        for process in (nursery, *running.values()):
+            process.kill()
+            process.communicate()
+
+
+def launcher(case: Case) -> list[str]:
+    rank = [sys.executable, jobs_stalls.__file__, "rank", str(case)]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys, penstock.launch as l; sys.exit(l.launch({case.ranks}, {rank}))",
+    ]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def outcome(name: str, case: Case, code: int, summary: str) -> Outcome:
+    files = {rank: Path(case.folder) / f"rank-{rank}.json" for rank in range(case.ranks)}
+    told = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+    return Outcome(case, int(case.op[0]), CASES[name][-1], code, summary, time.time(), told)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], name: str) -> None:
+    found = outcomes[name]
+    pids = [int(file.read_text()) for file in Path(found.case.folder).glob("rank-*.pid")]
+    assert len(pids) == found.case.ranks
+    assert not [pid for pid in pids if alive(pid)]
+    struck = Path(found.case.folder) / "struck"
+    began = float(struck.read_text()) if struck.exists() else found.told[found.culprit]["time"]
+    assert len(found.survivors) == found.case.ranks - 1
+    waited = TIMEOUT if found.case.deed == "stop" else 0  # else their connections tell them
+    assert max(words["time"] for words in found.survivors) - began < waited + SPARE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_summary_comes_first_and_once(outcomes: dict[str, Outcome], name: str) -> None:
+    found = outcomes[name]
+    op, phase, culprit = found.case.op, found.phase, found.culprit
+    first, *_ = found.summary.splitlines()
+    assert found.summary.count("penstock: error: ") == 1
+    if found.case.deed == "kill":
+        assert found.code == 137
+        assert first.startswith(
+            f"penstock: error: rank {culprit} was killed by signal 9 (SIGKILL), last reported"
+        )
+        assert f"ago: in {op}, {phase}; " in first
+    elif found.case.deed == "stop":
+        assert found.code == 1
+        assert re.match(
+            rf"penstock: error: rank \d waiting for \S+ from rank \d: rank {culprit} has been", first
+        )
+    else:
+        assert found.code == 1
+        assert first == f"penstock: error: rank {culprit}: ValueError: this op gave up, in {op}, {phase}"
+        assert found.summary.count("Traceback") == 1
+    heading = "What the ranks did last:\n"
+    lines = found.summary.partition(heading)[2].splitlines()
+    for rank in range(found.case.ranks):
+        assert lines[rank].startswith(f"  rank {rank} ")
+        assert re.search(r"\d+ of 12 ops done, the last \S+", lines[rank])
+    assert f"in {op}, {phase}; {found.program.index(op)} of 12 ops done" in lines[culprit]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(
+    outcomes: dict[str, Outcome], name: str
+) -> None:
+    found = outcomes[name]
+    for rank, words in found.told.items():
+        if rank == found.culprit:
+            continue
+        assert words["kind"] in ("PeerLostError", "StalledPeerError")
+        text, last = words["text"], " ".join(words["last_ops"])
+        assert words["rank"] == rank
+        peer = "the other ranks" if words["peer"] is None else f"rank {words['peer']}"
+        assert text.startswith(f"rank {rank} waiting for {words['op']} from {peer}: rank {found.culprit} ")
+        assert last
+        assert re.search(
+            rf"\n  rank {rank} waiting for .*; \d+ of 12 ops done, the last {last}; timeline", text
+        )
+        assert words["peer_report"] in text
+        assert words["peer_report"].startswith(f"rank {found.culprit} last reported ")
+        assert f"in {found.case.op}, {found.phase}; " in words["peer_report"]
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) -> None:
+    found = outcomes[name]
+    for words in found.survivors:
+        assert re.search(
+            rf"rank {found.culprit} (failed first: it )?died or closed its connection", words["text"]
+        )
+
+
+def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: dict[str, Outcome]) -> None:
+    found = outcomes["asleep"]
+    stalled = [words for words in found.survivors if words["kind"] == "StalledPeerError"]
+    assert stalled
+    for words in stalled:
+        assert f"rank {found.culprit} has been silent for" in words["text"]
+        assert "longer than the timeout of 4 s" in words["text"]
+        assert TIMEOUT - 0.5 < words["waited"] < TIMEOUT + 2
+        silent = re.search(r"last reported (\d+\.\d) s ago", words["peer_report"])
+        assert silent is not None
+        assert float(silent[1]) > TIMEOUT - jobs_stalls.REPORTED - 1
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_a_reason_reaches_every_rank(outcomes: dict[str, Outcome], name: str) -> None:
+    found = outcomes[name]
+    reason = f"rank {found.culprit} failed first: {found.case.op}: ValueError: this op gave up"
+    assert all(reason in words["text"] for words in found.survivors)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_timeline_so_far_is_left_by_all_that_could(outcomes: dict[str, Outcome], name: str) -> None:
+    found = outcomes[name]
+    programs = schedule(found.case.ranks).programs
+    for rank, words in found.told.items():
+        program = [str(op) for op in programs[rank]]
+        ran = [event["name"] for event in found.trace(rank)]
+        assert ran
+        assert ran == program[: len(ran)]
+        if rank != found.culprit:
+            assert words["ops"] == ran
+            assert words["last_ops"] == ran[-3:]
+            assert f"timeline so far in {found.case.folder}/stalled/rank-{rank}.json" in words["text"]
+
+
+def test_the_timelines_fit_together(outcomes: dict[str, Outcome]) -> None:
+    """They share one clock: no op began before what it needs from another rank was there."""
+    found = outcomes["raises in backward"]
+    ends, starts = {}, {}
+    for rank in range(4):
+        for event in found.trace(rank):
+            starts[event["name"]] = event["ts"]
+            ends[event["name"]] = event["ts"] + event["dur"]
+    for name, began in starts.items():
+        if "F" in name and name[0] != "0":
+            before = f"{int(name[0]) - 1}{name[1:]}"
+            assert ends[before] <= began

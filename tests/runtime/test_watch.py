@@ -1,0 +1,221 @@
+"""The notes that ranks leave for each other, and whom a wait that comes to nothing blames."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
+from penstock.runtime.lower import Message
+from penstock.runtime.notes import Notes, Wait
+from penstock.runtime.progress import Progress, account
+from penstock.runtime.watch import Watch
+from penstock.schedule import Op, build
+
+TIMEOUT = 0.4  # a note every 0.05 s
+TIMED_OUT, CLOSED = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")
+PROGRAM = build("1f1b", ranks=4, microbatches=6).programs[2]
+
+Start = Callable[[int], Watch]
+
+
+def at(done: int, inside: bool = False) -> Progress:
+    return Progress(PROGRAM, PROGRAM[:done], PROGRAM[done] if inside else None)
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+@pytest.fixture
+def start(store: Store) -> Iterator[Start]:
+    started = []
+
+    def start(rank: int) -> Watch:
+        started.append(Watch(store, rank, 4, TIMEOUT))
+        return started[-1]
+
+    yield start
+    for watch in started:
+        watch.close()
+
+
+def waits(watch: Watch, op: str, target: int) -> None:
+    message = Message(Op.parse(op), target)
+    watch.begin(message, message.op.stage)
+
+
+@pytest.mark.parametrize(
+    ("progress", "waiting", "said"),
+    [
+        (None, "", "at work, before the first step"),
+        (at(0), "", "before 2F0, warm-up; 0 of 12 ops done"),
+        (at(1, True), "", "in 2F1, warm-up; 1 of 12 ops done, the last 2F0"),
+        (at(2), "waiting for 3B0", "waiting for 3B0, steady phase; 2 of 12 ops done, the last 2F0 2F1"),
+        (at(9, True), "", "in 2F5, steady phase; 9 of 12 ops done, the last 2B2 2F4 2B3"),
+        (at(10, True), "", "in 2B4, drain; 10 of 12 ops done, the last 2F4 2B3 2F5"),
+        (Progress(PROGRAM, PROGRAM, None), "", "between steps; 12 of 12 ops done, the last 2F5 2B4 2B5"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_does_in_words(progress: Progress | None, waiting: str, said: str) -> None:
+    assert str(account(progress, waiting)) == said
+
+
+def test_a_forward_only_program_has_no_phases() -> None:
+    program = [Op(0, "F", m) for m in range(3)]
+    assert str(account(Progress(program, program[:1], program[1]))) == "in 0F1; 1 of 3 ops done, the last 0F0"
+
+
+def test_the_thread_tells_of_progress_and_reads_it_only(store: Store, start: Start) -> None:
+    asked = []
+
+    def progress() -> Progress:
+        asked.append(time.monotonic())
+        return at(3, True)
+
+    start(2).follow(progress)
+    time.sleep(5 * TIMEOUT / 8)
+    note = Notes(store, 0).read(2)
+    assert note is not None
+    assert note.age < TIMEOUT
+    assert note.account == "in 2F2, steady phase; 3 of 12 ops done, the last 2F0 2F1 2B0"
+    assert 2 <= len(asked) <= 6
+
+
+def test_the_chain_of_waits_ends_at_the_rank_that_stalled(start: Start) -> None:
+    watches = [start(rank) for rank in range(4)]
+    watches[0].follow(lambda: at(4))
+    watches[2].follow(lambda: at(3, True))
+    waits(watches[0], "1B0", 0)
+    waits(watches[1], "2B0", 1)
+    waits(watches[3], "2F2", 3)
+    time.sleep(TIMEOUT)
+    error = watches[0].error(TIMED_OUT)
+    assert isinstance(error, StalledPeerError)
+    assert (error.rank, error.op, error.peer) == (0, "1B0", 1)
+    assert TIMEOUT <= error.waited < TIMEOUT + 1
+    assert error.last_ops == PROGRAM[1:4]
+    brief, report, own = str(error).splitlines()
+    assert brief.startswith("rank 0 waiting for 1B0 from rank 1: rank 2 has been silent for 0 s")
+    assert "; rank 1 waits for 2B0 from rank 2. " in brief
+    assert report.startswith("  rank 2 last reported 0.")
+    assert report.endswith("s ago: in 2F2, steady phase; 3 of 12 ops done, the last 2F0 2F1 2B0")
+    assert own.startswith("  rank 0 waiting for 1B0 from rank 1, steady phase; 4 of 12 ops done")
+    assert set(error.reports) == {1, 2, 3}
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.reports) == (str(error), error.reports)
+
+
+def test_a_rank_whose_notes_have_ceased_is_blamed_whatever_it_said_last(start: Start) -> None:
+    """0.2.0: one that was stopped while its note said that it waited was passed over for its own peer."""
+    first, stopped, third = start(1), start(2), start(3)
+    waits(stopped, "3B0", 2)
+    time.sleep(TIMEOUT / 2)
+    stopped.close()
+    waits(first, "2B0", 1)
+    third.follow(lambda: at(2, True))
+    time.sleep(TIMEOUT)
+    assert "from rank 2: rank 2 has been silent" in str(first.error(TIMED_OUT))
+
+
+def test_a_circle_of_waits_blames_every_rank(start: Start) -> None:
+    one, two = start(0), start(1)
+    waits(one, "1B0", 0)
+    waits(two, "0F1", 1)
+    time.sleep(TIMEOUT)
+    assert "every rank has been silent" in str(one.error(TIMED_OUT))
+
+
+def test_a_wait_for_all_blames_those_that_wait_for_nobody(start: Start) -> None:
+    watches = [start(rank) for rank in range(4)]
+    for rank in (0, 1, 3):
+        watches[rank].begin("the end of the step", None)
+    time.sleep(TIMEOUT)
+    error = watches[0].error(TIMED_OUT)
+    assert str(error).startswith(
+        "rank 0 waiting for the end of the step from the other ranks: rank 2 has been silent"
+    )
+
+
+def test_a_wait_that_goes_on_keeps_its_beginning(start: Start) -> None:
+    """0.2.0: the error of a wait that had timed out told of 0 s: it was begun anew when it broke off."""
+    watch = start(0)
+    waits(watch, "1B0", 0)
+    time.sleep(TIMEOUT)
+    waits(watch, "1B0", 0)
+    assert watch.error(TIMED_OUT).waited >= TIMEOUT
+
+
+def test_the_first_reason_stays(start: Start) -> None:
+    failed, other, waiting = start(2), start(1), start(0)
+    failed.failed("2F3: ValueError: no")
+    other.failed("1F4: ValueError: neither")
+    waits(waiting, "1B0", 0)
+    for cause in (CLOSED, TIMED_OUT):  # also where the process of the rank that failed lives on
+        error = waiting.error(cause)
+        assert isinstance(error, PeerLostError)
+        assert "rank 1: rank 2 failed first: 2F3: ValueError: no. " in str(error)
+        assert error.peer_report.startswith("rank 2 last reported 0.")
+
+
+def test_a_rank_that_died_is_named_to_those_that_lose_the_one_that_noticed(start: Start) -> None:
+    one, two = start(1), start(0)
+    waits(one, "2B0", 1)
+    first = str(one.error(CLOSED))
+    assert first.startswith("rank 1 waiting for 2B0 from rank 2: rank 2 died or closed its connection. ")
+    assert "\n  rank 2 never reported" in first
+    waits(two, "1B0", 0)
+    assert "rank 1: rank 2 failed first: it died or closed its connection, as rank 1" in str(
+        two.error(CLOSED)
+    )
+
+
+def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start: Start) -> None:
+    one, two, three = start(1), start(3), start(0)
+    waits(one, "2B0", 1)
+    waits(two, "2F0", 3)
+    waits(three, "1B0", 0)
+    assert isinstance(one.error(TIMED_OUT), StalledPeerError)
+    assert isinstance(two.error(TIMED_OUT), StalledPeerError)
+    lost = three.error(CLOSED)
+    assert isinstance(lost, PeerLostError)
+    assert "rank 1: rank 2 failed first: it has been silent for 0 s, as rank 1 noticed. " in str(lost)
+
+
+def test_a_store_that_is_gone_is_done_without() -> None:
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection refused")
+
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection refused")
+
+        def compare_set(self, key: str, expected: str, value: str) -> None:
+            raise RuntimeError("connection refused")
+
+    notes = Notes(Gone(), 0)  # type: ignore[arg-type]
+    assert not notes.leave("at work", Wait("2F0", 2))
+    assert notes.read(1) is None
+    notes.fail(0, "no")
+    assert notes.first_failure("failed") is None
+
+
+def test_a_note_keeps_what_it_is_given(store: Store) -> None:
+    Notes(store, 1).leave("in 2F3", Wait("2F0", None))
+    note = Notes(store, 0).read(1)
+    assert note is not None
+    assert (note.account, note.wait) == ("in 2F3", Wait("2F0", None))
+    assert json.loads(store.get("note/1"))[1] == "in 2F3"
+
+
+def test_any_error_may_carry_an_account() -> None:
+    error = ValueError("no")
+    assert account_of(error) is None
+    give_account(error, Account("in 2F3", "", "timeline so far in x.json"))
+    assert str(account_of(error)) == "in 2F3; timeline so far in x.json"

@@ -1,0 +1,131 @@
+"""Exchanges: which schedules come to their end where what a rank sends and receives is over together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from penstock.errors import ConfigError
+from penstock.schedule import Op, Schedule, verify
+from penstock.schedule.ahead import received
+from penstock.schedule.config import chosen_schedule
+from penstock.schedule.exchanges import Exchanges, exchanges
+from penstock.schedule.placement import loop
+from support.programs import valid
+from support.schedules import FORMS, takes
+
+SIZES = [(2, 2), (2, 5), (3, 4), (4, 4), (4, 10), (8, 16)]
+
+
+def finishes(found: Exchanges, in_line: bool) -> bool:
+    """All ranks, step by step, in the plainest way: a judge written apart from the code."""
+    schedule, hosts = found.schedule, found.schedule.placement.rank_of
+    groups: dict[tuple[int, int], set[Op]] = {}  # by rank and place, what is exchanged
+    brings: dict[tuple[int, Op], int] = {}  # by rank and what is received, the place
+    for rank, row in enumerate(found.receives):
+        for place, ops in enumerate(row):
+            for op in ops:
+                sender = hosts[op.stage]
+                sent = schedule.programs[sender].index(op) + 1
+                groups.setdefault((rank, place), set()).add(op)
+                groups.setdefault((sender, sent), set()).add(op)
+                brings[rank, op] = place
+    at, over = [0] * schedule.ranks, [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        begun = {(rank, op) for rank in range(schedule.ranks)
+                 for place in range(min(over[rank], at[rank]) + 1) for op in groups.get((rank, place), ())
+                 }  # fmt: skip
+        for rank, program in enumerate(schedule.programs):
+            mine = groups.get((rank, over[rank]), set())
+            if over[rank] <= at[rank] and all(sum((r, op) in begun for r in range(schedule.ranks)) == 2
+                                              for op in mine):  # fmt: skip
+                over[rank] += 1
+                moved = True
+            if at[rank] < len(program):
+                needed = received(schedule, program[at[rank]])
+                place = -1 if needed is None else brings[rank, needed]
+                if place < over[rank] and (not in_line or at[rank] < over[rank]):
+                    at[rank] += 1
+                    moved = True
+    return all(at[rank] == len(program) for rank, program in enumerate(schedule.programs))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_builder_comes_to_its_end(name: str) -> None:
+    for ranks, microbatches in SIZES:
+        if takes(name, ranks, microbatches):
+            found = exchanges(chosen_schedule(FORMS[name], ranks, microbatches))
+            assert found.in_line
+            assert ranks > 4 or finishes(found, in_line=False)
+            assert ranks > 4 or finishes(found, in_line=True)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_result_is_received_once_before_its_use_and_in_the_order_of_sending(name: str) -> None:
+    schedule = chosen_schedule(FORMS[name], 4, 8)
+    found, hosts = exchanges(schedule), schedule.placement.rank_of
+    for rank, program in enumerate(schedule.programs):
+        assert len(found.receives[rank]) == len(program)
+        places = {op: place for place, ops in enumerate(found.receives[rank]) for op in ops}
+        needs = {needed: at for at, op in enumerate(program) if (needed := received(schedule, op))}
+        assert places.keys() == needs.keys()
+        assert all(places[op] <= needs[op] for op in needs)
+        got = [op for ops in found.receives[rank] for op in ops]
+        for peer in range(4):
+            sent = [op for op in schedule.programs[peer] if op in needs]
+            assert [op for op in got if hosts[op.stage] == peer] == sent
+
+
+def test_what_the_docstring_draws() -> None:
+    found = exchanges(chosen_schedule("1f1b", 2, 3))
+    told = [" ".join(map(str, ops)) for ops in found.receives[1]]
+    assert told == ["0F0", "", "0F1", "", "0F2", ""]
+
+
+def test_results_that_cross_are_received_as_soon_as_they_are_sent() -> None:
+    """Late receives alone would let these two wait for each other: each sends what the other wants later."""
+    found = exchanges(chosen_schedule({"schedule": "1f1b", "stages_per_rank": 2}, 2, 4))
+    early = 0
+    for program, row in zip(found.schedule.programs, found.receives, strict=True):
+        uses = {received(found.schedule, op): at for at, op in enumerate(program)}
+        early += sum(place < uses[op] for place, ops in enumerate(row) for op in ops)
+    assert early
+
+
+def a_circle() -> Schedule:
+    """Three ranks in a loop, each of which has something to send on before what it waits for can come."""
+    text = (
+        "0F2 0F1 3F2 0F0 3F0 3F1 3B2 0B2 3B0 3B1 0B0 0B1",
+        "1F2 1F1 4F2 1F0 4F0 4F1 4B2 1B2 4B1 4B0 1B0 1B1",
+        "2F2 5F2 2F1 5B2 2F0 5F0 5F1 5B1 2B2 5B0 2B0 2B1",
+    )
+    programs = tuple(tuple(map(Op.parse, line.split())) for line in text)
+    return Schedule("drawn", loop(3, 2), 3, programs)
+
+
+def test_who_would_wait_in_a_circle_is_named() -> None:
+    verify(a_circle())  # no op waits in a circle
+    with pytest.raises(ConfigError) as refused:
+        exchanges(a_circle())
+    told = str(refused.value)
+    assert told.startswith("exchange='batched' with schedule 'drawn': what a rank sends and receives between")
+    for part in (
+        "rank 0 after 0F0 sends 0F0 to rank 1 and receives 2F0 from rank 2",
+        "rank 2 after 5B2 sends 5B2 to rank 1 and waits for rank 1",
+        "and waits for rank 0",
+    ):
+        assert part in told
+    assert "Take exchange='channels'" in told
+
+
+@settings(max_examples=150, deadline=None)
+@given(valid(always_trains=True))
+def test_what_is_accepted_ends(schedule: Schedule) -> None:
+    try:
+        found = exchanges(schedule)
+    except ConfigError:
+        return
+    assert finishes(found, in_line=False)
+    assert finishes(found, in_line=True) == found.in_line

@@ -1,0 +1,272 @@
+"""What the pool's workers run over channels of all kinds, and a connection whose sends take their time."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from threading import Event
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock import Pipeline
+from penstock.runtime import channels
+from penstock.runtime.lanes import Lane
+from penstock.runtime.lower import Message
+from penstock.runtime.parcel import Parcel
+from penstock.runtime.reaper import Work
+from penstock.schedule import Timeline
+from penstock.schedule.config import ScheduleLike
+
+ROWS, WIDTH = 2, 8  # of a microbatch
+Gradients = dict[int, list[Tensor]]  # by stage
+Case = tuple[ScheduleLike, int, int]  # with the depth of its placement, and the microbatches
+
+
+class Part(nn.Module):
+    """last: what the stage ends with; "linear", whose output nobody keeps, or "tanh", which keeps its own"""
+
+    def __init__(self, stage: int, dtype: torch.dtype, last: str, seconds: float) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
+        self.last, self.seconds = last, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seconds and not x.is_meta:
+            time.sleep(self.seconds)
+        made: Tensor = self.linear(x.tanh())
+        return made.tanh() if self.last == "tanh" else made
+
+
+def mean_square(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()
+
+
+def batch(microbatches: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(99)
+    return {"x": torch.randn(ROWS * microbatches, WIDTH, generator=generator, dtype=dtype)}
+
+
+class Stepped(NamedTuple):
+    loss: float
+    gradients: Gradients
+    buffers: tuple[int, ...]  # by rank, bytes when most was held
+    timeline: Timeline
+
+
+def step(
+    schedule: ScheduleLike,
+    ranks: int,
+    microbatches: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    last: str = "tanh",
+    seconds: float = 0.0,
+    steps: int = 1,
+    **options: Any,
+) -> Stepped:
+    """What the last of `steps` gave on this rank, or on all where they are in one process."""
+    pipe = Pipeline.from_provider(
+        lambda info: Part(info.stage, dtype, last, seconds),
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        loss_fn=mean_square,
+        timeout=30,
+        **options,
+    )
+    for _ in range(steps):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        result = pipe.step(batch(microbatches, dtype))
+    gradients = {stage: [p.grad for p in module.parameters() if p.grad is not None]
+                 for stage, module in pipe.modules.items()}  # fmt: skip
+    found = Stepped(result.loss, gradients, tuple(held.buffers for held in pipe.memory), pipe.timeline)
+    pipe.close()
+    return found
+
+
+def plain(depth: int, microbatches: int, dtype: torch.dtype = torch.float64) -> tuple[float, Gradients]:
+    """The same in one go."""
+    parts = [Part(stage, dtype, "tanh", 0.0) for stage in range(depth)]
+    loss = mean_square(nn.Sequential(*parts)(batch(microbatches, dtype)["x"]), None)
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {i: [p.grad for p in part.parameters() if p.grad is not None] for i, part in enumerate(parts)}
+    return float(loss.detach()), gradients
+
+
+def differences(found: Stepped, depth: int, microbatches: int) -> list[str]:
+    """Where a step's gradients differ from the plain ones, in float64."""
+    loss, expected = plain(depth, microbatches)
+    wrong = [] if abs(found.loss - loss) < 1e-12 else [f"loss {found.loss}, expected {loss}"]
+    for stage, gradients in found.gradients.items():
+        for gradient, right in zip(gradients, expected[stage % depth], strict=True):
+            error = float((gradient - right).abs().max() / right.abs().max())
+            wrong += [] if error < 1e-10 else [f"stage {stage}: off by {error:.3g}"]
+    return wrong
+
+
+def compare(ranks: int, cases: Sequence[Case], exchange: str) -> list[str]:
+    """Two steps of each beside plain ones; what went wrong on this rank."""
+    wrong = []
+    for schedule, depth, microbatches in cases:
+        found = step(schedule, ranks, microbatches, steps=2, exchange=exchange)
+        wrong += [f"P={ranks} {schedule}: {line}" for line in differences(found, depth, microbatches)]
+    return wrong
+
+
+def step_with(options: dict[str, Any]) -> Stepped:
+    """A step on two ranks."""
+    return step(**{"schedule": "1f1b", "ranks": 2, "microbatches": 4, **options})
+
+
+class SlowSend:
+    """A send that reads its memory late and holds nothing of it: not the tensor, not the storage.
+
+    died: whether the memory was gone before the send was over; gone: whether it is by now
+    """
+
+    def __init__(self, tensor: Tensor, until: Callable[[], object], give: Callable[[bytes], object]) -> None:
+        self._address, self._nbytes = tensor.data_ptr(), tensor.nbytes
+        self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._until, self._give = until, give
+        self.over = Event()
+        self.died = False
+
+    def run(self) -> None:
+        self._until()
+        self.died = self.gone  # then nothing may be read there any more
+        self._give(bytes(self._nbytes) if self.died else ctypes.string_at(self._address, self._nbytes))
+        self.over.set()
+
+    @property
+    def gone(self) -> bool:
+        return bool(self._storage.expired())  # type: ignore[no-untyped-call]
+
+    def wait(self, timeout: timedelta = timedelta(days=1)) -> bool:
+        if not self.over.wait(timeout.total_seconds()):
+            raise RuntimeError("the send timed out")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+
+class SlowGroup:
+    """A process group, as far as channels use it. Sends on it are over after `seconds`, one after another."""
+
+    def __init__(self, group: dist.ProcessGroup, seconds: float, sends: list[SlowSend]) -> None:
+        self._group, self._seconds, self._sends = group, seconds, sends
+        self._thread = ThreadPoolExecutor(1)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
+        (tensor,) = tensors
+        dtype, shape = tensor.dtype, tensor.shape
+
+        def give(content: bytes) -> None:
+            copy = torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+            self._group.send([copy], target, tag).wait()
+
+        slow = SlowSend(tensor, lambda: time.sleep(self._seconds), give)
+        self._sends.append(slow)
+        self._thread.submit(slow.run)
+        return slow
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self._group.recv(tensors, source, tag)
+
+
+class Slow(NamedTuple):
+    """sends, died, early: how many there were, lost their memory too soon, were let go before their Free
+
+    loose: of each forward's message, the bytes that it said were held for nothing else
+    """
+
+    wrong: list[str]
+    sends: int
+    died: int
+    early: int
+    loose: set[int]
+    buffers: tuple[int, ...]
+
+
+def slow_sends(
+    schedule: ScheduleLike,
+    ranks: int,
+    depth: int,
+    microbatches: int,
+    seconds: float,
+    last: str,
+    compute: float,
+) -> Slow:
+    """Two steps over connections whose sends are over after `seconds`."""
+    sends: list[SlowSend] = []
+    early: list[bool] = []
+    loose: set[int] = set()
+    open_lanes, free, send = channels.open_lanes, channels.Channels.free, channels.Channels.send
+
+    def slow_lanes(*args: Any) -> dict[Any, Lane]:
+        return {channel: lane._replace(group=SlowGroup(lane.group, seconds, sends))  # type: ignore[arg-type]
+                for channel, lane in open_lanes(*args).items()}  # fmt: skip
+
+    def noted_free(self: channels.Channels, message: Message) -> None:
+        early.append(self._sending[message].over)
+        free(self, message)
+
+    def noted_send(self: channels.Channels, message: Message, parcel: Parcel, told: bool) -> None:
+        if message.op.kind == "F":
+            loose.add(-1 if parcel.loose is None else parcel.loose)
+        send(self, message, parcel, told)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "open_lanes", slow_lanes)
+        patch.setattr(channels.Channels, "free", noted_free)
+        patch.setattr(channels.Channels, "send", noted_send)
+        found = step(schedule, ranks, microbatches, last=last, seconds=compute, steps=2)
+    wrong = differences(found, depth, microbatches) if last == "tanh" else []
+    died = sum(slow.died for slow in sends)
+    return Slow(wrong, len(sends), died, sum(early), loose, found.buffers)
+
+
+def ring_exchange(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_prev: Tensor | None,
+    tensor_send_next: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """As torch has it in some builds, over gloo; like there, what comes next waits until it is over."""
+    rank, size = group.rank(), group.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    works = []
+    for tensor, peer in ((tensor_recv_prev, before), (tensor_recv_next, after)):
+        works += [] if tensor is None else [group.recv([tensor], peer, peer)]
+    for tensor, peer in ((tensor_send_prev, before), (tensor_send_next, after)):
+        works += [] if tensor is None else [group.send([tensor], peer, rank)]
+    for work in works:
+        work.wait()
+    RINGS.append(len(works))
+
+
+RINGS: list[int] = []  # how many transfers each exchange had
+
+
+def in_rings(ranks: int, cases: Sequence[Case]) -> tuple[list[str], int]:
+    """What went wrong with torch.distributed.ring_exchange there, and the transfers that went through it."""
+    RINGS.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ring_exchange", ring_exchange, raising=False)
+        wrong = compare(ranks, cases, "batched")
+    return wrong, sum(RINGS)

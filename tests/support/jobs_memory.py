@@ -1,0 +1,68 @@
+"""What a rank holds, counted from outside: every storage that is made in a step, until it is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock import AutoPipeline, Pipeline
+from penstock.runtime.executor import Executor
+from penstock.runtime.memory import Measured
+from penstock.schedule import simulate
+from support.families import tiny_model
+from support.ragged import Microbatches, tokens
+
+LARGEST_MESSAGE = 2 * 48 * 64 * 4  # bytes: rows, tokens, hidden
+# told by the rank, predicted, counted
+Peaks = tuple[int, float, int]
+
+
+def large(count: int, ragged: bool) -> Microbatches:
+    """Long enough that activations are most of what a step makes."""
+    lengths = [16 + (16 * number) % 40 if ragged else 48 for number in range(count)]
+    return [{"input_ids": tokens(2, n, n), "labels": tokens(2, n, n)} for n in lengths]
+
+
+def peaks(ranks: int, schedule: Any, ragged: bool, how: Any) -> Peaks:
+    """At the moments at which the executor looks, so that what one op needs while it runs is left out."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama", layers=24, hidden_size=64, intermediate_size=128)
+    pipe = AutoPipeline(
+        ranks=ranks, schedule=schedule, microbatches=8, timeout=30, activation_checkpointing=how
+    ).build(model)
+    batch = large(8, ragged)
+    pipe.step(batch)  # measures each shape
+    for parameter in pipe.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    (executor,) = pipe._training.executors
+    forget_buffers(pipe)
+    counted = count_bytes(executor, pipe, batch)
+    predicted = simulate(pipe.schedule, pipe.costs()).peak_memory[dist.get_rank()]
+    told = pipe.memory[dist.get_rank()].total
+    pipe.close()
+    return told, predicted, counted
+
+
+def forget_buffers(pipe: Pipeline) -> None:
+    """Those of the step before would not be counted."""
+    channels: Any = pipe._world.transport
+    channels._opened._pool._buffers.clear()
+
+
+def count_bytes(executor: Executor, pipe: Pipeline, batch: Sequence[Any]) -> int:
+    most = 0
+    look = executor._count
+
+    def watch(made: int = 0) -> None:
+        nonlocal most
+        look(made)
+        most = max(most, alive.nbytes)
+
+    executor._count = watch  # type: ignore[method-assign]
+    with Measured() as alive:
+        pipe.step(batch)
+    executor._count = look  # type: ignore[method-assign]
+    return most

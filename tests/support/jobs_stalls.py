@@ -1,0 +1,200 @@
+"""Ranks of a small pipeline that comes to grief at one op, started by penstock's launcher or forked here.
+
+python jobs_stalls.py rank CASE: one rank, under the launcher
+python jobs_stalls.py fork CASE ...: all ranks of all cases at once, from one process that has imported torch,
+    which is the slow part; then the summary of each, as the launcher makes it
+
+A case is FOLDER,DEED,OP,RANKS,TIMEOUT. It leaves in its folder what each rank raised and when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from penstock import Pipeline, failures, launch
+from penstock.errors import PeerError
+from penstock.models.protocol import StageInfo
+from penstock.schedule import Op
+
+MICROBATCHES = 6
+REPORTED = 1.2  # seconds: longer than between two notes of the watch
+
+
+class Case(NamedTuple):
+    """deed: what happens to the rank in `op`: kill, stop, or raise; loss for one in the loss function"""
+
+    folder: str
+    deed: str
+    op: str
+    ranks: int
+    timeout: float
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        folder, deed, op, ranks, timeout = text.split(",")
+        return cls(folder, deed, op, int(ranks), float(timeout))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+class Grief(NamedTuple):
+    case: Case
+
+    def strike(self) -> None:
+        if self.case.deed in ("raise", "loss"):
+            raise ValueError("this op gave up")
+        time.sleep(REPORTED)
+        (Path(self.case.folder) / "struck").write_text(str(time.time()))
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.case.deed])
+
+
+class StruckBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: Tensor, grief: Grief) -> Tensor:
+        context.grief = grief
+        return value.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.grief.strike()
+        return gradient, None
+
+
+class Part(nn.Module):
+    def __init__(self, info: StageInfo, case: Case) -> None:
+        super().__init__()
+        self.linear, self.grief, self.forwards = nn.Linear(4, 4), Grief(case), 0
+        stage, self.kind, self.microbatch = Op.parse(case.op)
+        self.struck = info.stage == stage and case.deed != "loss"
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        if not self.struck or x.device.type == "meta":
+            return result
+        self.forwards += 1
+        if self.forwards != self.microbatch + 1:
+            return result
+        if self.kind == "F":
+            self.grief.strike()
+            return result
+        struck: Tensor = StruckBackward.apply(result, self.grief)  # type: ignore[no-untyped-call]
+        return struck
+
+
+class Loss:
+    """Of the microbatch that the case names, where it happens in the loss."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.calls = case, 0
+
+    def __call__(self, output: Tensor, microbatch: Mapping[str, Any]) -> Tensor:
+        if output.device.type != "meta":
+            self.calls += 1
+            if self.case.deed == "loss" and self.calls == Op.parse(self.case.op).microbatch + 1:
+                Grief(self.case).strike()
+        return output.square().mean()
+
+
+def run(case: Case) -> NoReturn:
+    """One rank; ends the process."""
+    torch.set_num_threads(1)
+    folder, rank = Path(case.folder), os.environ["RANK"]
+    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    try:
+        pipe = Pipeline.from_provider(
+            lambda info: Part(info, case), schedule="1f1b", ranks=case.ranks, microbatches=MICROBATCHES,
+            loss_fn=Loss(case), timeout=case.timeout, trace_folder=folder / "stalled",
+        )  # fmt: skip
+        for _ in range(2):
+            pipe.step({"x": torch.ones(2 * MICROBATCHES, 4)})
+    except Exception as error:
+        (folder / f"rank-{rank}.json").write_text(json.dumps(told(error)))
+        launch.fail(error)
+    launch.leave(0)
+
+
+def told(error: Exception) -> dict[str, Any]:
+    words = {"kind": type(error).__name__, "text": str(error), "time": time.time()}
+    if isinstance(error, PeerError):
+        ops = [] if error.timeline is None else [str(span.op) for span in error.timeline.spans]
+        words |= {
+            "rank": error.rank, "op": error.op, "peer": error.peer, "waited": error.waited, "ops": ops,
+            "last_ops": [str(op) for op in error.last_ops], "peer_report": error.peer_report,
+        }  # fmt: skip
+    return words
+
+
+def fork(case: Case) -> tuple[dict[int, int], str]:
+    """All ranks of the case: process ids by rank, and the port at which they look for the store."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    started = {}
+    for rank in range(case.ranks):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(
+                RANK=str(rank), WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo",
+                TORCHELASTIC_ERROR_FILE=f"{case.folder}/error-{rank}.json",
+            )  # fmt: skip
+            os.environ[launch.LAUNCHER] = "0"  # nothing is printed by the rank itself
+            run(case)
+        started[pid] = rank
+    return started, port
+
+
+def reap(started: Mapping[int, tuple[Case, int]]) -> dict[Case, dict[int, ProcessFailure]]:
+    """How the processes ended, by case and rank."""
+    ended: dict[Case, dict[int, ProcessFailure]] = {}
+    for _ in range(len(started)):
+        pid, status = os.wait()
+        case, rank = started[pid]
+        code = os.waitstatus_to_exitcode(status)
+        if code:
+            file = f"{case.folder}/error-{rank}.json"
+            ended.setdefault(case, {})[rank] = ProcessFailure(rank, pid, code, file)
+    return ended
+
+
+def fork_all(cases: list[Case]) -> None:
+    started: dict[int, tuple[Case, int]] = {}
+    ports = []
+    for case in cases:
+        pids, port = fork(case)
+        ports.append(port)
+        started |= {pid: (case, rank) for pid, rank in pids.items()}
+    stores = [
+        TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False, timeout=timedelta(60))
+        for port in ports
+    ]
+    for case, ended in reap(started).items():
+        folder = Path(case.folder)
+        with (folder / "summary").open("w") as file, contextlib.redirect_stderr(file):
+            (folder / "code").write_text(str(failures.report(ended)))
+    del stores
+
+
+if __name__ == "__main__":
+    mode, *texts = sys.argv[1:]
+    given = [Case.parse(text) for text in texts]
+    if mode == "rank":
+        launch.follow_parent()
+        run(given[0])
+    fork_all(given)

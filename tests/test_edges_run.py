@@ -1,0 +1,260 @@
+"""Pipelines between whose stages all sorts of values go: every gradient is that of a plain process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import Pipeline
+from penstock.errors import BatchError, ModelError, ShapeError
+from penstock.runtime.parcel import TensorSpec
+from penstock.runtime.shapes import Microbatch
+from support import jobs_edges as edges
+from support.jobs_edges import CASES, MODES, Part, Single, build, ragged
+from support.pool import Pool
+
+SCHEDULES = (("1f1b", 3), ("zb_v", 2), ("dualpipe", 2))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_in_one_process(case: type[Part], mode: str, schedule: str, ranks: int) -> None:
+    assert edges.equivalence(case, mode, schedule, ranks) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2), ("1f1b", 4), ("dualpipe", 2)])
+def test_over_gloo(mode: str, schedule: str, ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, edges.all_cases, mode, schedule, ranks) == [[]] * ranks
+
+
+@pytest.mark.parametrize("mode", ["learnt", "declared", "exchanged"])
+def test_in_another_order_than_sent(mode: str, pool: Pool) -> None:
+    assert edges.another_order(mode) == []
+    assert pool.run(2, edges.another_order, mode) == [[], []]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb_h1", 2), ("zb_v", 2)])
+def test_what_was_received_as_the_factor_of_a_product(schedule: str, ranks: int) -> None:
+    """0.2.0: it was taken for a weight, its gradient put off to W, and zeros sent in its place."""
+    assert edges.equivalence(edges.SentFactor, "declared", schedule, ranks) == []
+
+
+def test_what_was_received_as_the_factor_of_a_product_and_a_whole_backward() -> None:
+    assert edges.equivalence(edges.SentFactor, "declared", "1f1b", 2) == []
+
+
+# ---- shapes that values decide
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
+def test_told_ahead_in_one_process(schedule: str, ranks: int) -> None:
+    assert edges.exchanged(ranks, schedule) == []
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2), ("1f1b", 4)])
+def test_told_ahead_over_gloo(schedule: str, ranks: int, pool: Pool) -> None:
+    """Also sixty tensors, of which telling takes more than the first header's 1024 bytes."""
+    assert pool.run(ranks, edges.exchanged, ranks, schedule) == [[]] * ranks
+
+
+def test_shapes_that_values_decide_cannot_be_learnt() -> None:
+    pipe = build(edges.Chosen, "learnt", "1f1b", 3)
+    with pytest.raises(
+        ShapeError, match=r"stage 0 run without values.* use shapes='exchanged', else let"
+    ) as told:
+        pipe.step(ragged())
+    assert isinstance(told.value.__cause__, RuntimeError)  # torch's own, which names the operation
+
+
+class Counting(Part):
+    """A number that a tensor's values decide."""
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None, count: int = 0) -> Any:
+        hidden = self.turn(x if hidden is None else hidden)
+        count = 0 if hidden.is_meta else int((hidden > 0).sum())
+        return hidden if self.info.is_last else {"hidden": hidden, "count": count}
+
+
+def test_numbers_that_values_decide() -> None:
+    assert edges.equivalence(Counting, "exchanged", "1f1b", 2) == []
+    with pytest.raises(ShapeError, match="Numbers that are made of a tensor's values cannot be told before"):
+        build(Counting, "learnt", "1f1b", 2).step(ragged())
+
+
+# ---- stages that contradict themselves or each other
+
+
+def disagreements_in_words(told: list[str]) -> None:
+    shape, gradient, names = told
+    assert shape.startswith("ShapeError: stage 0 says that it gives float64[4, 3, 3]: stage 1 says that it")
+    assert "takes float64[4, 6, 3]. Make infer_outputs of the one agree" in shape
+    assert gradient.startswith("ShapeError: stage 0 says that it gives")
+    assert ", tensor 1 without a gradient: stage 1 says that it takes" in gradient
+    assert names.startswith("ModelError: what stages 0 and 1 declare of the edge between them: one of them")
+    assert "OtherNames.forward(x): the stage before gives hiden, and it has no hiden" in names
+
+
+def test_what_is_declared_must_agree() -> None:
+    disagreements_in_words(edges.disagreements(3))
+
+
+def test_what_is_declared_must_agree_on_all_ranks(pool: Pool) -> None:
+    """Also on those whose own edges agree, and before any stage has run."""
+    answers = pool.run(3, edges.disagreements, 3)
+    disagreements_in_words(answers[0])
+    assert answers[0] == answers[1] == answers[2]
+
+
+class OtherKeys(Part):
+    def forward(self, x: Tensor, hidden: Tensor | None = None, more: Tensor | None = None) -> Any:
+        hidden = self.turn(x if hidden is None else hidden)
+        return hidden if self.info.is_last else {"hidden": hidden, "more": hidden}
+
+    def edge(self, microbatch: Microbatch) -> Any:
+        return {"hidden": edges.like_x(microbatch)}
+
+
+class NotDetached(Part):
+    """Says that no gradient is to come back for what has one."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.turn(x)
+
+    def edge(self, microbatch: Microbatch) -> Any:
+        return TensorSpec(tuple(microbatch["x"].shape), edges.TYPE, differentiable=False)
+
+
+class Strange(Part):
+    def forward(self, x: Tensor) -> Any:
+        return self.turn(x) if self.info.is_last else {"x": self.turn(x), "info": self.info}
+
+    def edge(self, microbatch: Microbatch) -> Any:
+        return {"x": edges.like_x(microbatch), "info": self.info}
+
+
+class Asking(Part):
+    """Wants what nobody gives."""
+
+    def forward(self, hidden: Tensor | None = None, *, x: Tensor, needed: Tensor) -> Any:
+        return self.turn(x)
+
+
+class Spreading(Part):
+    """Gives more than the next stage has room for."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.turn(x), x
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "error", "told"),
+    [
+        (OtherKeys, "declared", ShapeError, r"0F0 gave .* 'more': tensor\}: the next rank expects "),
+        (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage was told"),
+        (Strange, "learnt", ShapeError, "a StageInfo in a stage's output"),
+        (Strange, "declared", ModelError, "what stages 0 and 1 declare .*: a StageInfo in a stage's output"),
+        (Strange, "exchanged", ShapeError, "a StageInfo in a stage's output"),
+        (Asking, "learnt", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* gives needed"),
+        (Asking, "exchanged", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* gives needed"),
+        (Spreading, "learnt", ModelError, "the stage before gives 2 values, and it takes 1 by position"),
+        (Spreading, "exchanged", ModelError, "the stage before gives 2 values, and it takes 1 by position"),
+    ],
+)  # fmt: skip
+def test_refusals(case: type[Part], mode: str, error: type[Exception], told: str) -> None:
+    pipe = build(case, mode, "1f1b", 3)
+    for _ in range(2):  # a second time alike: nothing of the first is left
+        with pytest.raises(error, match=told):
+            pipe.step(ragged())
+
+
+def test_the_next_step_after_a_refused_output() -> None:
+    class Moody(Single):
+        strange = True
+
+        def forward(self, x: Tensor) -> Any:
+            done = super().forward(x)
+            odd = Moody.strange and self.info.stage == 1 and len(x) == edges.SIZES[2][0]
+            return (done, done) if odd and not x.is_meta else done
+
+    pipe = build(Moody, "learnt", "1f1b", 3)
+    with pytest.raises(ShapeError, match="1F2 gave"):
+        pipe.step(ragged())
+    Moody.strange = False
+    pipe.zero_grad()
+    pipe.step(ragged())
+    parts = [Moody(module.info) for module in pipe.modules.values() if isinstance(module, Moody)]
+    edges.plain(parts, ragged(), edges.squares)
+    assert edges.differences(pipe, parts) == []
+
+
+# ---- entries beside the batch
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES[:2])
+@pytest.mark.parametrize("mode", MODES)
+def test_entries(mode: str, schedule: str, ranks: int) -> None:
+    assert edges.entries_of(edges.with_entries(ranks, mode, schedule)) == []
+
+
+def test_wrong_entries() -> None:
+    assert edges.refusals(3) == []
+
+
+def test_wrong_entries_over_gloo(pool: Pool) -> None:
+    assert pool.run(2, edges.refusals, 2) == [[], []]
+
+
+def test_a_dimension_of_its_own_for_a_nest_of_tensors() -> None:
+    """An entry may be a nest: all tensors in it are cut alike, and the rest goes whole to all."""
+    seen = []
+
+    class Reading(Single):
+        def forward(self, x: Tensor, more: Any = None) -> Any:
+            if self.info.is_last:
+                seen.append((len(x), more["pair"][0].shape, more["pair"][1], more["deep"]["y"].shape))
+            return super().forward(x)
+
+    pipe = Pipeline.from_provider(
+        Reading, schedule="gpipe", ranks=2, microbatches=2, loss_fn=lambda output, _: output.mean(),
+        sharding={"more": 1},
+    )  # fmt: skip
+    more = {"pair": (torch.zeros(2, 5), 7), "deep": {"y": torch.ones(1, 5, 4)}}
+    pipe.step({"x": torch.zeros(5, edges.WIDTH, dtype=edges.TYPE)}, more=more)
+    assert seen == [(3, (2, 3), 7, (1, 3, 4)), (2, (2, 2), 7, (1, 2, 4))]
+
+
+# ---- results without a loss
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [*SCHEDULES, ("inference", 3)])
+@pytest.mark.parametrize("mode", MODES)
+def test_infer(mode: str, schedule: str, ranks: int) -> None:
+    assert edges.inferred(ranks, mode, schedule) == ([0, 1, 2, 3], [])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "owner"), [("1f1b", 3, 2), ("inference", 2, 1), ("zb_v", 2, 0)]
+)
+def test_infer_on_the_rank_of_the_last_stage(schedule: str, ranks: int, owner: int, pool: Pool) -> None:
+    answers = pool.run(ranks, edges.inferred, ranks, "learnt", schedule)
+    assert [found for found, _ in answers] == [[0, 1, 2, 3] if rank == owner else [] for rank in range(ranks)]
+    assert [wrong for _, wrong in answers] == [[]] * ranks
+
+
+def test_a_failed_inference_leaves_nothing_behind() -> None:
+    pipe = build(Single, "learnt", "1f1b", 2)
+
+    def refuse(output: Any, number: int) -> Any:
+        raise ValueError("not this one")
+
+    with pytest.raises(ValueError, match="not this one"):
+        pipe.infer(ragged(), collect=refuse)
+    assert all(module.training for module in pipe.modules.values())
+    with pytest.raises(BatchError, match="a list of 0 microbatches"):
+        pipe.infer([])
+    assert list(pipe.infer(ragged())) == [0, 1, 2, 3]

@@ -1,0 +1,110 @@
+"""The one summary that is made of what ranks leave."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import ProcessFailure
+
+from penstock import failures
+from penstock.errors import Account, ConfigError, PeerLostError, StalledPeerError, give_account
+
+Ended = dict[int, ProcessFailure]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(failures.ERROR_FILE, raising=False)
+    return tmp_path
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    (folder / str(rank)).mkdir(exist_ok=True)
+    return folder / str(rank) / "error.json"
+
+
+def ends(folder: Path, rank: int, code: int, error: BaseException | None = None) -> ProcessFailure:
+    file = error_file(folder, rank)
+    if error is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(failures.ERROR_FILE, str(file))
+            failures.record(error)
+    return ProcessFailure(rank, 1000 + rank, code, str(file))
+
+
+def lost(rank: int, reports: dict[int, str]) -> PeerLostError:
+    error = PeerLostError(f"rank {rank} waiting for 2B0 from rank 2", "it is gone", "Look at it")
+    error.rank, error.reports = rank, reports
+    give_account(error, Account(f"waiting for 2B0 from rank {rank + 1}, steady phase", "3 of 12 ops done"))
+    return error
+
+
+def test_a_killed_rank_is_told_of_by_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ended = {
+        0: ends(folder, 0, 1, lost(0, {2: "last reported 0.9 s ago: in 2F3"})),
+        1: ends(folder, 1, 1, lost(1, {2: "last reported 1.4 s ago: in 2F3", 3: "last reported 1 s ago"})),
+        2: ends(folder, 2, -signal.SIGKILL),
+        3: ends(folder, 3, 128 + signal.SIGTERM),
+        4: ends(folder, 4, -signal.SIGTERM),
+    }
+    assert failures.report(ended) == 137
+    assert capsys.readouterr().err.splitlines() == [
+        "penstock: error: rank 2 was killed by signal 9 (SIGKILL), last reported 1.4 s ago: in 2F3",
+        "What the ranks did last:",
+        "  rank 0 waiting for 2B0 from rank 1, steady phase; 3 of 12 ops done",
+        "  rank 1 waiting for 2B0 from rank 2, steady phase; 3 of 12 ops done",
+        "  rank 2 last reported 1.4 s ago: in 2F3",
+        "  rank 3 last reported 1 s ago",
+        "  rank 4 told nothing",
+    ]
+
+
+def test_a_rank_that_raised_comes_before_those_that_lost_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ends(folder, 0, 1, lost(0, {1: "last reported 0.1 s ago: in 1F1"}))
+    error = ValueError("no")
+    give_account(error, Account("in 1F1, warm-up", "1 of 4 ops done", "timeline so far in x/rank-1.json"))
+    assert failures.report({0: first, 1: ends(folder, 1, 1, error)}) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "penstock: error: rank 1: ValueError: no, in 1F1, warm-up"
+    assert lines[3] == "  rank 1 in 1F1, warm-up; 1 of 4 ops done; timeline so far in x/rank-1.json"
+    assert lines[4:] == ["ValueError: no"]
+
+
+def test_a_stall_is_told_with_what_the_silent_rank_did(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = StalledPeerError("rank 0 waiting for 1B0 from rank 1", "rank 1 has been silent for 4 s", "See")
+    error.rank, error.peer_report = 0, "rank 1 last reported 4.0 s ago: in 1F0"
+    late = ends(folder, 1, -signal.SIGKILL)
+    late.timestamp = int(time.time()) + 3  # a straggler, that the launcher killed
+    assert failures.report({0: ends(folder, 0, 1, error), 1: late}) == 1
+    assert capsys.readouterr().err == (
+        "penstock: error: rank 0 waiting for 1B0 from rank 1: rank 1 has been silent for 4 s. See\n"
+        "  rank 1 last reported 4.0 s ago: in 1F0\n"
+    )
+
+
+def test_what_fails_in_a_rank_that_was_told_to_end_is_no_cause(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures.told_to_end(str(error_file(folder, 0))).touch()
+    ended = {0: ends(folder, 0, 1, OSError("a worker was ended")), 1: ends(folder, 1, 7)}
+    assert failures.report(ended) == 7
+    assert capsys.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+
+
+def test_nothing_is_recorded_without_a_launcher(folder: Path) -> None:
+    failures.record(ConfigError("a=1", "it is wrong", "Give 2"))
+    assert not list(folder.iterdir())
+
+
+def test_the_launcher_itself_can_read_what_is_recorded(folder: Path) -> None:
+    failure = ends(folder, 0, 2, ConfigError("a=1", "it is wrong", "Give 2"))
+    assert failure.error_file_data["message"]["message"] == "a=1: it is wrong. Give 2"
+    assert json.loads(error_file(folder, 0).read_text())["message"]["extraInfo"]["timestamp"].isdigit()

@@ -1,0 +1,166 @@
+"""Any shape, exactly: ragged microbatches, packed documents and padding, with every schedule and every way of
+telling shapes."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from penstock import AutoPipeline, Pipeline
+from penstock.errors import BatchError, ModelError
+from penstock.models.checkpointing import Checkpointing
+from penstock.runtime.packed import refuse_packed
+from penstock.runtime.padding import Padding
+from support import jobs
+from support.families import FAMILIES, tiny_model
+from support.pool import Pool
+from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
+from support.reference import TOLERANCE, Gradients, assert_gradients
+from support.schedules import FORMS
+
+SHAPES = {
+    "inferred": "inferred",
+    "exchanged": "exchanged",
+    "padded": "padded",
+    "buckets": Padding(buckets=(8, 16), multiple=4),
+    "static": Padding(length=20),
+}
+CHECKPOINTING: dict[str, Any] = {
+    "full": "full",
+    "selective": "selective",
+    "every second layer": Checkpointing(every=2),
+    "first in flight": Checkpointing(in_flight=1),
+    "per rank": Checkpointing(in_flight=(2, 0)),
+    "attention kept, first in flight": Checkpointing(save=("attention",), in_flight=2),
+}
+
+
+def assert_step(
+    pipe: Pipeline, given: Microbatches, loss: float, expected: Gradients, tolerance: float
+) -> None:
+    """One step's loss and every gradient of every stage, of copies too."""
+    pipe.zero_grad()
+    assert pipe.step(given).loss == pytest.approx(loss, rel=max(tolerance, 1e-12))
+    for module in pipe.modules.values():
+        held = dict(module.named_parameters())
+        found = {name: p.grad for name, p in held.items() if p.grad is not None}
+        assert len(found) == len(held)
+        assert_gradients(found, expected, tolerance)
+    assert pipe.timeline.peak_live == pipe.proof.peak_live
+
+
+def assert_exact(
+    model: PreTrainedModel, given: Microbatches, plain: Microbatches | None = None, **options: Any
+) -> None:
+    tolerance = TOLERANCE[model.dtype]
+    pipe = AutoPipeline(microbatches=len(given), **options).build(model)
+    loss, expected = plain_steps(model, plain or given)
+    assert_step(pipe, given, loss, expected, tolerance)
+    other = given[::-1]  # other shapes in other places, in the same pipeline
+    assert_step(pipe, other, loss, expected, tolerance)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ragged_in_every_schedule(form: str) -> None:
+    model = tiny_model("llama", torch.float64, layers=8, tied=True)
+    for shapes in SHAPES.values():
+        assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], shapes=shapes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_in_every_schedule(form: str) -> None:
+    """As if each document had been alone: none attends to another."""
+    model, rows = tiny_model("qwen3", torch.float64, layers=8), documents(6)
+    for shapes in ("inferred", "exchanged", Padding(multiple=8)):
+        assert_exact(model, packed(rows), apart(rows), ranks=2, schedule=FORMS[form], shapes=shapes)
+
+
+@pytest.mark.parametrize("mode", CHECKPOINTING)
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpointing_in_every_schedule(form: str, mode: str) -> None:
+    model = tiny_model("llama", torch.float64, layers=8)
+    how = CHECKPOINTING[mode]
+    assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], activation_checkpointing=how)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_in_every_family(family: str) -> None:
+    """Float32, as some families compute parts in it; the windows of some are shorter than the rows."""
+    model = tiny_model(family, tied=True)
+    for ranks, shapes in ((2, "inferred"), (3, "exchanged"), (4, Padding(multiple=8))):
+        assert_exact(model, ragged(5), ranks=ranks, shapes=shapes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_in_every_family_that_keeps_documents_apart(family: str) -> None:
+    model, rows = tiny_model(family), documents(5)
+    try:
+        refuse_packed(model)
+    except ModelError:
+        pipe = AutoPipeline(ranks=2, microbatches=5).build(model)
+        with pytest.raises(ModelError, match="packed documents"):
+            pipe.step(packed(rows))
+        pipe.step(apart(rows)[:5])  # nothing was sent, and other batches may follow
+        return
+    for ranks, shapes in ((2, "inferred"), (4, "padded")):
+        assert_exact(model, packed(rows), apart(rows), ranks=ranks, shapes=shapes)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_in_every_family(family: str) -> None:
+    model = tiny_model(family)
+    for how, form in product(("full", "selective", Checkpointing(every=3, in_flight=2)), ("1f1b", "zb_v")):
+        assert_exact(model, ragged(4), ranks=2, schedule=form, activation_checkpointing=how)
+
+
+def test_evaluation_leaves_a_steps_metadata_alone() -> None:
+    """Each microbatch's positions go with it, and nothing uses them up between."""
+    model, rows = tiny_model("llama", torch.float64), documents(4)
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    loss, expected = plain_steps(model, apart(rows))
+    given = packed(rows)
+    assert pipe.evaluate(given).loss == pytest.approx(loss, rel=1e-10)
+    assert pipe.evaluate(given[:3]).tokens < pipe.evaluate(given).tokens
+    assert_step(pipe, given, loss, expected, 1e-10)
+    assert pipe.evaluate(given).loss == pytest.approx(loss, rel=1e-10)
+
+
+def test_a_packed_batch_may_be_split_by_rows() -> None:
+    """cu_seq_lens run over all rows; each microbatch gets those of its own."""
+    model, rows = tiny_model("llama", torch.float64), documents(3)
+    whole = {"input_ids": torch.arange(24).reshape(4, 6) + 3}
+    ends = [0, 2, 6, 12, 13, 18, 20, 24]
+    ids = whole["input_ids"].flatten()
+    pieces = [ids[a:b] for a, b in pairwise(ends)]
+    labels = [torch.cat([piece.new_full((1,), -100), piece[1:]]) for piece in pieces]
+    batch = {
+        **whole,
+        "labels": torch.cat(labels).reshape(4, 6),
+        "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32),
+        "cu_seq_lens_k": torch.tensor(ends, dtype=torch.int32),
+        "max_length_q": 6,
+        "max_length_k": 6,
+    }
+    plain = [{"input_ids": piece[None], "labels": piece[None]} for piece in pieces if len(piece) > 1]
+    loss, expected = plain_steps(model, plain)
+    for count in (1, 2, 3, 4):
+        pipe = AutoPipeline(ranks=2, microbatches=count).build(model)
+        found = pipe.step(batch)
+        assert found.loss == pytest.approx(loss, rel=1e-10)
+        assert_gradients(
+            {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}, expected, 1e-10
+        )
+    with pytest.raises(BatchError, match="2 microbatches"):
+        pipe.step(packed(rows)[:2])
+
+
+@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gloo(pool: Pool, ranks: int, shapes: str) -> None:
+    forms = [FORMS[form] for form in FORMS if "searched" not in form]
+    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes])
+    assert [line for rank in wrong for line in rank] == []

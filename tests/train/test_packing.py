@@ -1,0 +1,89 @@
+"""Which documents share a row: nothing lost, nothing doubled, no row too long, and the same every time."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.train.packing import PACKINGS, Packing, best_fit, cut, one_each, sequential
+
+CAPACITY = 8
+
+
+def drawn(lengths: list[int], packing: Packing) -> list[str]:
+    """Rows as in the module's drawing: one letter a token."""
+    return ["".join("abcdefgh"[piece] * lengths[piece] for piece in row) for row in packing]
+
+
+def test_the_drawing() -> None:
+    pieces = cut(np.array([5, 10, 3, 3]), CAPACITY)
+    assert pieces.starts.tolist() == [0, 5, 13, 15, 18]
+    lengths = pieces.lengths.tolist()
+    assert lengths == [5, 8, 2, 3, 3]  # a, b and the rest of b, c, d: here a to e
+    assert drawn(lengths, one_each(pieces.lengths, CAPACITY)) == ["aaaaa", "bbbbbbbb", "cc", "ddd", "eee"]
+    assert drawn(lengths, sequential(pieces.lengths, CAPACITY)) == ["aaaaa", "bbbbbbbb", "ccdddeee"]
+    assert drawn(lengths, best_fit(pieces.lengths, CAPACITY)) == ["bbbbbbbb", "aaaaaddd", "eeecc"]
+
+
+@given(documents=st.lists(st.integers(0, 40), max_size=30), capacity=st.integers(2, 16))
+def test_pieces_are_the_documents_but_for_single_tokens(documents: list[int], capacity: int) -> None:
+    pieces = cut(np.array(documents, dtype=np.int64), capacity)
+    tokens = [(number, at) for number, length in enumerate(documents) for at in range(length)]
+    found = [
+        tokens[start : start + length] for start, length in zip(pieces.starts, pieces.lengths, strict=True)
+    ]
+    for piece in found:
+        assert 2 <= len(piece) <= capacity
+        assert len({number for number, _ in piece}) == 1
+        assert (
+            len(piece) == capacity or piece[-1][1] == documents[piece[0][0]] - 1
+        )  # cut only where it must be
+    left_out = set(tokens) - {token for piece in found for token in piece}
+    assert left_out == {
+        (number, length - 1) for number, length in enumerate(documents) if length % capacity == 1
+    }
+    assert sum(map(len, found)) + len(left_out) == len(tokens)
+
+
+@pytest.mark.parametrize("name", PACKINGS)
+@given(lengths=st.lists(st.integers(2, CAPACITY), max_size=40))
+def test_every_piece_is_in_one_row_and_no_row_is_too_long(name: str, lengths: list[int]) -> None:
+    rows = PACKINGS[name](np.array(lengths, dtype=np.int64), CAPACITY)
+    assert sorted(piece for row in rows for piece in row) == list(range(len(lengths)))
+    assert all(row and sum(lengths[piece] for piece in row) <= CAPACITY for row in rows)
+    assert rows == PACKINGS[name](np.array(lengths, dtype=np.int64), CAPACITY)
+
+
+@given(lengths=st.lists(st.integers(2, CAPACITY), min_size=1, max_size=40))
+def test_sequential_keeps_the_order_and_begins_a_row_only_where_it_must(lengths: list[int]) -> None:
+    rows = sequential(np.array(lengths, dtype=np.int64), CAPACITY)
+    assert [piece for row in rows for piece in row] == list(range(len(lengths)))
+    for before, after in pairwise(rows):
+        assert sum(lengths[piece] for piece in before) + lengths[after[0]] > CAPACITY
+
+
+@given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=60))
+def test_best_fit_is_what_its_definition_says(lengths: list[int]) -> None:
+    """Against the slow way: for each piece look at every row."""
+    rows = best_fit(np.array(lengths, dtype=np.int64), 50)
+    free: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row, left in enumerate(free) if left >= length]
+        if fitting:
+            free[min(fitting, key=lambda row: free[row])] -= length
+        else:
+            free.append(50 - length)
+    assert sorted(50 - sum(lengths[piece] for piece in row) for row in rows) == sorted(free)
+
+
+def test_a_hundred_thousand_documents_take_a_moment() -> None:
+    lengths = np.random.default_rng(0).integers(2, 4097, 100_000)
+    started = time.perf_counter()
+    rows = best_fit(lengths, 4096)
+    assert time.perf_counter() - started < 5  # 0.2 s; looking at every row for each would take minutes
+    assert len(rows) < 1.01 * lengths.sum() / 4096
