@@ -6,13 +6,27 @@ import argparse
 
 from rich.console import Console
 
-from benchmarks import memory, overhead, report, searched, split, steptime, throughput
+from benchmarks import (
+    memory,
+    networks,
+    overhead,
+    ragged,
+    recording,
+    report,
+    searched,
+    split,
+    steptime,
+    throughput,
+)
 
 BENCHMARKS = {
     "steptime": steptime.measure,
+    "networks": networks.measure,
     "overhead": overhead.measure,
+    "recording": recording.measure,
     "memory": memory.measure,
     "throughput": throughput.measure,
+    "ragged": ragged.measure,
     "split": split.measure,
     "searched": searched.measure,
 }

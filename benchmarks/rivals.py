@@ -67,11 +67,14 @@ class Mean:
         return self._function(output, microbatch["target"])
 
 
-def ours(work: Work, schedule: ScheduleLike, ranks: int) -> tuple[Pipeline, Callable[[], object]]:
-    """penstock's pipeline and its step: of this process's rank, or of all ranks where no other process is."""
+def ours(work: Work, schedule: ScheduleLike, ranks: int, **how: Any) -> tuple[Pipeline, Callable[[], object]]:
+    """penstock's pipeline and its step: of this process's rank, or of all ranks where no other process is.
+
+    how: what else Pipeline.from_provider is told
+    """
     pipe = Pipeline.from_provider(
         lambda stage: work.module(), schedule=schedule, ranks=ranks, microbatches=work.microbatches,
-        loss_fn=Mean(work.loss), device="cpu", timeout=60,
+        loss_fn=Mean(work.loss), device="cpu", timeout=60, **how,
     )  # fmt: skip
     batch = {"x": work.batch, "target": work.target}
     return pipe, lambda: pipe.step(batch)

@@ -137,14 +137,17 @@ def first(output: Tensor, target: Tensor) -> Tensor:
     return output[0, 0, 0].clone()  # no view, as above
 
 
-def prepare(rank: Rank, library: str, schedule: str, program: Schedule) -> list[list[str]] | None:
-    """Make one pipeline, the only one of its process, and run it once; torch's order where it differs."""
+def emulated(module: type[Sleeper] = Sleeper) -> Work:
+    """Stages of `module`, whose products penstock is taught to split."""
     torch.manual_seed(0)
     cast(dict[object, object], CALLS)[product] = ("hidden", "weight"), _find
     shape = (HIDDEN[0] * MICROBATCHES, *HIDDEN[1:])
-    module = Sleeper if library == "penstock" else TorchSleeper
-    work = Work(module, first, torch.randn(shape), torch.randn(shape), MICROBATCHES)
-    order = None
+    return Work(module, first, torch.randn(shape), torch.randn(shape), MICROBATCHES)
+
+
+def prepare(rank: Rank, library: str, schedule: str, program: Schedule) -> list[list[str]] | None:
+    """Make one pipeline, the only one of its process, and run it once; torch's order where it differs."""
+    work, order = emulated(Sleeper if library == "penstock" else TorchSleeper), None
     if library == "penstock":
         rank.kept["pipe", schedule], rank.kept[schedule] = ours(work, program, rank.count)
     else:

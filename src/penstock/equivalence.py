@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.errors import EquivalenceError
@@ -63,7 +64,7 @@ def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: L
     total = 0.0
     device = next(model.parameters()).device
     for microbatch in microbatches:
-        microbatch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in microbatch.items()}
+        microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         if isinstance(model, PreTrainedModel):
             inputs = {name: value for name, value in microbatch.items() if name != "labels"}
             output = model(**inputs, use_cache=False).logits

@@ -63,7 +63,7 @@ SCRIPT = """
 import os, sys, time, torch, signal
 from penstock import Pipeline
 torch.set_num_threads(1)
-rank, deed, when = int(os.environ["RANK"]), sys.argv[1], sys.argv[2]
+rank, when = int(os.environ["RANK"]), sys.argv[1]
 
 class Chunk(torch.nn.Module):
     def __init__(self, info):
@@ -73,14 +73,12 @@ class Chunk(torch.nn.Module):
         if x.device.type != "meta" and self.info.stage == 2:
             self.calls += 1
             if f"{self.calls}" == when:
-                if deed == "raise":
-                    raise ValueError("this layer gave up")
-                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[deed])
+                raise ValueError("this layer gave up")
         return self.linear(x)
 
 loss = lambda output, batch: output.square().mean()
 pipe = Pipeline.from_provider(
-    Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[3])
+    Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[2])
 )
 print("ready", flush=True)
 try:
@@ -92,14 +90,14 @@ except Exception as error:
 """
 
 
-def run_ranks(tmp_path: Path, deed: str, when: int, timeout: float, limit: float) -> tuple[list[str], float]:
+def run_ranks(tmp_path: Path, when: int, timeout: float, limit: float) -> tuple[list[str], float]:
     """Four ranks without a launcher; what each wrote, and seconds from the first to the last end."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     port = str(20000 + os.getpid() % 20000)
     environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(script), deed, str(when), str(timeout)]
+    command = [sys.executable, str(script), str(when), str(timeout)]
     processes = []
     for rank in range(4):
         own = {**environment, "RANK": str(rank)}
@@ -111,11 +109,10 @@ def run_ranks(tmp_path: Path, deed: str, when: int, timeout: float, limit: float
         while all(p.poll() is None for p in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         first = time.monotonic()
-        waited_for = [p for rank, p in enumerate(processes) if not (deed == "stop" and rank == 2)]
-        while any(p.poll() is None for p in waited_for) and time.monotonic() < deadline:
+        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
             time.sleep(0.02)
         seconds = time.monotonic() - first
-        assert all(p.poll() is not None for p in waited_for), "a rank hangs"
+        assert all(p.poll() is not None for p in processes), "a rank hangs"
     finally:
         for process in processes:
             if process.poll() is None:
@@ -123,29 +120,11 @@ def run_ranks(tmp_path: Path, deed: str, when: int, timeout: float, limit: float
     return [process.communicate()[1] for process in processes], seconds
 
 
-@pytest.mark.parametrize("when", [1, 4, 8])  # in the warm-up, in the steady phase, in the second step
-def test_a_rank_that_raises_ends_the_others_and_is_named(tmp_path: Path, when: int) -> None:
-    told, seconds = run_ranks(tmp_path, "raise", when, timeout=60, limit=60)
+def test_a_rank_that_raises_ends_the_others_without_a_launcher(tmp_path: Path) -> None:
+    """In the second step. test_stalls.py has the rest, mostly under the launcher."""
+    told, seconds = run_ranks(tmp_path, 8, timeout=60, limit=60)
     assert seconds < 5
     assert "ValueError: this layer gave up" in told[2]
     for rank in (0, 1, 3):
         assert "PeerLostError" in told[rank]
-        assert f"rank 2 failed first: 2F{(when - 1) % 6}: ValueError: this layer gave up" in told[rank]
-
-
-def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
-    told, seconds = run_ranks(tmp_path, "kill", 4, timeout=60, limit=60)
-    assert seconds < 5
-    assert "from rank 2: rank 2 died or closed its connection" in told[1] + told[3]
-    assert all("PeerLostError" in told[rank] for rank in (0, 1, 3))
-
-
-def test_a_rank_that_stalls_is_named_by_all(tmp_path: Path) -> None:
-    told, _ = run_ranks(tmp_path, "stop", 4, timeout=3, limit=60)
-    for rank in (0, 1, 3):
-        assert "StalledPeerError" in told[rank] or "PeerLostError" in told[rank]
-    stalled = [line for rank in (0, 1, 3) for line in told[rank].splitlines() if "StalledPeerError" in line]
-    assert stalled
-    for line in stalled:
-        assert "rank 2 has been silent for" in line
-        assert "longer than the timeout of 3 s" in line
+        assert "rank 2 failed first: 2F1: ValueError: this layer gave up" in told[rank]

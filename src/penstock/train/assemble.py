@@ -91,6 +91,7 @@ def run(prepared: Prepared) -> None:
         load_checkpoint(prepared.checkpoint, pipe, optimizer, ties)
     output = Path(config.output.folder).expanduser()
     output.mkdir(parents=True, exist_ok=True)
+    (output / "stalled" / f"rank-{pipe.processes.index}.json").unlink(missing_ok=True)  # of an earlier run
     metrics = Metrics(output / "metrics.jsonl", prepared.done or None) if first else None
     display = make_display(pipe.processes.index, config.train.steps, prepared.done, config.train.log_every)
     with display:

@@ -1,0 +1,257 @@
+"""What a step pays for knowing what it did, and what a pipeline pays for knowing that all ranks agree.
+
+Recording is the marks of each op, the notes of each wait, the ledger of bytes and their exchange at the end
+of a step. The same pipeline runs steps with all that and, in turn with them, steps in which the recorder does
+nothing, the ledger is off and ranks tell each other their share of the loss and no more.
+
+A Qwen3 model of 4 layers, each rank with one thread; in process, where the time is the processor's, so that
+other programs count less, and over gloo on two processes, where it is the clock's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from benchmarks.pool import Pool, Rank
+from benchmarks.report import Found, Row
+from penstock import AutoPipeline, Pipeline
+from penstock.runtime import executor, report
+from penstock.runtime.executor import Executor
+from penstock.runtime.handshake import facts_of_process, facts_of_schedule, flat, shake_hands
+from penstock.runtime.memory import Held
+from penstock.runtime.microbatch import fingerprint
+from penstock.runtime.padding import Padding
+from penstock.runtime.recorder import Recorder
+
+RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 16, 64
+BAR = 0.01
+ROUNDS = 15  # of a step with and one without, in one repeat
+CALLS = 30  # of each agreement, in one repeat
+CONFIG = Qwen3Config(
+    vocab_size=256, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=64, max_position_embeddings=SEQUENCE, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+class Off:
+    """In place of a ledger."""
+
+    peak, most_deferred = Held(), 0
+    sizes: Mapping[object, object] = MappingProxyType({})
+
+    def nothing(self, *_: object) -> None:
+        """Counts nothing."""
+
+    receive = take = forward = backward = weight_backward = sample = nothing
+
+
+def _nothing(*_: object) -> None:
+    """Records nothing."""
+
+
+def _only_count(self: Executor, made: int = 0) -> None:
+    """Live activations, which a step checks in any case."""
+    live = sum([stage.held for stage in self.stages.values()])
+    self.peak_live = max(self.peak_live, live)
+    assert live <= self.plan.peak_live
+
+
+def _only_loss(of: Executor) -> Tensor:
+    loss = float(torch.stack(of.shares).double().sum()) if of.shares else 0.0
+    return torch.tensor([loss], dtype=torch.float64)
+
+
+@contextmanager
+def unrecorded(pipe: Pipeline) -> Iterator[None]:
+    recorders = [of.recorder for of in pipe._training.executors]
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.enter_context(patch.object(recorder, "now", lambda: 0.0))
+        for owner, name, other in (
+            (Recorder, "add", _nothing),
+            (Recorder, "waited", _nothing),
+            (executor, "Ledger", Off),
+            (Executor, "_count", _only_count),
+            (report, "report", _only_loss),
+            (report, "bubble", lambda *_: 0.0),
+        ):
+            stack.enter_context(patch.object(owner, name, other))
+        yield
+
+
+def built(**how: Any) -> tuple[Pipeline, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    pipe = AutoPipeline(
+        ranks=RANKS, schedule="1f1b", microbatches=MICROBATCHES, device="cpu", timeout=60, **how
+    ).build(model)
+    ids = torch.randint(CONFIG.vocab_size, (ROWS, SEQUENCE))
+    return pipe, {"input_ids": ids, "labels": ids}
+
+
+def prepare(rank: Rank) -> None:
+    rank.kept["pipe"], rank.kept["batch"] = built()
+    for _ in range(3):
+        rank.kept["pipe"].step(rank.kept["batch"])
+
+
+def steps(rank: Rank, joined: bool) -> list[tuple[float, float]]:
+    """Seconds of a step with recording and of one without, in turn, the first of a pair by turns too."""
+    pipe, batch = rank.kept["pipe"], rank.kept["batch"]
+    clock = time.perf_counter if joined else time.thread_time
+    pairs = []
+    for number in range(ROUNDS):
+        taken = {}
+        for recorded in (True, False) if number % 2 else (False, True):
+            with nullcontext() if recorded else unrecorded(pipe):
+                if joined:
+                    dist.barrier()
+                start = clock()
+                pipe.step(batch)
+                taken[recorded] = clock() - start
+        pairs.append((taken[True], taken[False]))
+    return pairs
+
+
+def handshake(rank: Rank) -> list[float]:
+    """Seconds of each handshake: facts of a model's config and of a schedule of as many ranks."""
+    pipe = rank.kept["pipe of all"]
+    facts = {**facts_of_process(), **facts_of_schedule(pipe.schedule), **flat("config", CONFIG.to_dict())}
+    return _each(lambda: shake_hands(pipe.processes, facts))
+
+
+def prepare_handshake(rank: Rank) -> None:
+    model = AutoModelForCausalLM.from_config(CONFIG)
+    auto = AutoPipeline(ranks=rank.count, schedule="1f1b", microbatches=MICROBATCHES, device="cpu")
+    rank.kept["pipe of all"] = auto.build(model)
+
+
+def agreement(rank: Rank) -> tuple[list[float], list[float]]:
+    """Seconds of a batch's fingerprint, and of agreeing on one, read at once and not beside the first op."""
+    pipe, batch = rank.kept["pipe"], rank.kept["batch"]
+    transport = pipe._world.transport
+    told = fingerprint([batch], MICROBATCHES, 0)
+
+    def agree() -> None:
+        transport.agree(*told)
+        transport.settle()
+
+    return _each(lambda: fingerprint([batch], MICROBATCHES, 0), joined=False), _each(agree)
+
+
+def prepare_padding(rank: Rank) -> None:
+    for name, shapes in (("none", "inferred"), ("fixed", Padding(length=SEQUENCE)), ("longest", Padding())):
+        rank.kept[name] = built(shapes=shapes)[0]
+    lengths = torch.linspace(SEQUENCE // 4, SEQUENCE - 1, MICROBATCHES).int().tolist()
+    ids = [torch.randint(CONFIG.vocab_size, (2, length)) for length in lengths]
+    rank.kept["ragged"] = [{"input_ids": each, "labels": each} for each in ids]
+
+
+def padding(rank: Rank) -> dict[str, list[float]]:
+    """Seconds in which a ragged list becomes microbatches, by how it is padded."""
+    return {name: _each(lambda name=name: rank.kept[name].microbatches(rank.kept["ragged"]))  # type: ignore[misc]
+            for name in ("none", "fixed", "longest")}  # fmt: skip
+
+
+def _each(call: Callable[[], object], joined: bool = True) -> list[float]:
+    times = []
+    for _ in range(CALLS):
+        if joined:
+            dist.barrier()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def measure(repeats: int) -> Found:
+    raw: dict[str, list[Any]] = {}
+    with Pool(1, join=False) as alone:
+        alone.run(prepare)
+        for _ in range(repeats):
+            raw.setdefault("in process", []).extend(alone.run(steps, False)[0])
+    with Pool(RANKS) as pool:
+        pool.run(prepare)
+        for _ in range(repeats):
+            slowest = [tuple(map(max, zip(*pairs, strict=True)))
+                       for pairs in zip(*pool.run(steps, True), strict=True)]  # fmt: skip
+            raw.setdefault("over gloo", []).extend(slowest)
+        for _ in range(repeats):
+            prints, agreements = zip(*pool.run(agreement), strict=True)
+            raw.setdefault("fingerprint", []).extend(_slowest(prints))
+            raw.setdefault("agreement", []).extend(_slowest(agreements))
+    with Pool(RANKS) as pool:
+        pool.run(prepare_padding)
+        for _ in range(repeats):
+            told = pool.run(padding)
+            for name in told[0]:
+                raw.setdefault(f"padding {name}", []).extend(_slowest([ranks[name] for ranks in told]))
+    for ranks in (2, 4):
+        with Pool(ranks) as pool:
+            pool.run(prepare_handshake)
+            for _ in range(repeats):
+                raw.setdefault(f"handshake {ranks}", []).extend(_slowest(pool.run(handshake)))
+    rows = [row for case in ("in process", "over gloo") for row in _recording(case, raw[case])]
+    rows += _agreements(raw, median(full for full, _ in raw["over gloo"]))
+    notes = [
+        f"Qwen3, {CONFIG.num_hidden_layers} layers of {CONFIG.hidden_size}, {ROWS} rows of {SEQUENCE} "
+        f"tokens, 1f1b, P={RANKS}, m={MICROBATCHES}; {repeats * ROUNDS} pairs of a step with and one without",
+        "recording: median over the pairs of what the step with it took longer, as a share of the median "
+        "step without; in process: processor time of both ranks in one thread; over gloo: the clock, of the "
+        "slower rank",
+        "half of the pairs: the middle half of the differences lies within so much of the median",
+        "without: Recorder.now, add and waited do nothing, no ledger, no bytes of buffers summed, and one "
+        "number a rank is exchanged at the step's end in place of the report",
+        "handshake, agreement, negotiation: of the slower rank after a barrier; a step hides its agreement "
+        "behind what it does before its first message",
+        f"padding: a list of {MICROBATCHES} ragged microbatches made ready; to the longest asks all ranks",
+    ]
+    return Found("recording", "The cost of recording, and of agreeing", rows, notes, raw)
+
+
+def _slowest(times: Any) -> list[float]:
+    """times: by rank"""
+    return [max(each) for each in zip(*times, strict=True)]
+
+
+def _recording(case: str, pairs: list[tuple[float, float]]) -> list[Row]:
+    apart = sorted(with_it - without for with_it, without in pairs)
+    base, more = median(without for _, without in pairs), median(apart)
+    spread = (apart[3 * len(apart) // 4] - apart[len(apart) // 4]) / 2
+    ops = 2 * MICROBATCHES * (RANKS if case == "in process" else 1)
+    return [
+        Row(case, "step without recording", base * 1e3, "ms"),
+        Row(case, "recording, of the step", more / base * 100, "%", None, f"below {BAR:.0%}",
+            more / base < BAR),
+        Row(case, "half of the pairs, plus or minus", spread / base * 100, "%"),
+        Row(case, "recording, per op of a rank" if case == "over gloo" else "recording, per op",
+            more / ops * 1e6, "µs"),
+    ]  # fmt: skip
+
+
+def _agreements(raw: dict[str, list[Any]], step: float) -> list[Row]:
+    middle = {name: median(raw[name]) for name in raw if name not in ("in process", "over gloo")}
+    negotiated = middle["padding longest"] - middle["padding fixed"]
+    return [
+        *(Row(f"P={ranks}", "handshake, once a pipeline", middle[f"handshake {ranks}"] * 1e3, "ms")
+          for ranks in (2, 4)),
+        Row("each step, P=2", "fingerprint of the batch", middle["fingerprint"] * 1e6, "µs"),
+        Row("each step, P=2", "agreement, if waited for at once", middle["agreement"] * 1e6, "µs"),
+        Row("each step, P=2", "both, of the step",
+            (middle["fingerprint"] + middle["agreement"]) / step * 100, "%"),
+        Row("ragged step, P=2", "microbatches made ready, unpadded", middle["padding none"] * 1e6, "µs"),
+        Row("ragged step, P=2", "padded to a fixed length", middle["padding fixed"] * 1e6, "µs"),
+        Row("ragged step, P=2", "padded to the longest of all ranks", middle["padding longest"] * 1e6, "µs"),
+        Row("ragged step, P=2", "negotiation, of the step", negotiated / step * 100, "%"),
+    ]  # fmt: skip
