@@ -33,6 +33,7 @@ RANKS, MICROBATCHES = 4, 8
 STATE = {"curve": (1, 1024, 1024), "layers": (1, 512, 256)}  # rows, sequence, width
 AIM, CLOSE = 0.7, 0.05
 LAYERS = 2  # of a stage
+LIMIT = 150.0  # seconds: more than a pipeline waits before it says what for
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -198,9 +199,13 @@ def measure(repeats: int) -> Found:
         for kind in MODULES:
             for schedule in TORCH:
                 for library in ("penstock", "torch"):
-                    found[f"{kind} {library} {schedule}"] = pool.run(peak, library, schedule, kind, False)
+                    found[f"{kind} {library} {schedule}"] = pool.run(
+                        peak, library, schedule, kind, False, timeout=LIMIT
+                    )
         for schedule in TORCH:
-            found[f"layers again {schedule}"] = pool.run(peak, "penstock", schedule, "layers", True)
+            found[f"layers again {schedule}"] = pool.run(
+                peak, "penstock", schedule, "layers", True, timeout=LIMIT
+            )
     rows: list[Row] = []
     for kind in MODULES:
         for schedule in TORCH:

@@ -83,7 +83,8 @@ def measure(repeats: int) -> Found:
     rows = [row for name, case in CASES.items() for row in _rows(name, case, programs, link, steps[name])]
     notes = [
         f"a step's time: as in steptime; median of {repeats}; `simulate` is given the emulated delay and the "
-        f"link's own {link * 1e6:.0f} µs, which it contains where it is the shorter one",
+        f"link's own {link * 1e6:.0f} µs; they run side by side, so that it is given up to so much too much "
+        "for each message",
         f"a sleep of {SECONDS * 1e3:.0f} ms takes {late * 1e6:.0f} µs longer than asked; nothing is "
         "subtracted",
         "peer, wire, runtime: shares of the ranks' time from the step's first op to its last: waiting for "

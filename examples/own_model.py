@@ -105,10 +105,16 @@ class Chunk(nn.Module):
     infer_inputs = infer_outputs  # here every edge looks the same
 
 
-def loss_fn(output: dict[str, Tensor], microbatch: Microbatch) -> Tensor:
-    """The mean over a microbatch's rows, which penstock weights by how many there are."""
-    logits, labels = output["logits"].flatten(0, 1), microbatch["labels"].flatten()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED) + 1e-3 * output["auxiliary"]
+class MeanOverLabels:
+    """The loss of a step is the sum of the totals over the sum of the weights, however labels are spread."""
+
+    def weight(self, microbatch: Microbatch) -> int:
+        return int((microbatch["labels"] != IGNORED).sum())
+
+    def total(self, output: dict[str, Tensor], microbatch: Microbatch) -> Tensor:
+        logits, labels = output["logits"].flatten(0, 1), microbatch["labels"].flatten()
+        total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return total + 1e-3 * output["auxiliary"] * self.weight(microbatch)
 
 
 def draw(seed: int) -> list[dict[str, Tensor]]:
@@ -135,7 +141,11 @@ def main() -> None:
     torch.set_num_threads(1)  # so small a model gains nothing by more
     # Plainly started, this process holds all ranks, good to debug in. Under torchrun it is one of them.
     pipe = Pipeline.from_provider(
-        Chunk, schedule=options.schedule, ranks=options.ranks, microbatches=len(SIZES), loss_fn=loss_fn
+        Chunk,
+        schedule=options.schedule,
+        ranks=options.ranks,
+        microbatches=len(SIZES),
+        loss_fn=MeanOverLabels(),
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)  # of this process's stages
     for step in range(options.steps):

@@ -105,6 +105,8 @@ class AutoPipeline:
         check_ways(**self._ways(), modules_per_stage=self.modules_per_stage)
         if self.layout is not None:
             parse_layout(self.layout)  # before any file is looked at
+        self._link().check()
+        as_padding(self.shapes)
         schedule = chosen_schedule(self.schedule, self.ranks, self.microbatches)
         proof = verify(schedule)
         if self.exchange == "batched":
@@ -120,7 +122,9 @@ class AutoPipeline:
             outline_stage(source.model, chain, stage, schedule, shares[stage % depth])
             for stage in range(schedule.stages)
         )
-        return Outline(schedule, proof, stages, source, chain)
+        outline = Outline(schedule, proof, stages, source, chain)
+        outline.recomputed(checkpointing(self.activation_checkpointing))  # for its refusals
+        return outline
 
     def build(self, model: ModelLike) -> Pipeline:
         """The pipeline of `model`: a transformers model, a config of one, or a local folder.
@@ -135,16 +139,7 @@ class AutoPipeline:
         schedule, source = outline.schedule, outline.source
         how, padding = checkpointing(self.activation_checkpointing), as_padding(self.shapes)
         recomputed = outline.recomputed(how)
-        link = Link(
-            self.mesh,
-            self.device,
-            self.timeout,
-            self.transport,
-            self.wire_dtype,
-            self.exchange,
-            self.network,
-        )
-        world = open_world(schedule, link, self._facts(outline))
+        world = open_world(schedule, self._link(), self._facts(outline))
         ties = weights.tied_names(source.model)
         stages = []
         for index in own_stages(schedule, world):
@@ -177,11 +172,15 @@ class AutoPipeline:
         The durations are those of Costs(). None where only a real run can tell.
         """
         how = checkpointing(self.activation_checkpointing)
-        kept = outline.sizes(shape)
-        if kept is None or how is None:
-            return kept
-        again = outline.sizes(shape, how)
-        return None if again is None else mixed(outline.schedule, kept, again, outline.recomputed(how))
+        if how is None:
+            return outline.sizes(shape)
+        sizes = outline.sizes_either_way(how, shape)
+        return None if sizes is None else mixed(outline.schedule, *sizes, outline.recomputed(how))
+
+    def _link(self) -> Link:
+        return Link(
+            self.mesh, self.device, self.timeout, self.transport, self.wire_dtype, self.exchange, self.network
+        )
 
     def _facts(self, outline: Outline) -> dict[str, str]:
         """What has to be the same on every rank beside the schedule."""

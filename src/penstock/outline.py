@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -18,8 +19,8 @@ from penstock.models.protocol import StageInfo
 from penstock.models.source import Source
 from penstock.pipeline import recomputed_places
 from penstock.runtime.memory import Sizes
-from penstock.schedule import Costs, Proof, Schedule
-from penstock.schedule.recompute import Places, counts_within, first_in_flight
+from penstock.schedule import Costs, Proof, Schedule, simulate
+from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
 
 @dataclass(frozen=True)
@@ -90,33 +91,48 @@ class Outline:
         """
         if how is None or how.memory_limit is None:
             return recomputed_places(self.schedule, how)
-        limits = [how.memory_limit - self.weight_bytes(rank) for rank in range(self.schedule.ranks)]
-        if min(limits) <= 0:
-            rank = limits.index(min(limits))
-            needed = self.weight_bytes(rank)
-            raise ConfigError(
-                f"memory_limit={how.memory_limit:g}",
-                f"weights, gradients and AdamW's moments of rank {rank} alone are {needed} bytes",
-                "Raise it, or take more ranks",
-            )
-        kept, again = self._sizes_for_limit(how)
-        return first_in_flight(self.schedule, counts_within(self.schedule, kept, again, limits))
-
-    def _sizes_for_limit(self, how: Checkpointing) -> tuple[Costs, Costs]:
-        """With all activations kept, and with all run again: then one layer's are there at a time."""
         assert how.shape is not None
-        kept, again = self.sizes(how.shape), self.sizes(how.shape, how)
-        if kept is None or again is None:
+        sizes = self.sizes_either_way(how, how.shape)
+        if sizes is None:
             raise ConfigError(
                 f"memory_limit for {type(self.source.model).__name__}",
                 "its forward looks at values, so that its activations cannot be told beforehand",
                 "Give in_flight, from what Pipeline.memory tells of a run",
             )
+        kept, again = sizes
+        weights = [self.weight_bytes(rank) for rank in range(self.schedule.ranks)]
+        least = simulate(
+            self.schedule, mixed(self.schedule, kept, again, first_in_flight(self.schedule, None))
+        )
+        needed = [held + weight for held, weight in zip(least.peak_memory, weights, strict=True)]
+        if max(needed) > how.memory_limit:
+            rank = needed.index(max(needed))
+            raise ConfigError(
+                f"memory_limit={_mib(how.memory_limit)}",
+                f"rank {rank} takes {_mib(weights[rank])} for weights, gradients and AdamW's moments, and "
+                f"{_mib(least.peak_memory[rank])} more with every forward run again",
+                f"Give {_mib(needed[rank])} or more, or take more ranks or smaller microbatches",
+            )
+        limits = [how.memory_limit - weight for weight in weights]
+        return first_in_flight(self.schedule, counts_within(self.schedule, kept, again, limits))
+
+    def sizes_either_way(self, how: Checkpointing, shape: tuple[int, int]) -> tuple[Costs, Costs] | None:
+        """With all activations kept, and with all run again, when one layer's are there at a time.
+
+        None where only a run can tell.
+        """
+        kept, again = self.sizes(shape), self.sizes(shape, how)
+        if kept is None or again is None:
+            return None
         placement, one = self.schedule.placement, range(self.schedule.microbatches)[:1]
         small, large = (c.rows("activation", placement, len(one)) for c in (again, kept))
         layers = [max(len(stage.layers), 1) for stage in self.stages]
         held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
         return kept, replace(again, held_in_backward=held)
+
+
+def _mib(nbytes: float) -> str:
+    return f"{math.ceil(nbytes / 2**20 * 10) / 10:g} MiB"
 
 
 def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:

@@ -120,6 +120,11 @@ class Pipeline:
         """
         chosen = chosen_schedule(schedule, ranks, microbatches)
         given, how = sharding or {}, checkpointing(activation_checkpointing)
+        if how is not None and how.memory_limit is not None:
+            rule = "what a module of one's own holds cannot be told before it runs"
+            raise ConfigError(
+                "memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells"
+            )
         padding = as_padding(shapes)
         if exchange == "batched":
             check_batched(chosen, shapes)
@@ -134,6 +139,7 @@ class Pipeline:
             switch = None if how is None else install(own_layers(module), how)
             stages.append(Stage(index, module, ProvidedCall(module), switch))
         modules = {stage.index: stage.module for stage in stages}
+        _refuse_shared_modules(modules)
         pipe = cls(
             chosen,
             world,
@@ -363,6 +369,19 @@ class Pipeline:
                 "Save `modules` yourself",
             )
         return self._saved
+
+
+def _refuse_shared_modules(modules: Mapping[int, nn.Module]) -> None:
+    """A weight of two stages would be stepped, clipped and counted twice."""
+    seen: dict[int, int] = {}
+    for stage, module in modules.items():
+        for name, parameter in module.named_parameters():
+            if (other := seen.setdefault(id(parameter), stage)) != stage:
+                raise ModelError(
+                    f"the parameter {name} of stage {stage}",
+                    f"it is the very one that stage {other} holds",
+                    "Let the provider make modules of their own for each call",
+                )
 
 
 def own_stages(schedule: Schedule, world: World) -> list[int]:

@@ -70,6 +70,9 @@ class Cutter(NamedTuple):
                 f"the schedule has {count}",
                 f"Give {count} of them, or build the pipeline with microbatches={len(parts)}",
             )
+        for number, part in enumerate(parts):
+            if any(isinstance(value, Tensor) and value.dim() and not len(value) for value in part.values()):
+                raise BatchError(f"microbatch {number}", "it has no rows", "Leave it out, or give it one")
         return [self.complete(microbatch) for microbatch in self._padded(parts, world)]
 
     def _padded(self, microbatches: list[Microbatch], world: World) -> list[Microbatch]:
@@ -170,7 +173,9 @@ class Steps:
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
         """Tell the other ranks, say where it happened, and leave nothing half-done behind."""
         # found by all ranks alike and before anything was sent, so that the next batch may do
-        harmless = isinstance(error, BatchError) or (not begun and isinstance(error, ShapeError | ModelError))
+        early = not begun or not any(executor.current for executor in executors)
+        harmless = early and isinstance(error, BatchError)
+        harmless |= not begun and isinstance(error, ShapeError | ModelError)
         if not harmless:
             self.fail()
             if not isinstance(error, PeerError):

@@ -386,16 +386,16 @@ def own_model(ranks: int, schedules: Sequence[str]) -> list[str]:
     wrong = []
     with in_float64():
         whole = own.Chunk(StageInfo(0, 1))
-        rows = sum(len(microbatch["tokens"]) for microbatch in microbatches)
+        mean = own.MeanOverLabels()
+        weight = sum(mean.weight(microbatch) for microbatch in microbatches)
         loss = torch.zeros(())
         for microbatch in microbatches:
-            mean = own.loss_fn(whole(microbatch["tokens"]), microbatch)
-            loss = loss + mean * len(microbatch["tokens"]) / rows
+            loss = loss + mean.total(whole(microbatch["tokens"]), microbatch) / weight
         loss.backward()  # type: ignore[no-untyped-call]
         expected = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
         for schedule in schedules:
             pipe = Pipeline.from_provider(
-                own.Chunk, schedule=schedule, ranks=ranks, microbatches=len(own.SIZES), loss_fn=own.loss_fn,
+                own.Chunk, schedule=schedule, ranks=ranks, microbatches=len(own.SIZES), loss_fn=mean,
                 timeout=30,
             )  # fmt: skip
             result = pipe.step(microbatches)

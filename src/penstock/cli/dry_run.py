@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.console import Console
 from rich.table import Table
 
 from penstock.schedule import Costs, render, simulate
-from penstock.train.assemble import Prepared
+from penstock.train.assemble import Prepared, largest_microbatch
 
 
 def show(prepared: Prepared) -> None:
@@ -43,9 +41,8 @@ def memory(prepared: Prepared) -> list[tuple[int, int, int, int | None]]:
 
     The last at their most; None where only a run can tell.
     """
-    config, outline = prepared.config, prepared.outline
-    rows = math.ceil(config.train.batch_size / config.pipeline.microbatches)
-    sizes = prepared.auto.memory_costs(outline, (rows, config.data.sequence_length))
+    outline = prepared.outline
+    sizes = prepared.auto.memory_costs(outline, largest_microbatch(prepared.config))
     held = None if sizes is None else simulate(outline.schedule, sizes).peak_memory
     needs = []
     for rank in range(outline.schedule.ranks):

@@ -67,7 +67,8 @@ def train(
             return show(prepared)
         ranks = prepared.config.pipeline.ranks
         if ranks > 1 and not launch.under_torchrun():
-            command = [sys.executable, "-m", "penstock", *sys.argv[1:]]
+            # -P: else the ranks, and not this process, would import whatever lies in the working folder
+            command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]
             raise typer.Exit(launch.launch(ranks, command))
         return _train(prepared)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1

@@ -45,6 +45,12 @@ class Checkpointing:
     shape: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("in_flight", "save"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
+        if type(given := self.save) is not tuple:
+            rule = "it lists names of ops or of groups"
+            raise refusal("save", given, rule, f"Write save=({given!r},)")
         counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight or 0,)
         if self.every < 1:
             raise refusal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,14 +34,12 @@ class InferredEdges:
     def _infer(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
         # a provider may seed torch: the step that happens to be the first is to draw what any other would
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             return self._learn(microbatch)
 
     def _learn(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
         if self._last is None:
-            with torch.device("meta"):
-                built = [self._provider(StageInfo(s, self._stages)) for s in range(self._stages)]
-            *self._calls, self._last = (ProvidedCall(module.to("meta")) for module in built)
+            *self._calls, self._last = map(ProvidedCall, self._build())
         shadow = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(microbatch))
         received: tuple[Any, ...] = ()
         edges = []
@@ -52,6 +51,32 @@ class InferredEdges:
         if self._last is not None and received:  # else it would fail on its own rank, in the middle of a step
             self._last.check(received[0], shadow)
         return tuple(edges)
+
+    def _build(self) -> list[nn.Module]:
+        """All stages, without values. What a provider gives may be its own, and is left as it is."""
+        try:
+            with torch.device("meta"):
+                built = [self._provider(StageInfo(stage, self._stages)) for stage in range(self._stages)]
+        except NotImplementedError as cause:
+            raise ModelError(
+                "a stage built on the meta device, to learn what it gives",
+                f"its provider fails there: {cause}",
+                "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
+                "(penstock.models.protocol.DeclaresShapes)",
+            ) from cause
+        return [_without_values(module) for module in built]
+
+
+def _without_values(module: nn.Module) -> nn.Module:
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return module
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device="meta")
+        is_weight = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
+    return copy.deepcopy(module, memo)
 
 
 class DeclaredEdges:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock.errors import ModelError
+from penstock.errors import BatchError, ModelError
 from penstock.models.chain import Chain, Placeholder, hidden_of
 from penstock.models.protocol import StageInfo
 from penstock.runtime.packed import is_packed, refuse_packed, with_positions
@@ -186,7 +186,10 @@ class HFEdges:
         self._dtype: torch.dtype = model.dtype
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        leading = microbatch["input_ids"] if "input_ids" in microbatch else microbatch["inputs_embeds"]
+        leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
+        if leading is None:
+            rule = "a model reads input_ids or inputs_embeds"
+            raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
         return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
 
 

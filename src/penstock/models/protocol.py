@@ -44,18 +44,27 @@ def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: i
 
 
 def own_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The layers of a stage, with their numbers: what its outermost module lists and dicts hold.
+    """The layers of a stage, with their numbers: what its module lists and dicts hold.
 
-    The number is the name in the list, so that a ModuleDict can go on where the stage before ended. A stage
-    without such a list is one layer.
+    Of lists within lists the innermost, but none within a layer. The number is the name in the list, so that
+    a ModuleDict can go on where the stage before ended. A stage without such a list is one layer.
     """
-    lists = [name for name, part in module.named_modules() if isinstance(part, nn.ModuleList | nn.ModuleDict)]
-    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    if not outermost:
+    lists = list(_layer_lists(module))
+    if not lists:
         yield 0, module
-    for name in outermost:
-        for place, (key, layer) in enumerate(module.get_submodule(name).named_children()):
+    for layers in lists:
+        for place, (key, layer) in enumerate(layers.named_children()):
             yield int(key) if key.isdigit() else place, layer
+
+
+def _layer_lists(module: nn.Module) -> Iterator[nn.Module]:
+    held = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not held:
+        yield module
+        return
+    # beside a list in a list stand parts that are no layers: nanoGPT keeps its embedding there
+    for child in held if isinstance(module, nn.ModuleDict) else module.children():
+        yield from _layer_lists(child)
 
 
 class DeclaresShapes(Protocol):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.runtime.deferred import Deferred
+from penstock.runtime.deferred import Deferred, without_autocast
 from penstock.runtime.parcel import Parcel, TensorSpec
 from penstock.runtime.tape import Tape
 
@@ -93,9 +93,10 @@ def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None
     if roots:
         # Not through torch.autograd.backward: it first compares shapes in Python, at a third of the cost of a
         # small backward, which the engine then does again.
-        Variable._execution_engine.run_backward(
-            roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        with without_autocast():
+            Variable._execution_engine.run_backward(
+                roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 def _input_gradients(live: Live) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ that I frees all else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -90,8 +91,9 @@ class Deferred:
         one parameter after the other, so that one gradient at a time is held beside the accumulated ones.
         Raises RuntimeError where what was held has been modified in place since I.
         """
-        while self._groups:
-            _accumulate(self._groups.pop())
+        with without_autocast():
+            while self._groups:
+                _accumulate(self._groups.pop())
         self.nbytes = 0
 
 
@@ -183,6 +185,22 @@ def _owned(products: Sequence[Product]) -> Iterator[Product]:
         if (copy := copies.get(id(product.dy))) is not None:
             product = product._replace(dy=copy, versions=(product.versions[0], copy._version))
         yield product
+
+
+_PLAIN_CONTEXT = nullcontext()
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """A step's backwards lie within the caller's autocast, as its forwards do, and are not to be cast.
+
+    Each op's backward works in the dtypes of its forward.
+    """
+    if not torch._C._is_any_autocast_enabled():
+        return _PLAIN_CONTEXT
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def is_hooked(tensor: Tensor) -> bool:

@@ -23,10 +23,11 @@ from penstock.runtime.progress import Progress
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import EdgeShapes, Microbatch, check, microbatch_key
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport import Transport
+from penstock.runtime.transport import Transport, of_their_own
 from penstock.schedule import Op
 
 _UNMEASURED = nullcontext()
+_REMEMBERED = 4096  # shapes whose footprints are known
 
 # (what the last stage returned, number of the microbatch) -> whatever the caller wants to keep of it
 Collect = Callable[[Any, int], Any]
@@ -111,7 +112,9 @@ class Executor:
                     del parcel  # or the last message would live on here while this rank waits
                 case Hand(message):
                     given = self.outbox.pop(message.op)
-                    self.inbox[message.op] = Parcel(tuple([t.detach() for t in given.tensors]), given.specs)
+                    tensors = of_their_own(given.tensors, given.specs)
+                    self.inbox[message.op] = Parcel(tensors, given.specs)
+                    del tensors
                     self.ledger.receive(given)
                     del given
                 case Send(message):
@@ -149,19 +152,22 @@ class Executor:
         number, microbatch = op.microbatch, step.microbatches[op.microbatch]
         stage, place = self.stages[op.stage], (op.stage, op.microbatch)
         split, recompute = place in self.split, place in self.plan.recomputed
-        key = op.stage, step.keys[number], split, recompute, stage.module.training
+        casts = torch.is_autocast_enabled(self.recorder.device.type)
+        key = op.stage, step.keys[number], split, recompute, stage.module.training, casts
         known = self.footprints.get(key)
+        expected = self._expected(op, step)  # which may have to be learnt: no part of what the forward leaves
         with _UNMEASURED if known is not None else measuring(self.recorder.device) as measured:
             if op.stage in self.last:
                 total = stage.forward_loss(number, received, microbatch, self.loss, split, recompute)
                 self.totals.append(total)
                 result = None
             else:
-                expected = self._expected(op, step)
                 result = stage.forward(number, received, microbatch, expected, split, recompute)
         if known is None:
             assert measured is not None
             outputs = () if result is None else result.tensors
+            if len(self.footprints) >= _REMEMBERED:
+                self.footprints.pop(next(iter(self.footprints)))
             known = self.footprints[key] = footprint(measured.nbytes, stage.live[number].inputs, outputs)
         self.ledger.take(received)
         self.ledger.forward(*place, known, result)

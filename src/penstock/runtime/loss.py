@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, ModelError
 from penstock.runtime.microbatch import Sharding, batch_rows
 from penstock.runtime.shapes import Microbatch
 
@@ -70,7 +70,7 @@ class MeanOverRows:
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         mean = self._function(output, microbatch)
         if mean.dim() != 0:
-            raise BatchError(
+            raise ModelError(
                 f"a loss of shape {list(mean.shape)}",
                 "loss_fn returns one number, the mean over the microbatch's rows",
                 "Reduce it, or pass an object with `weight` and `total` (penstock.runtime.loss.Loss)",

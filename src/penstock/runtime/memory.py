@@ -109,6 +109,11 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nbytes = 0
         self._known: dict[int, int] = {}  # by address, for as long as the storage lives
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Or torch.compile would give up on whatever first runs under this."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

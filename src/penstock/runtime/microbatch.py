@@ -143,7 +143,10 @@ def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int,
     """
     named = [(name, leaf) for part in parts for name in part for leaf in _leaves(part[name])]
     sums: dict[str, int] = {}
-    found = torch.stack([checksum(leaf) for _, leaf in named]).tolist() if named else []
+    checked = [checksum(leaf) for _, leaf in named]
+    if len({each.device for each in checked}) > 1:
+        checked = [each.cpu() for each in checked]
+    found = torch.stack(checked).tolist() if checked else []
     for (name, _), number in zip(
         named, found, strict=True
     ):  # in order, so that two that change places differ

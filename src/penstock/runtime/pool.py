@@ -26,6 +26,7 @@ class Pool:
         self._device, self._pinned = device, pinned
         self._buffers: list[UntypedStorage] = []
         self._used: set[int] = set()  # since the last `trim`, by address of the storage
+        self._largest = 0  # bytes, since then
 
     def take(self, spec: TensorSpec) -> Tensor:
         """A tensor of that shape and dtype whose memory nobody else has; its values are arbitrary."""
@@ -49,12 +50,14 @@ class Pool:
         """Let go of what was not needed since the last call."""
         self._buffers = [b for b in self._buffers if b._cdata in self._used or not _is_free(b)]
         self._used.clear()
+        self._largest = 0
 
     def _drop_idle(self, taken: UntypedStorage) -> None:
-        """Of what lies idle keep no more than was just taken: where lengths differ from message to message,
-        buffers would gather that hardly any message fits."""
-        idle = [buffer for buffer in self._buffers if _is_free(buffer)]
-        while idle and sum([buffer.nbytes() for buffer in idle]) > taken.nbytes():
+        """Of what lies idle keep no more than the largest that was taken of late: where lengths differ from
+        message to message, buffers would gather that hardly any message fits."""
+        self._largest = max(self._largest, taken.nbytes())
+        idle = [buffer for buffer in self._buffers if buffer is not taken and _is_free(buffer)]
+        while idle and sum([buffer.nbytes() for buffer in idle]) > self._largest:
             oldest = idle.pop(0)
             self._buffers = [buffer for buffer in self._buffers if buffer is not oldest]
 

@@ -68,8 +68,8 @@ class Sending:
         try:
             for work in self._works if self._start is None else self._start():
                 work.wait(timeout)
-        except RuntimeError as error:
-            self._error = error
+        except Exception as error:  # nothing may end the thread: who waits would wait for ever
+            self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         self._let_go()
 
     def leave_to(self, reaper: Reaper) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -38,7 +39,7 @@ def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) 
             raise ShapeError(
                 f"{op} gave {describe(tensors)}",
                 "one of these has a gradient, and the next stage was told that it has none",
-                "Detach it, or tell of it as differentiable",
+                "Detach it, or tell of it as differentiable; if it was unfrozen since, build a new pipeline",
             )
 
 
@@ -50,6 +51,9 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
         f"the next rank expects {expected}",
         "Numbers that are made of a tensor's values cannot be told beforehand: use shapes='exchanged'"
         if constants
+        else "Autocast is on, which no shape is inferred under: let stages end in .to(dtype), or use "
+        "shapes='exchanged'"
+        if torch._C._is_any_autocast_enabled()
         else "Make the stage's output follow from its input's shape and the model's dtype, or use "
         "shapes='exchanged'",
     )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import ModelError
 from penstock.runtime.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.deferred import Deferred
 from penstock.runtime.loss import Loss
@@ -98,6 +99,12 @@ class Stage:
         inputs = () if received is None else leaves(received)
         with self._run(split, recompute) as tape:
             total = loss.total(self._call(_given(inputs, received), microbatch), microbatch)
+        if not total.requires_grad and any(p.requires_grad for p in self.module.parameters()):
+            raise ModelError(
+                f"a loss of stage {self.index} that hangs on none of its weights",
+                "nothing would be trained by it, on this stage or before",
+                "Do not detach what the loss is made of; freeze weights that are not to be trained",
+            )
         self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step, and its graph would keep the inputs
 

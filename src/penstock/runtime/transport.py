@@ -90,8 +90,8 @@ class LocalTransport:
         return self._mail.pop(message, None)
 
     def send(self, message: Message, parcel: Parcel, told: bool) -> None:
-        tensors = [tensor.detach() for tensor in narrowed(parcel.tensors, self._wire)]
-        self._mail[message] = Parcel(restored(tensors, parcel.specs), parcel.specs)
+        tensors = restored(narrowed(parcel.tensors, self._wire), parcel.specs)
+        self._mail[message] = Parcel(of_their_own(tensors, parcel.specs), parcel.specs)
 
     def start(self, in_line: bool) -> None:
         """Nothing to do: what was sent is there."""
@@ -157,6 +157,16 @@ def narrowed(tensors: Sequence[Tensor], wire: torch.dtype | None) -> Sequence[Te
 def restored(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
     """In the dtypes that the stages work in."""
     return tuple([t.to(spec.dtype) for t, spec in zip(tensors, specs.tensors, strict=True)])
+
+
+def of_their_own(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
+    """For a stage of the same process, as if they had come from another: no part of the sender's graph.
+
+    What has no gradient may be changed in place, and be an entry of the batch or what another stage still
+    holds: it is copied. Autograd refuses the same for the others.
+    """
+    pairs = zip(tensors, specs.tensors, strict=True)
+    return tuple([t.detach() if spec.carries_gradient else t.detach().clone() for t, spec in pairs])
 
 
 @torch.no_grad()

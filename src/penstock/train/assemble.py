@@ -110,6 +110,13 @@ def run(prepared: Prepared) -> None:
 def make_auto(config: TrainConfig) -> AutoPipeline:
     """The pipeline's settings, as the library takes them."""
     pipeline, model, section = config.pipeline, config.model, config.train
+    if pipeline.transport == "local" and pipeline.ranks > 1:
+        rule = f"it holds all ranks in one process, and {pipeline.ranks} would be started"
+        raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
+    if pipeline.transport == "nccl" and not torch.cuda.is_available():
+        raise ConfigError(
+            "pipeline.transport=nccl", "it moves GPU memory, and torch sees no GPU", "Take gloo"
+        )
     if section.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
     return AutoPipeline(
@@ -149,10 +156,10 @@ def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
     if not isinstance(given, CheckpointingSection):
         return given
     limited = given.memory_limit is not None
-    return Checkpointing(**given.model_dump(), shape=_largest_microbatch(config) if limited else None)
+    return Checkpointing(**given.model_dump(), shape=largest_microbatch(config) if limited else None)
 
 
-def _largest_microbatch(config: TrainConfig) -> tuple[int, int]:
+def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
     """Rows and sequence, with what the pipeline adds to them."""
     rows = -(-config.train.batch_size // config.pipeline.microbatches)
     padding, length = make_padding(config.pipeline), config.data.sequence_length
@@ -192,7 +199,7 @@ def _check_model(config: TrainConfig, outline: Outline) -> int:
             f"the model takes {longest} positions (max_position_embeddings)",
             f"Give {longest} or less, or a model with more",
         )
-    padded = _largest_microbatch(config)[1]
+    padded = largest_microbatch(config)[1]
     if longest is not None and padded > longest:
         raise ConfigError(
             f"pipeline.padding, to {padded} tokens a row",
