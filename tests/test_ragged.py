@@ -66,7 +66,7 @@ def assert_exact(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_ragged_in_every_schedule(form: str) -> None:
-    model = tiny_model("llama", torch.float64, layers=6, tied=True)
+    model = tiny_model("llama", torch.float64, layers=8, tied=True)
     turn = list(FORMS).index(form)
     for shapes in ("inferred", list(SHAPES.values())[1 + turn % (len(SHAPES) - 1)]):
         assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], shapes=shapes)
@@ -75,14 +75,14 @@ def test_ragged_in_every_schedule(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_in_every_schedule(form: str) -> None:
     """As if each document had been alone: none attends to another."""
-    model, rows = tiny_model("qwen3", torch.float64, layers=6), documents(6)
+    model, rows = tiny_model("qwen3", torch.float64, layers=8), documents(6)
     shapes = ("inferred", "exchanged", Padding(multiple=8))[list(FORMS).index(form) % 3]
     assert_exact(model, packed(rows), apart(rows), ranks=2, schedule=FORMS[form], shapes=shapes)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpointing_in_every_schedule(form: str) -> None:
-    model = tiny_model("llama", torch.float64, layers=6)
+    model = tiny_model("llama", torch.float64, layers=8)
     turn = list(FORMS).index(form)
     for how in (list(CHECKPOINTING.values())[(turn + step) % len(CHECKPOINTING)] for step in (0, 3)):
         assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], activation_checkpointing=how)

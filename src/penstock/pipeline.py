@@ -104,16 +104,15 @@ class Pipeline:
 
         It is called for this process's stages, and where they do not declare their shapes
         (penstock.models.protocol.DeclaresShapes) once for each on the meta device, to learn what goes over
-        the
-        edges: a tensor, or any nest of tuples, lists and dicts with tensors in it. A stage's forward gets
+        the edges: a tensor, or any nest of tuples, lists and dicts with tensors in it. A stage's forward gets
         what came over the edge (a mapping by name, a tuple by position), and by name each entry of the
         microbatch that it has a parameter for. loss_fn takes what the last stage returns and the microbatch,
-        and returns the mean over its rows (None: next-token cross-entropy).
+        and returns the mean over its rows; or it is an object with `weight` and `total`
+        (penstock.runtime.loss.Loss); None: next-token cross-entropy.
 
         timeout: seconds that a rank waits for another
         sharding: how entries of a batch are cut into microbatches, by name: along a dimension (0 for those
-        not
-            named), not at all (None), or by a function of (entry, number of microbatches)
+            not named), not at all (None), or by a function of (entry, number of microbatches)
         shapes, transport, exchange, wire_dtype, network: as AutoPipeline has them
         activation_checkpointing: as AutoPipeline has it, for the layers in the module lists of each stage
         trace_folder: where each process writes a trace for Perfetto of the step so far when one fails
@@ -158,9 +157,9 @@ class Pipeline:
         """Forward and backward of one batch: every parameter's gradient is added to its `.grad`.
 
         batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every rank;
-        or
-            a list of as many microbatches as the schedule has, which may differ in rows and in length
+            or a list of as many microbatches as the schedule has, which may differ in rows and in length
         entries: more of the batch, by name; what is no tensor goes to every microbatch as it is
+        After an error gradients may be partial: clear them before the next step.
         Raises BatchError where it cannot be split or differs between ranks, ShapeError where a stage gives
         another shape than it should, PeerLostError or StalledPeerError where another rank fails.
         """

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, ModelError
 from penstock.runtime.loss import MeanOverRows, NextToken
 
 
@@ -38,5 +38,5 @@ def test_labels_are_asked_for() -> None:
 def test_a_mean_is_weighted_by_its_rows() -> None:
     loss = MeanOverRows(lambda output, microbatch: output.mean(), lambda microbatch: 5)
     assert float(loss.total(torch.full((5,), 2.0), {})) == 10.0
-    with pytest.raises(BatchError, match="one number"):
+    with pytest.raises(ModelError, match="one number"):
         MeanOverRows(lambda output, microbatch: output, lambda microbatch: 5).total(torch.zeros(5), {})

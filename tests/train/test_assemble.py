@@ -357,15 +357,17 @@ def test_settings_reach_the_library(tmp_path: Path) -> None:
     limit = CheckpointingSection(every=2, save=("matmul",), memory_limit=2.0**30)
     made = config(tmp_path, batch_size=5, activation_checkpointing=limit)
     pipeline = {
-        "shapes": "padded", "padding": {"multiple": 24}, "exchange": "batched", "transport": "local",
+        "shapes": "padded", "padding": {"multiple": 24}, "exchange": "batched", "transport": "gloo",
         "wire_dtype": "bfloat16",
     }  # fmt: skip
     auto = make_auto(with_documents(made, tmp_path, **pipeline))
     assert auto.shapes == Padding(multiple=24)
-    assert (auto.transport, auto.exchange, auto.wire_dtype) == ("local", "batched", torch.bfloat16)
+    assert (auto.transport, auto.exchange, auto.wire_dtype) == ("gloo", "batched", torch.bfloat16)
     # the larger of two microbatches has three rows of 16, which the pipeline pads
     limited = Checkpointing(every=2, save=("matmul",), memory_limit=2.0**30, shape=(3, 24))
     assert auto.activation_checkpointing == limited
+    with pytest.raises(ConfigError, match="transport=local: it holds all ranks in one process"):
+        make_auto(with_documents(made, tmp_path, transport="local"))
     plain = make_auto(config(tmp_path, activation_checkpointing="selective"))
     assert plain.activation_checkpointing == "selective"
     assert (plain.shapes, plain.transport, plain.exchange, plain.wire_dtype) == (

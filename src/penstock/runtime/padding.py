@@ -127,13 +127,6 @@ class Padding:
             padded |= _grown(microbatch, size, lengths.full)
         return padded
 
-    def padding_tokens(self, before: Sequence[Microbatch], after: Sequence[Microbatch]) -> int:
-        """How many tokens padding has added to a step."""
-        return self._tokens(after) - self._tokens(before)
-
-    def _tokens(self, microbatches: Sequence[Microbatch]) -> int:
-        return sum(size.rows * size.length for size in map(self._size, microbatches))
-
     def _size(self, microbatch: Microbatch) -> _Size:
         for name, entry in {**KNOWN, **self.entries}.items():
             value = microbatch.get(name)

@@ -1,8 +1,7 @@
 """Receive buffers, used again as soon as nothing holds their memory any more.
 
 What was received becomes the start of a stage's graph, and autograd keeps it for as long as the backward
-needs
-it: nobody else knows when that ends. So a buffer counts as free when the pool alone holds its storage.
+needs it: nobody else knows when that ends. So a buffer is free when the pool alone holds its storage.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ NCCL can be asked, and needs no thread.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+_LINGERS = 1.0  # seconds
 _FOREVER = timedelta(days=30)  # in the thread, which nobody waits for: the plan's Free has the deadline
 
 
@@ -86,13 +88,17 @@ class Reaper:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Sending | None] = SimpleQueue()
-        threading.Thread(target=self._reap, name=f"penstock-sends-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._reap, name=f"penstock-sends-{name}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread that wakes up while Python ends may abort the process
 
     def watch(self, sending: Sending) -> None:
         self._queue.put(sending)
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._queue.put(None)
+        self._thread.join(_LINGERS)  # not for ever: after a failed step a send may never end
 
     def _reap(self) -> None:
         while (sending := self._queue.get()) is not None:

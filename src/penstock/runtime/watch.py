@@ -22,7 +22,7 @@ from penstock.runtime.notes import Notes, Wait
 from penstock.runtime.progress import Progress, account
 
 _PATIENCE = 0.5  # seconds for the first failure's reason to come in; it is left before connections close
-_LINGERS = 2.0  # seconds that the end of Python waits for a note to be left
+_LINGERS = 10.0  # seconds that the end of Python waits for a note to be left
 _CEASED = 3  # periods without a note after which a rank's thread is taken not to run
 
 

@@ -49,8 +49,7 @@ class Link:
     device: None takes the GPU of this process, or the CPU
     timeout: seconds that a rank waits for another before it gives up
     transport: "nccl"; "gloo", which goes by way of host memory where tensors are on a GPU, so that ranks can
-    share
-        one; "local", all ranks in this process; None takes what fits
+        share one; "local", all ranks in this process; None takes what fits
     wire: what floating-point tensors travel as; None leaves them as they are
     exchange: "channels", where each message goes by itself as soon as it can; or "batched", where what a rank
         sends and receives between two ops goes in one exchange with all its neighbours

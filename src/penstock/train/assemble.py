@@ -103,6 +103,7 @@ def run(prepared: Prepared) -> None:
     if metrics:
         tell(outcome, pipe.schedule, config, output)
     pipe.processes.gather(None)  # nobody leaves while process 0 still writes
+    pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
