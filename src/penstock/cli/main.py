@@ -106,6 +106,10 @@ def _train(prepared: Prepared) -> None:
         run(prepared)
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
+    if (
+        launch.under_torchrun()
+    ):  # all is written: a thread of torch that wakes up as Python ends aborts the rank
+        launch.leave(0)
 
 
 def _end(error: BaseException) -> None:

@@ -230,7 +230,7 @@ class Channels:
 
     def free(self, message: Message) -> None:
         sending = self._sending.pop(message)
-        if sending.over:
+        if sending.over and not sending.failed:
             return
         peer = self._hosts[message.target]
         self._watch.begin(message, peer)

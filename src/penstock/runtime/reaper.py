@@ -51,6 +51,10 @@ class Sending:
     def over(self) -> bool:
         return self._over.is_set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     def poll(self) -> None:
         """Let go if it has been sent, without waiting. Not on gloo."""
         if all(work.is_completed() for work in self._works):
