@@ -40,7 +40,8 @@ def compare(pool: Pool, form: str, ragged: bool, how: str) -> None:
         pool.run(4, jobs_memory.peaks, 4, FORMS[form], ragged, MODES[how])
     ):
         assert told == pytest.approx(counted, rel=0.01), (rank, "told", "counted")
-        near = pytest.approx(counted, rel=0.05, abs=jobs_memory.LARGEST_MESSAGE)
+        scalars = 64  # bytes that come and go with a message: a loss, a count
+        near = pytest.approx(counted, rel=0.05, abs=jobs_memory.LARGEST_MESSAGE + scalars)
         assert predicted == near, (rank, "predicted", "counted")
 
 

@@ -74,6 +74,7 @@ class Sending:
         try:
             for work in self._works if self._start is None else self._start():
                 work.wait(timeout)
+                del work  # it holds the tensors too, and they are to be gone when this says that it is over
         except Exception as error:  # nothing may end the thread: who waits would wait for ever
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         self._let_go()
