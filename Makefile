@@ -40,8 +40,9 @@ sweep: env  ## The whole equivalence matrix over real processes: some minutes
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-docs: env  ## Write docs/schedules.md from the builders
+docs: env  ## Write docs/schedules.md from the builders, docs/models.md from the installed transformers
 	$(BIN)/python docs/schedules.py
+	PYTHONPATH=tests $(BIN)/python docs/models.py
 
 pictures: env  ## Draw the README's pictures and check the HTML page in Chromium; `make train` draws the first
 	$(BIN)/python examples/afab.py --ranks 4 --out docs/pictures

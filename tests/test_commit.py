@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.commit import MANIFEST, check_folder, write_folder
+from penstock.commit import MANIFEST, check_folder, check_folder_together, remove_folder, write_folder
 from penstock.errors import CheckpointError, RunError
 from penstock.runtime.processes import OneProcess, Processes
 
@@ -180,3 +180,26 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
 def test_no_folder_at_all(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         check_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("how", ["missing", "altered", "no manifest"])
+def test_processes_check_a_folder_together_and_all_are_told(tmp_path: Path, how: str) -> None:
+    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    assert (
+        on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
+        == [None] * 3
+    )
+    damage(tmp_path / "checkpoint", how)
+    raised = on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
+    assert all(isinstance(error, CheckpointError | RunError) for error in raised)
+    assert any(isinstance(error, CheckpointError) for error in raised)
+
+
+def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    (tmp_path / "checkpoint" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+        remove_folder(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / "thesis.tex").unlink()
+    remove_folder(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What docs/schedules.md says is so."""
+"""What docs/schedules.md and docs/models.md say is so."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ROW = re.compile(r"rank +\d+ \|")
 ROOT = Path(__file__).parent.parent
 
 
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("schedules_page", ROOT / "docs" / "schedules.py")
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"{name}_page", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,12 +29,18 @@ def _load() -> ModuleType:
     return module
 
 
-PAGE = _load()
+PAGE = _load("schedules")
 FORMULAS = PAGE.FORMULAS
 
 
 def test_the_page_is_what_the_builders_say() -> None:
     assert PAGE.PAGE.read_text(encoding="utf-8") == PAGE.page(), "run: make docs"
+
+
+@pytest.mark.sweep
+def test_the_table_of_models_is_what_cutting_them_shows() -> None:
+    models = _load("models")
+    assert models.PAGE.read_text(encoding="utf-8") == models.page(), "run: make docs"
 
 
 def test_every_builder_has_a_formula_and_a_picture() -> None:

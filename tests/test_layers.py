@@ -25,7 +25,10 @@ LAYERS = (
 DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 
 # The pipeline layer is a few modules at the top of the package rather than a folder.
-PIPELINE = {"steps", "pipeline", "outline", "auto", "equivalence"}
+PIPELINE = {
+    "options", "parts", "wrapped", "functional", "provided", "steps", "evaluation", "clip", "measured",
+    "summary", "pipeline", "outline", "auto", "equivalence", "optimizer_state", "checkpoint", "background",
+}  # fmt: skip
 
 # Modules beside the layers: who may import them, and which modules they may import.
 EVERYONE = frozenset(DEPTH)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.auto import AutoPipeline
+    from penstock.evaluation import Evaluation
+    from penstock.models.balance import LayerCosts
     from penstock.models.checkpointing import Checkpointing
     from penstock.models.protocol import StageInfo, distribute_layers
     from penstock.pipeline import Pipeline
@@ -21,6 +23,8 @@ __version__ = "0.3.0"
 __all__ = [
     "AutoPipeline",
     "Checkpointing",
+    "Evaluation",
+    "LayerCosts",
     "Padding",
     "Pipeline",
     "StageInfo",
@@ -33,6 +37,8 @@ __all__ = [
 _HOMES = {
     "AutoPipeline": "penstock.auto",
     "Checkpointing": "penstock.models.checkpointing",
+    "Evaluation": "penstock.evaluation",
+    "LayerCosts": "penstock.models.balance",
     "Padding": "penstock.runtime.padding",
     "Pipeline": "penstock.pipeline",
     "StageInfo": "penstock.models.protocol",

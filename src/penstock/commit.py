@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
 
 MANIFEST = "manifest.json"
+_REMOVED = "removed"
 
 
 def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
@@ -36,14 +37,18 @@ def write_folder(target: Path, write: Callable[[Path], None], processes: Process
     target = Path(os.path.abspath(target))
     temporary = target.parent / processes.gather(f".{target.name}.writing-{secrets.token_hex(4)}")[0]
     try:
-        _together(processes, "make", lambda: _prepare(temporary, target))
-        _together(processes, "write", lambda: write(temporary))
+        together(processes, "make the folder", lambda: _prepare(temporary, target))
+        together(processes, "write its part of the folder", lambda: write(temporary))
         names = _agreed_names(temporary, processes)
         share = names[processes.index :: processes.count]
-        hashed = _together(processes, "hash", lambda: [_describe(temporary, name) for name in share])
+        hashed = together(
+            processes, "hash its part of the folder", lambda: [_describe(temporary, name) for name in share]
+        )
         files = {name: entry for part in hashed for name, entry in part}
         mine = processes.index == 0
-        _together(processes, "publish", lambda: _publish(temporary, target, files) if mine else None)
+        together(
+            processes, "publish the folder", lambda: _publish(temporary, target, files) if mine else None
+        )
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -55,23 +60,66 @@ def check_folder(path: str | Path) -> None:
     Files that the manifest does not list are left out of account.
     """
     path = Path(path)
+    check_folder_quickly(path)
+    _check_files(path, _read_manifest(path))
+
+
+def check_folder_together(path: Path, processes: Processes) -> None:
+    """check_folder by several processes, each of which reads its share; the error is raised on all."""
+
+    def check() -> None:
+        if processes.index == 0 or not (path / MANIFEST).is_file():  # one tells what is wrong with it
+            check_folder_quickly(path)
+        files = _read_manifest(path)
+        share = sorted(files)[processes.index :: processes.count]
+        _check_files(path, {name: files[name] for name in share})
+
+    together(processes, f"check checkpoint {path}", check)
+
+
+def check_folder_quickly(path: Path) -> None:
+    """Raise CheckpointError unless `path` holds every file of its manifest, in its length. Reads none."""
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
         )
-    for name, entry in _read_manifest(path).items():
+    _check_files(path, _read_manifest(path), hashed=False)
+
+
+def _check_files(path: Path, files: dict[str, dict[str, Any]], *, hashed: bool = True) -> None:
+    for name, entry in files.items():
         file = path / name
         if not file.is_file():
             raise _broken(path, name, "the manifest lists this file and it is missing")
         size = file.stat().st_size
         if size != entry["size"]:
             raise _broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
-        if _sha256(file) != entry["sha256"]:
+        if hashed and _sha256(file) != entry["sha256"]:
             raise _broken(path, name, "its contents differ from what was written (sha256)")
 
 
-def _together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[Any]:
-    """Every process's result of `work`, or an error on all when it fails on any."""
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint. Cut short it leaves none that looks whole: it loses its name first.
+
+    Raises CheckpointError where anything stands in it that is no part of a checkpoint.
+    """
+    _check_replaceable(path)
+    removed = path.parent / f".{path.name}.{_REMOVED}-{secrets.token_hex(4)}"
+    path.rename(removed)
+    _flush(path.parent)
+    shutil.rmtree(removed)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Hidden folders in `folder` that a removal cut short has left."""
+    return sorted(folder.glob(f".*.{_REMOVED}-*"))
+
+
+def together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[Any]:
+    """Every process's result of `work` (JSON must hold it), or an error on all when it fails on any.
+
+    The process that fails raises what `work` raised; the others a RunError that names it and the `deed`.
+    """
     result, failure = None, None
     try:
         result = work()
@@ -84,7 +132,7 @@ def _together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[
         if message is not None:
             raise RunError(
                 f"process {index}",
-                f"it could not {deed} its part of the folder: {message}",
+                f"it could not {deed}: {message}",
                 "Mend that first",
             )
     return [value for value, _ in told]

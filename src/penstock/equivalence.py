@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.errors import EquivalenceError
+from penstock.models.hf import outcome
 from penstock.models.protocol import ProvidedCall
 from penstock.runtime.loss import Loss
 from penstock.runtime.shapes import Microbatch
@@ -67,7 +68,7 @@ def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: L
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         if isinstance(model, PreTrainedModel):
             inputs = {name: value for name, value in microbatch.items() if name != "labels"}
-            output = model(**inputs, use_cache=False).logits
+            output = outcome(model, model(**inputs, use_cache=False))
         else:
             output = ProvidedCall(model)((), microbatch)
         share = loss.total(output, microbatch) / weight

@@ -9,15 +9,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.models.balance import LayerCosts, Memory
+from penstock.models.balance import LayerCosts, Memory, as_layer_costs
 from penstock.models.chain import Chain
 from penstock.models.checkpointing import Checkpointing, install
 from penstock.models.estimates import COPIES, parameter_costs, stage_memory, stage_sizes
 from penstock.models.hf import HFEdges, cut
+from penstock.models.named_modules import ModuleNames
 from penstock.models.partition import balanced_split, to_layout
 from penstock.models.protocol import StageInfo
 from penstock.models.source import Source
-from penstock.pipeline import recomputed_places
+from penstock.options import recomputed_places
 from penstock.runtime.memory import Sizes
 from penstock.schedule import Costs, Proof, Schedule, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
@@ -62,7 +63,7 @@ class Outline:
         The durations are those of Costs(). None where the model's forward looks at values, so that only a
         real run can tell (Pipeline.costs).
         """
-        edges, found = HFEdges(self.source.model), []
+        edges, found = HFEdges(self.source.model, self.chain), []
         split = {stage for stage, _ in self.schedule.split}
         for stage in range(self.schedule.placement.depth):
             part = self.part(stage)
@@ -144,9 +145,7 @@ def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | 
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
     costs = costs or parameter_costs(outline.source.model, outline.chain)
-    if len(costs.layers) != outline.chain.count:
-        rule = f"the model has {outline.chain.count} layers, and each has one"
-        raise ConfigError(f"costs of {len(costs.layers)} layers", rule, f"Give {outline.chain.count}")
+    costs = as_layer_costs(costs, outline.chain.count)
     split = balanced_split(
         costs.layers,
         outline.schedule.placement.depth,
@@ -180,13 +179,15 @@ def outline_stage(
 ) -> StageOutline:
     depth = schedule.placement.depth
     info = StageInfo(stage % depth, depth)
-    modules = [f"{chain.layers}.{layer}" for layer in layers]
-    modules = [*(chain.before if info.is_first else ()), *modules, *(chain.after if info.is_last else ())]
+    modules = ModuleNames.of(chain).of_stage(layers, info.is_first, info.is_last)
     held = {
         f"{module}.{name}": parameter
         for module in modules
         for name, parameter in model.get_submodule(module).named_parameters()
     }
+    for name, is_before in chain.loose.items():
+        if info.is_first if is_before else info.is_last:
+            held[name] = model.get_parameter(name)
     weights_once = {id(parameter): parameter for parameter in held.values()}.values()
     return StageOutline(
         stage,
@@ -194,6 +195,6 @@ def outline_stage(
         layers,
         sum(parameter.numel() for parameter in weights_once),
         sum(parameter.nbytes for parameter in weights_once),
-        tuple(modules),
+        modules,
         frozenset(held),
     )

@@ -2,154 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.clip import global_norm, scale_
 from penstock.commit import write_folder
 from penstock.errors import ConfigError, ModelError, PeerError
-from penstock.models.checkpointing import Checkpointing, checkpointing, install
-from penstock.models.edges import provided_edges
-from penstock.models.protocol import ProvidedCall, Provider, StageInfo, own_layers
+from penstock.evaluation import Evaluation, Evaluations
+from penstock.measured import layer_costs, step_costs
+from penstock.models.balance import LayerCosts
+from penstock.models.protocol import Provider
 from penstock.models.saved import SavedModel
+from penstock.options import Options, Shapes
+from penstock.parts import Parts, StageFacts, names_in, stage_facts
+from penstock.provided import provided_parts, taking
 from penstock.runtime import report
 from penstock.runtime.executor import Collect
-from penstock.runtime.handshake import named
-from penstock.runtime.loss import Loss, LossLike, as_loss
-from penstock.runtime.memory import Held, Sizes
-from penstock.runtime.microbatch import Sharding, batch_rows, with_entries
-from penstock.runtime.network import Network
-from penstock.runtime.padding import Padding
+from penstock.runtime.memory import Held
+from penstock.runtime.microbatch import with_entries
 from penstock.runtime.processes import Processes
-from penstock.runtime.shapes import EdgeShapes, Microbatch
-from penstock.runtime.shared import SharedGradients, SharedWeights, of_replicas
-from penstock.runtime.stage import Stage, evaluating
-from penstock.runtime.world import Link, World, open_world
-from penstock.schedule import Costs, Proof, Schedule, Timeline, verify
-from penstock.schedule.builders.inference import forwards
-from penstock.schedule.config import ScheduleLike, chosen_schedule
-from penstock.schedule.exchanges import exchanges
-from penstock.schedule.recompute import Places, first_in_flight
-from penstock.steps import Cutter, Given, Lowered, StepResult, Steps, Told
+from penstock.runtime.shapes import Microbatch
+from penstock.runtime.shared import SharedGradients
+from penstock.runtime.stage import Stage
+from penstock.schedule import Costs, Proof, Timeline, verify
+from penstock.steps import Given, StepResult, Steps, Told
+from penstock.summary import summary
 
-# "inferred": from the stages themselves, before anything is sent; "exchanged": told ahead of the tensors;
-# "padded", or a Padding: all microbatches of a step are made equal in length, and then inferred
-Shapes = str | Padding
+__all__ = ["Pipeline", "Shapes"]
 
 
 class Pipeline:
     """Stages of one model, and the schedule that they run.
 
-    Made by AutoPipeline.build or Pipeline.from_provider. All its methods but the properties are to be called
-    on every rank.
+    Made by AutoPipeline.build or Pipeline.from_provider. All its methods but the properties and `summary` are
+    to be called on every rank.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        world: World,
-        stages: Sequence[Stage],
-        edges: EdgeShapes | None,
-        loss: Loss,
-        *,
-        shared: Sequence[SharedWeights] = (),
-        saved: SavedModel | None = None,
-        cutter: Cutter | None = None,
-        recomputed: Places = frozenset(),
-        trace_folder: str | Path | None = None,
-    ) -> None:
-        """edges: None where what crosses an edge tells itself what it is
-
-        recomputed: the (stage, microbatch) whose layers run again in the backward
-        trace_folder: where each process writes the timeline so far when a step fails
-        """
-        self.schedule, self._world, self._loss = schedule, world, loss
-        self._stages = {stage.index: stage for stage in stages}
-        self._shared = SharedGradients(shared, world.transport)
-        self._saved, self._cutter = saved, cutter or Cutter({})
-        traces = None if trace_folder is None else Path(trace_folder)
-        self._steps = Steps(world, self._stages, edges, loss, self._cutter, traces)
-        self._proof = verify(schedule)
-        self._training = self._steps.lower(self._proof, recomputed if schedule.trains else frozenset())
-        self._evaluations: dict[int, Lowered] = {}  # by number of microbatches
+    def __init__(self, parts: Parts) -> None:
+        """Collective."""
+        self.schedule, self._world, self._loss = parts.schedule, parts.world, parts.loss
+        self._stages = {stage.index: stage for stage in parts.stages}
+        self._layers, self._saved, self._cutter = parts.layers, parts.saved, parts.cutter
+        self._names = parts.names or {}
+        self._shared = SharedGradients(parts.shared, parts.world.transport)
+        traces = None if parts.trace_folder is None else Path(parts.trace_folder)
+        self._steps = Steps(parts.world, self._stages, parts.edges, parts.loss, parts.cutter, traces)
+        self._proof = verify(parts.schedule)
+        recomputed = parts.recomputed if parts.schedule.trains else frozenset()
+        self._training = self._steps.lower(self._proof, recomputed)
+        self._evaluations = Evaluations(parts, self._steps)
         self._last: Told | None = None
+        placement, processes = parts.schedule.placement, parts.world.processes
+        self._info = stage_facts(parts.stages, parts.layers, placement, processes)
 
     @classmethod
-    def from_provider(
-        cls,
-        provider: Provider,
-        *,
-        schedule: ScheduleLike,
-        ranks: int | None = None,
-        microbatches: int | None = None,
-        loss_fn: LossLike = None,
-        mesh: DeviceMesh | None = None,
-        device: torch.device | str | None = None,
-        timeout: float = 300.0,
-        transport: str | None = None,
-        exchange: str = "channels",
-        wire_dtype: torch.dtype | None = None,
-        network: Network | None = None,
-        sharding: Sharding | None = None,
-        shapes: Shapes = "inferred",
-        activation_checkpointing: bool | str | Checkpointing = False,
-        trace_folder: str | Path | None = None,
-    ) -> Pipeline:
+    @taking(Options)
+    def from_provider(cls, provider: Provider, options: Options) -> Pipeline:
         """A pipeline of modules of one's own: `provider` builds the module of one stage.
 
         It is called for this process's stages, and where they do not declare their shapes
         (penstock.models.protocol.DeclaresShapes) once for each on the meta device, to learn what goes over
         the edges: a tensor, or any nest of tuples, lists and dicts with tensors in it. A stage's forward gets
         what came over the edge (a mapping by name, a tuple by position), and by name each entry of the
-        microbatch that it has a parameter for. loss_fn takes what the last stage returns and the microbatch,
-        and returns the mean over its rows; or it is an object with `weight` and `total`
-        (penstock.runtime.loss.Loss); None: next-token cross-entropy.
+        microbatch that it has a parameter for.
 
-        timeout: seconds that a rank waits for another
-        sharding: how entries of a batch are cut into microbatches, by name: along a dimension (0 for those
-            not named), not at all (None), or by a function of (entry, number of microbatches)
-        shapes, transport, exchange, wire_dtype, network: as AutoPipeline has them
-        activation_checkpointing: as AutoPipeline has it, for the layers in the module lists of each stage
-        trace_folder: where each process writes a trace for Perfetto of the step so far when one fails
+        The options are keywords: penstock.options.Options tells of each. Activation checkpointing is of the
+        layers in the module lists of each stage.
         """
-        chosen = chosen_schedule(schedule, ranks, microbatches)
-        given, how = sharding or {}, checkpointing(activation_checkpointing)
-        if how is not None and how.memory_limit is not None:
-            rule = "what a module of one's own holds cannot be told before it runs"
-            raise ConfigError(
-                "memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells"
-            )
-        padding = as_padding(shapes)
-        if exchange == "batched":
-            check_batched(chosen, shapes)
-        facts = {"loss": named(loss_fn), "shapes": str(shapes), "wire_dtype": str(wire_dtype),
-                 "activation_checkpointing": str(how), "provider": named(provider)}  # fmt: skip
-        link = Link(mesh, device, timeout, transport, wire_dtype, exchange, network)
-        world = open_world(chosen, link, facts)
-        depth = chosen.placement.depth
-        stages = []
-        for index in own_stages(chosen, world):
-            module = provider(StageInfo(index % depth, depth)).to(world.device)
-            switch = None if how is None else install(own_layers(module), how)
-            stages.append(Stage(index, module, ProvidedCall(module), switch))
-        modules = {stage.index: stage.module for stage in stages}
-        _refuse_shared_modules(modules)
-        pipe = cls(
-            chosen,
-            world,
-            stages,
-            None if shapes == "exchanged" else provided_edges(provider, modules, depth, world.processes),
-            as_loss(loss_fn, given),
-            shared=list(of_replicas(chosen.placement, modules)),
-            cutter=Cutter(given, padding),
-            recomputed=recomputed_places(chosen, how),
-            trace_folder=trace_folder,
-        )
+        pipe = cls(provided_parts(provider, options))
         pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
         return pipe
 
@@ -183,11 +107,30 @@ class Pipeline:
     def _with(self, batch: Given, entries: Mapping[str, Any]) -> Given:
         return with_entries(batch, entries, self._cutter.sharding)
 
-    def evaluate(self, batch: Given, **entries: Any) -> StepResult:
-        """Loss of one batch of any number of rows, in evaluation mode, without gradients."""
+    @overload
+    def evaluate(self, batch: Given, outputs: Literal[False] = ..., **entries: Any) -> StepResult: ...
+
+    @overload
+    def evaluate(
+        self, batch: Given, outputs: Literal[True] | Collect, everywhere: bool = ..., **entries: Any
+    ) -> Evaluation: ...
+
+    def evaluate(
+        self, batch: Given, outputs: bool | Collect = False, everywhere: bool = False, **entries: Any
+    ) -> StepResult | Evaluation:
+        """Loss of one batch of any number of rows, in evaluation mode, without gradients.
+
+        outputs: True to have what the last stage returned as well: one tensor with all rows in their order,
+            or a list by microbatch where it is none or rows differ in shape. A function of (what the last
+            stage returned, number of the microbatch) to have a list of its results in their place, so that
+            logits need not be kept. Labels are not needed then; without them there is no loss.
+        everywhere: whether every rank has the outputs, and not just the one that hosts the last stage: the
+            last rank, or rank 0 where the placement goes out and back
+        """
         given = self._with(batch, entries)
-        with evaluating(*self.modules.values()):
-            return self._steps.run(self._evaluation(given), given)[0]
+        if outputs is False:
+            return self._evaluations.loss(given)
+        return self._evaluations.outputs(given, outputs, everywhere)
 
     def infer(self, batch: Given, collect: Collect | None = None, **entries: Any) -> dict[int, Any]:
         """Run the forward alone, in evaluation mode, and keep what comes out of it.
@@ -197,26 +140,7 @@ class Pipeline:
         Returns what `collect` returned by microbatch, on the rank of the last stage; nothing on others.
         """
         given = self._with(batch, entries)
-        lowered = self._evaluation(given)
-        with evaluating(*self.modules.values()):
-            self._steps.run(lowered, given, collect or (lambda output, number: output))
-        found: dict[int, Any] = {}
-        for executor in lowered.executors:
-            found |= executor.results
-            executor.results = {}
-        return dict(sorted(found.items()))
-
-    def _evaluation(self, given: Given) -> Lowered:
-        """The forwards of as many microbatches as an evaluation makes of it."""
-        if isinstance(given, Mapping):
-            count = min(self.schedule.microbatches, batch_rows(given, self._cutter.sharding))
-        else:
-            count = len(given)
-        count = max(count, 1)
-        if count not in self._evaluations:
-            proof = verify(forwards(self.schedule.placement, count))
-            self._evaluations[count] = self._steps.lower(proof)
-        return self._evaluations[count]
+        return self._evaluations.results(given, collect or (lambda output, number: output))[1]
 
     def microbatches(self, batch: Given, count: int | None = None) -> list[Microbatch]:
         """`batch` on this process's device, as a step sees it, or split into `count`. Raises BatchError.
@@ -232,26 +156,25 @@ class Pipeline:
         One norm over all stages, a shared weight counted once; the same number on every rank.
         """
         counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
-        norms = torch._foreach_norm(counted) if counted else []
-        mine = sum((norm.double().square().to(self._world.device) for norm in norms), start=torch.zeros(
-            (), dtype=torch.float64, device=self._world.device))  # fmt: skip
-        vectors = [mine.reshape(1) if i == 0 else torch.zeros_like(mine.reshape(1))
-                   for i in range(len(self._world.ranks))]  # fmt: skip
-        norm = float(torch.stack(self._world.transport.exchange(vectors)).sum().sqrt())
+        norm = global_norm(counted, self._world)
         scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        if scale < 1 and grads:
-            torch._foreach_mul_(grads, scale)
+        if scale < 1:
+            scale_([p.grad for p in self.parameters() if p.grad is not None], scale)
         return norm
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, remove_duplicate: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the whole model's names.
 
-        Where the schedule keeps two copies of the model, a process that holds both copies of a stage gives
-        each name twice.
+        remove_duplicate: as in the whole model's own named_parameters(): a tied weight has the first of its
+            names on every stage. Parameter groups that are made by name need that where weights are tied, so
+            that its copies are treated alike and do not drift apart.
+        Where a process holds several copies, of a tied weight or of the model, a name is there several times.
         """
+        ties = self._saved.ties if self._saved and remove_duplicate else ()
+        first = {name: names[0] for names in ties for name in names}
         for stage in self._stages.values():
-            yield from stage.module.named_parameters()
+            for name, parameter in stage.module.named_parameters():
+                yield first.get(name, name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer."""
@@ -276,6 +199,28 @@ class Pipeline:
     def modules(self) -> Mapping[int, nn.Module]:
         """This process's modules by stage."""
         return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """This process's stages."""
+        return tuple(self._stages.values())
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """This process's modules, in the order of their stages."""
+        return tuple(self._stages[index].module for index in sorted(self._stages))
+
+    @property
+    def info(self) -> tuple[StageFacts, ...]:
+        """Of every stage where it stands, its rank, layers, parameters and bytes, as it was built."""
+        return self._info
+
+    def summary(self) -> str:
+        """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
+        measured = None if self._last is None else self.memory
+        return summary(self.schedule, self._info, measured, None if self._last is None else self.timeline)
+
+    __str__ = summary
 
     @property
     def config(self) -> Any:
@@ -310,21 +255,26 @@ class Pipeline:
         """
         if self._last is None:
             raise ConfigError("costs before the first step", "they are measured in one", "Call step() first")
-        mine = [[*place, *sizes] for executor in self._training.executors
-                for place, sizes in executor.ledger.sizes.items()]  # fmt: skip
-        known = {(stage, number): Sizes(*sizes) for told in self.processes.gather(mine)
-                 for stage, number, *sizes in told}  # fmt: skip
-        none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
-        of = [[known.get((stage, number), none) for number in range(self.schedule.microbatches)]
-              for stage in range(self.schedule.stages)]  # fmt: skip
-        return replace(
-            Costs.measured(self.timeline),
-            activation=[[sizes.activation for sizes in row] for row in of],
-            sent=[[sizes.sent for sizes in row] for row in of],
-            buffer=[[sizes.buffer for sizes in row] for row in of],
-            bytes=[[sizes.buffer for sizes in row] for row in of],
-            held_for_weight=[[sizes.held_for_weight for sizes in row] for row in of],
-        )
+        return step_costs(self._last, self._training.executors, self.processes)
+
+    def layer_costs(self, batch: Given, repeats: int = 3, **entries: Any) -> LayerCosts:
+        """Seconds that each layer, embedding and head take for a microbatch, in steps on `batch`: what
+        AutoPipeline(balance=...) splits the model by.
+
+        Parameters and gradients stay as they are. Collective.
+        """
+        aside = [(parameter, parameter.grad) for parameter in self.parameters()]
+
+        def step() -> Timeline:
+            self.zero_grad()
+            self.step(batch, **entries)
+            return self.timeline
+
+        try:
+            return layer_costs(step, repeats, self._layers, self._info, self._world.device, self.processes)
+        finally:
+            for parameter, gradient in aside:
+                parameter.grad = gradient
 
     @property
     def deferred_bytes(self) -> tuple[int, ...]:
@@ -333,6 +283,7 @@ class Pipeline:
 
     def write_weights(self, folder: Path) -> None:
         """Every process writes its weights into `folder`, process 0 index and configs besides."""
+        self._check_names()
         depth = self.schedule.placement.depth
         first = {index: stage for index, stage in self._stages.items() if index < depth}
         self._needs_saved().write(folder, first, self.processes)
@@ -360,6 +311,18 @@ class Pipeline:
         """Let go of the pipeline's thread and process groups; the modules stay usable."""
         self._world.transport.close()
 
+    def _check_names(self) -> None:
+        """Raises ModelError, on every rank, where weights are not under the names that they came with."""
+        mine = [min(names ^ names_in(self._stages[index].module), default=None)
+                for index, names in self._names.items()]  # fmt: skip
+        for name in (name for part in self.processes.gather(mine) for name in part):
+            if name is not None:
+                raise ModelError(
+                    f"weights with {name}, which only the model or what parallelize_fn made of it has",
+                    "a folder holds the model's weights under its own names",
+                    "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
+                )
+
     def _needs_saved(self) -> SavedModel:
         if self._saved is None:
             raise ModelError(
@@ -368,52 +331,3 @@ class Pipeline:
                 "Save `modules` yourself",
             )
         return self._saved
-
-
-def _refuse_shared_modules(modules: Mapping[int, nn.Module]) -> None:
-    """A weight of two stages would be stepped, clipped and counted twice."""
-    seen: dict[int, int] = {}
-    for stage, module in modules.items():
-        for name, parameter in module.named_parameters():
-            if (other := seen.setdefault(id(parameter), stage)) != stage:
-                raise ModelError(
-                    f"the parameter {name} of stage {stage}",
-                    f"it is the very one that stage {other} holds",
-                    "Let the provider make modules of their own for each call",
-                )
-
-
-def own_stages(schedule: Schedule, world: World) -> list[int]:
-    """The stages that this process hosts."""
-    return [stage for rank in world.ranks for stage in schedule.placement.stages_of(rank)]
-
-
-def as_padding(shapes: Shapes) -> Padding | None:
-    """What `shapes` says of padding. Raises ConfigError."""
-    if isinstance(shapes, Padding):
-        return shapes
-    if shapes not in ("inferred", "exchanged", "padded"):
-        raise ConfigError(
-            f"shapes={shapes!r}",
-            "what comes over an edge is 'inferred', 'exchanged' or 'padded'",
-            "Take 'inferred', unless shapes depend on the data's values ('exchanged')",
-        )
-    return Padding() if shapes == "padded" else None
-
-
-def check_batched(schedule: Schedule, shapes: Shapes) -> None:
-    """Whether messages can go in exchanges. Raises ConfigError."""
-    if shapes == "exchanged":
-        raise ConfigError(
-            "exchange='batched' with shapes='exchanged'",
-            "what is exchanged begins at once, and a message that tells itself comes in two parts",
-            "Take exchange='channels', or shapes='inferred' where they do not depend on values",
-        )
-    exchanges(schedule)
-
-
-def recomputed_places(schedule: Schedule, how: Checkpointing | None) -> Places:
-    """The (stage, microbatch) that activation checkpointing applies to."""
-    if how is None or not schedule.trains:
-        return frozenset()
-    return first_in_flight(schedule, how.in_flight)

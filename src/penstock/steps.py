@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,8 +127,10 @@ class Steps:
             executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
         return Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
 
-    def run(self, lowered: Lowered, given: Given, collect: Collect | None = None) -> tuple[StepResult, Told]:
-        """collect: takes the place of the loss"""
+    def run(
+        self, lowered: Lowered, given: Given, collect: Collect | None = None, *, scored: bool = False
+    ) -> tuple[StepResult, Told]:
+        """collect: takes the place of the loss; where `scored`, it stands beside it"""
         schedule, executors, _ = lowered
         transport = self._world.transport
         if self._broken:
@@ -139,9 +141,12 @@ class Steps:
             )
         begun = False
         try:
-            step = self._prepare(lowered, given, collect)
+            step = self._prepare(lowered, given, collect, scored)
             begun = True
             run_together(executors, step)
+            if collect and scored:
+                for executor in executors:
+                    _tell_apart(executor, step.weight)
             told = transport.exchange([report.report(executor) for executor in executors])
             transport.end_step()
         except BaseException as error:
@@ -153,12 +158,13 @@ class Steps:
         bubble = report.bubble(schedule, reports)
         return StepResult(report.total_loss(reports), step.weight, bubble), (schedule, reports)
 
-    def _prepare(self, lowered: Lowered, given: Given, collect: Collect | None) -> StepInput:
+    def _prepare(self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool) -> StepInput:
         """All that is found out, and agreed upon, before anything is sent."""
         schedule, executors, number = lowered
         transport = self._world.transport
         microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
-        weight = 1 if collect else sum(self._loss.weight(microbatch) for microbatch in microbatches)
+        counts = scored or not collect
+        weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
         if weight == 0:
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         if self._world.processes.count > 1:
@@ -168,6 +174,8 @@ class Steps:
         if isinstance(self._edges, DeclaredEdges) and (unseen := self._edges.unseen(microbatches)):
             transport.settle()  # or ranks with other batches would not meet in what follows
             self._edges.agree(unseen, self._world.processes)
+        if collect and scored:
+            collect = _with_loss(collect, self._loss, microbatches)
         return StepInput(microbatches, weight, collect)
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
@@ -194,3 +202,18 @@ class Steps:
         """What this rank knows of a wait that broke off after the schedule had run."""
         if error.timeline is None:
             last_words(error, lowered.executors, self._trace_folder)
+
+
+def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch]) -> Collect:
+    """Both the loss and what `collect` returns."""
+
+    def both(output: Any, number: int) -> tuple[Tensor, Any]:
+        return loss.total(output, microbatches[number]), collect(output, number)
+
+    return both
+
+
+def _tell_apart(executor: Executor, weight: int) -> None:
+    """What `_with_loss` put together, each to where it belongs."""
+    executor.shares = [total / weight for total, _ in executor.results.values()]
+    executor.results = {number: kept for number, (_, kept) in executor.results.items()}

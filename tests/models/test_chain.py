@@ -11,8 +11,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock import AutoPipeline
 from penstock.errors import ModelError, PartitionError
 from penstock.models.chain import find_chain
+from penstock.models.doors import Door, LayerDoor
 from penstock.models.estimates import stage_sizes
-from penstock.models.hf import Entry, Exit, HFCall, HFEdges, cut
+from penstock.models.hf import HFCall, HFEdges, cut
+from penstock.models.layer_list import register_chain
 from penstock.models.protocol import StageInfo
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
@@ -66,8 +68,6 @@ def test_refusals_by_name() -> None:
     auto = AutoPipeline(ranks=2, microbatches=2)
     with pytest.raises(ModelError, match="transformers builds no causal LM from it"):
         auto.outline(T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2))
-    with pytest.raises(ModelError, match="output_router_logits=True"):
-        auto.outline(tiny_config("mixtral", output_router_logits=True))
     with pytest.raises(PartitionError, match="6 stages for 4 layers"):
         AutoPipeline(ranks=6, microbatches=2).outline(tiny_config("llama"))
     with pytest.raises(ModelError, match="model given as int"):
@@ -80,16 +80,75 @@ def test_refusals_by_name() -> None:
         AutoPipeline(ranks=2, microbatches=2, attention="eager").outline(tiny_model("llama"))
 
 
-def test_a_layer_that_takes_more_than_the_hidden_states() -> None:
-    """0.1.0: zamba2 hands the embeddings to its layers; later stages would have used those of a dummy."""
-    config = AutoConfig.for_model("zamba2", hidden_size=32, num_hidden_layers=4, vocab_size=64,
-                                  layer_types=["mamba", "hybrid", "mamba", "hybrid"])  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(
-        ModelError, match=r"layer \d takes, beside the hidden states, something made of trained"
+def test_a_weight_that_is_used_without_a_gradient() -> None:
+    """0.3.0: roformer's table of positions was that of a dummy on later stages, and so were its gradients."""
+    model = tiny_model("llama")
+
+    class Table(torch.nn.Embedding):
+        @torch.no_grad()
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input)
+
+    class Biased(type(model.model.layers[0])):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, bias: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(hidden_states + bias, **kwargs)
+
+    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        places = torch.arange(input_ids.shape[1])
+        hidden, bias = self.embed_tokens(input_ids), self.table(places)
+        turned = self.rotary_emb(hidden, position_ids=places[None])
+        for layer in self.layers:
+            hidden = layer(hidden, bias, position_embeddings=turned, attention_mask=None)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    model.model.table = Table(64, 32)
+    for layer in model.model.layers:
+        layer.__class__ = Biased
+    model.model.__class__ = type("Rewired", (type(model.model),), {"forward": forward})
+    pipe = AutoPipeline(ranks=4, microbatches=2).build(model)
+    pipe.verify_against(model, ragged_batch())
+
+
+def test_what_reaches_the_head_past_the_layers() -> None:
+    """0.3.0: on the last stage the embeddings were those of a dummy, and the loss was silently another."""
+    for wire, told in (
+        (lambda self, x, h: h[-1] + x, "what comes before the layers reaches the head past them"),
+        (lambda self, x, h: h[-1] + h[1], "what layer 1 returned reaches the head past the layers after it"),
+        (
+            lambda self, x, h: h[-1] @ self.embed_tokens.weight.T @ self.embed_tokens.weight,
+            "model.embed_tokens.weight is used both before and after the layers",
+        ),
     ):
+        model = tiny_model("llama")
+
+        def forward(
+            self: Any, input_ids: torch.Tensor, wire: Any = wire, **_: Any
+        ) -> BaseModelOutputWithPast:
+            hidden = [self.embed_tokens(input_ids)]
+            for layer in self.layers:
+                hidden.append(layer(hidden[-1]))
+            return BaseModelOutputWithPast(last_hidden_state=wire(self, hidden[0], hidden[1:]))
+
+        model.model.__class__ = type("Rewired", (type(model.model),), {"forward": forward})
+        with pytest.raises(ModelError, match=told):
+            find_chain(model)
+
+
+def test_a_rule_for_a_model_of_ones_own() -> None:
+    """Where its config does not tell which list is the layers'."""
+    model = tiny_model("llama")
+    blocks = model.model.layers
+    mine: Any = type("Mine", (type(model),), {})
+    model.__class__ = mine
+    model.model.experts = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+    with pytest.raises(ModelError, match="the layers run in the order"):
         find_chain(model)
+    register_chain(mine, lambda model: "model.layers")
+    assert find_chain(model).layers == "model.layers"
+    register_chain(mine, lambda model: "model.blocks")
+    with pytest.raises(ModelError, match=r"its rule names 'model.blocks' .* and that is none"):
+        find_chain(model)
+    assert len(blocks) == 4
 
 
 def test_a_model_that_writes_into_its_embeddings() -> None:
@@ -129,8 +188,10 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
     for stage, layers in enumerate((range(1), range(1, 3), range(3, 4))):
         part = cut(model, chain, layers, StageInfo(stage, 3))
         names.append({name for name, _ in part.named_parameters()})
-        doors = [type(module) for module in part.modules() if isinstance(module, Entry | Exit)]
-        assert doors == [[Exit], [Entry, Exit], [Entry]][stage]
+        doors = [type(module) for module in part.transformer.h]
+        own = [isinstance(module, LayerDoor) for module in part.transformer.h if not isinstance(module, Door)]
+        assert doors.count(Door) == 4 - len(layers)
+        assert own == [[True], [False, True], [False]][stage]  # the last one ends the forward
     assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert not names[0] & names[1]
     assert not names[1] & names[2]
@@ -142,7 +203,7 @@ def test_activation_bytes_are_what_autograd_holds() -> None:
     model = tiny_model("llama", layers=2, hidden_size=64)
     chain, info = find_chain(model), StageInfo(0, 2)
     stage = cut(model, chain, range(1), info)
-    predicted = stage_sizes(stage, info, HFEdges(model), (4, 32))
+    predicted = stage_sizes(stage, info, HFEdges(model, chain), (4, 32))
     held: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     keep = []

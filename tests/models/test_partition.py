@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.balance import Memory, balanced_split
-from penstock.models.chain import Chain
-from penstock.models.named_modules import named_split
+from penstock.models.balance import LayerCosts, Memory, balanced_split
+from penstock.models.named_modules import ModuleNames, named_split
 from penstock.models.partition import even_split, partition, stages_of_size, to_layout
 from penstock.schedule.layout import parse_layout
 
@@ -65,6 +64,8 @@ def test_refusals() -> None:
         even_split(4, 5)
     with pytest.raises(ConfigError, match="head_weight=-1"):
         even_split(4, 2, 1, -1)
+    with pytest.raises(ConfigError, match="costs of 3 layers: the model has 4"):
+        partition(4, 2, balance=[1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,9 @@ def test_refusals() -> None:
         (4, 4, {"first_stage_layers": 0, "last_stage_layers": 0}, [0, 2, 2, 0]),
         (4, 2, {"first_stage_layers": 3, "last_stage_layers": 1}, [3, 1]),
         (4, 1, {"first_stage_layers": 4}, [4]),
-        (4, 2, {"weights": [5, 1, 1, 1], "embedding_weight": 0, "head_weight": 0}, [1, 3]),
-        (4, 2, {"weights": [1, 1, 1, 1], "head_weight": 3}, [3, 1]),
+        (4, 2, {"balance": [5, 1, 1, 1]}, [1, 3]),
+        (4, 2, {"balance": LayerCosts([1, 1, 1, 1], 0, 3)}, [4, 0]),
+        (4, 2, {"balance": LayerCosts([1, 1, 1, 1], 1, 3)}, [3, 1]),
     ],
 )  # fmt: skip
 def test_each_way_to_say_it(layers: int, stages: int, said: dict[str, Any], expected: list[int]) -> None:
@@ -107,10 +109,9 @@ def test_each_way_to_say_it(layers: int, stages: int, said: dict[str, Any], expe
         (4, 2, {"first_stage_layers": 5}, "leaves -1 of 4 layers"),
         (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2}, "leaves 1 .* be other than 4 layers"),
         (4, 1, {"first_stage_layers": 2, "last_stage_layers": 2}, "the first stage is the last one here"),
-        (4, 2, {"weights": [1, 2, 3]}, "weights of 3 layers: the model has 4"),
         (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage: each says by"),
         (4, 2, {"layout": "tt|tt", "last_stage_layers": 2}, "layout and last_stage_layers"),
-        (4, 2, {"weights": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1}, "Give one of them"),
+        (4, 2, {"balance": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1}, "Give one of them"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(layers: int, stages: int, said: dict[str, Any], message: str) -> None:
@@ -244,7 +245,9 @@ def test_balanced_refuses_what_is_no_cost(call: Any, message: str) -> None:
 
 # --- names of modules ---
 
-CHAIN = Chain("model.layers", 3, "tensor", ("model.embed_tokens",), ("model.norm", "lm_head"))
+NAMES = ModuleNames(
+    ("model.embed_tokens",), tuple(f"model.layers.{i}" for i in range(3)), ("model.norm", "lm_head")
+)
 KNOWN = {"model": True, "model.layers": True, "model.rotary_emb": False, "model.layers.1.mlp": True,
          "model.layers.1.mlp.act_fn": False}  # fmt: skip
 FIRST, LAST = ["model.embed_tokens", "model.layers.0"], ["model.norm", "lm_head"]
@@ -260,7 +263,12 @@ MIDDLE = ["model.layers.1", "model.layers.2"]
     ],
 )
 def test_stages_by_the_names_of_their_modules(modules: list[list[str]], expected: list[int]) -> None:
-    assert counts(named_split(modules, len(modules), CHAIN, KNOWN)) == expected
+    assert counts(named_split(modules, len(modules), NAMES, KNOWN)) == expected
+
+
+def test_the_names_on_each_stage() -> None:
+    assert NAMES.per_stage([range(1), range(1, 3)]) == [tuple(FIRST), (*MIDDLE, *LAST)]
+    assert NAMES.per_stage([range(3)]) == [(*FIRST, *MIDDLE, *LAST)]
 
 
 @pytest.mark.parametrize(
@@ -283,4 +291,4 @@ def test_stages_by_the_names_of_their_modules(modules: list[list[str]], expected
 )  # fmt: skip
 def test_names_that_are_refused(modules: list[list[str]], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        named_split(modules, 2, CHAIN, KNOWN)
+        named_split(modules, 2, NAMES, KNOWN)

@@ -58,6 +58,9 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("train.stps=3", "train.stps=3: section train has no such key. Did you mean train.steps?"),
+        ("output.keep.lst=3", "output.keep.lst=3: section output.keep has no such key. Did you mean"),
+        ("output.keep.last=0", "output.keep.last=0: it should be greater than or equal to 1"),
+        ("output.keep.every=10", "output.keep: every is given and last is not, which keeps all. Give last"),
         ("train.learning_rate=1e-3", "Did you mean optimizer.learning_rate?"),
         ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
         ("train.qqqq=3", "Take one of steps, batch_size"),

@@ -26,6 +26,15 @@ class LayerCosts:
     head: float = 0
 
 
+def as_layer_costs(given: LayerCosts | Sequence[float], layers: int) -> LayerCosts:
+    """`given`, of a model with that many layers; mere numbers are the layers' own. Raises ConfigError."""
+    costs = given if isinstance(given, LayerCosts) else LayerCosts(given)
+    if len(costs.layers) != layers:
+        rule = f"the model has {layers} layers, and each has one"
+        raise ConfigError(f"costs of {len(costs.layers)} layers", rule, f"Give {layers}")
+    return costs
+
+
 @dataclass(frozen=True)
 class Memory:
     """What stages hold and how much they may. All numbers are in one unit, bytes for instance.

@@ -42,6 +42,8 @@ def stage_sizes(
     the model's forward looks at values, so that only a real run can tell.
     split: whether backwards are split, and something is held for W
     """
+    if not edges.known:
+        return None
     with shadow(part) as model:
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
@@ -72,7 +74,7 @@ def stage_memory(
     shape: rows and sequence of a microbatch; limit: bytes that a stage may hold; live: see Memory
     Raises ModelError where the model's forward looks at values, so that only a run tells its activations.
     """
-    edges = HFEdges(model)
+    edges = HFEdges(model, chain)
 
     def held(layers: range, stage: int) -> int:
         info = StageInfo(stage, 3)  # a stage for the embedding, one for the layers, one for the head

@@ -1,19 +1,15 @@
 """A Hugging Face model as stages that run the model's own forward.
 
-A stage is the whole model object in which the layers of other stages are placeholders without
-parameters. Two of them are doors. The entry, in the place of the layer just before the stage's own,
-replaces the hidden states by those that were received; so whatever the model does before its layers
-runs on a dummy and is dropped, while masks, rotary tables and per-layer arguments come from the model
-itself. The exit, just after the stage's own layers, carries their output out and skips the rest.
-
-Where the stages before hold the embedding alone, no layer's place is free for the entry: then the
-model's first layer is its own entry, and likewise the last layer its own exit before a stage of the head
-alone. A stage with nothing of the model passes on what it received.
+A stage is a copy of the model object that holds its own parameters only (`cut`); what stands in the place
+of the rest, and how the forward is entered and left, is in doors.py. Every stage gets the microbatch, so that
+masks, positions, rotary tables and per-layer arguments come from the model itself. A stage with nothing of
+the model passes on what it received.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,105 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import BatchError, ModelError
-from penstock.models.chain import Chain, Placeholder, hidden_of
+from penstock.models.chain import Chain
+from penstock.models.doors import After, Before, Door, Passage, StageDone, make_door
 from penstock.models.protocol import StageInfo
 from penstock.runtime.packed import is_packed, refuse_packed, with_positions
 from penstock.runtime.parcel import EdgeSpecs, TensorSpec
 from penstock.runtime.shapes import Microbatch
-
-
-class Receiver:
-    """Where what was received comes in."""
-
-    received: Tensor | None = None
-
-    def take(self) -> Tensor:
-        received, self.received = self.received, None
-        if received is None:
-            raise skipped("a layer before the stage's own, run twice")
-        return received
-
-
-class Entry(Receiver, Placeholder):
-    """Gives what was received in place of what it gets."""
-
-    def _pass(self, hidden: Tensor) -> Tensor:
-        return self.take()
-
-
-class EntryLayer(Receiver, nn.Module):
-    """Mixed into the class of a real layer: it works on what was received in place of what it gets.
-
-    The exchange is made before anything else of the layer runs, hooks too. So activation checkpointing, which
-    stands further in, keeps what was received, and calls the layer's inside again, not this.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hidden_of(args, kwargs)  # for its refusal
-        if args:
-            return super().__call__(self.take(), *args[1:], **kwargs)
-        return super().__call__(**{**kwargs, "hidden_states": self.take()})
-
-
-class _StageDone(BaseException):
-    """Carries a stage's output out of the model's forward. No error: nothing may catch it on the way."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden
-
-
-class Exit(Placeholder):
-    """Ends the forward: what comes in is the stage's output."""
-
-    def _pass(self, hidden: Tensor) -> Tensor:
-        raise _StageDone(hidden)
-
-
-class ExitLayer(nn.Module):
-    """Mixed into the class of a real layer: what the layer returns is the stage's output."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().__call__(*args, **kwargs)
-        raise _StageDone(result if isinstance(result, Tensor) else result[0])
-
-
-def _mix_into(layer: nn.Module, door: type[nn.Module]) -> None:
-    """Make the layer, and no other of its class, a door too; everything it holds keeps its name."""
-    own = type(layer)
-    layer.__class__ = type(own.__name__, (door, own), {"__module__": own.__module__})
-
-
-class Before(nn.Module):
-    """Stands for a module that runs before the layers, where its result is thrown away.
-
-    In place of an embedding it gives a zero, which fits every shape; in place of anything else (a norm, a
-    projection) what it gets.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._embeds = any(isinstance(part, nn.Embedding) for part in module.modules())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if given is None or self._embeds:
-            return torch.zeros((), device=None if given is None else given.device)
-        return given
-
-
-class After(nn.Module):
-    """Stands for a module that runs after the layers, on a stage whose forward never gets there."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise skipped("a stage before the last")
-
-
-def skipped(where: str) -> ModelError:
-    return ModelError(
-        where,
-        "the forward passed by the placeholder of a layer, and each layer runs once in a forward",
-        "Set the config's layer dropping to 0",
-    )
 
 
 def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) -> PreTrainedModel:
@@ -127,63 +30,110 @@ def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) ->
 
     Parameters on the meta device stay there. What belongs to other stages is never copied.
     """
+    passage = Passage(chain, layers, info)
     memo: dict[int, Any] = {}
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
-            kind = {layers.start - 1: Entry, layers.stop: Exit}.get(index, Placeholder)
-            memo[id(layer)] = kind(layer, chain.form)
+            memo[id(layer)] = Door(layer, chain.form, index, passage)
     if not info.is_first:
-        befores = map(model.get_submodule, chain.before)
-        memo |= {id(module): Before(module) for module in befores}
+        memo |= _without(model, chain.before, chain.embeds)
     if not info.is_last:
-        memo |= {id(model.get_submodule(name)): After() for name in chain.after}
-    stage = copy.deepcopy(model, memo)
-    if layers and layers.start == 0 and not info.is_first:
-        _mix_into(stage.get_submodule(f"{chain.layers}.0"), EntryLayer)
-    if layers and layers.stop == chain.count and not info.is_last:
-        _mix_into(stage.get_submodule(f"{chain.layers}.{chain.count - 1}"), ExitLayer)
+        memo |= {id(m): After(m) for m in map(model.get_submodule, chain.after)}
+    dropped = [
+        n for n, is_before in chain.loose.items() if not (info.is_first if is_before else info.is_last)
+    ]
+    memo |= {id(model.get_parameter(name)): None for name in dropped}
+    stage: PreTrainedModel = copy.deepcopy(model, {**memo, **_without_graphs(model)})
+    for name in dropped:  # what is made of it runs on a dummy, and needs something of its shape
+        path, _, own = name.rpartition(".")
+        weight, owner = model.get_parameter(name), stage.get_submodule(path)
+        delattr(owner, own)
+        owner.register_buffer(own, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
+    stage.passage = passage
+    for index in layers:
+        takes = bool(chain.given[index]) and not info.is_first
+        enters = index == 0 and not info.is_first
+        if takes or enters or (index == layers.stop - 1 and not info.is_last):
+            make_door(stage.get_submodule(f"{chain.layers}.{index}"), index, passage)
     return stage
+
+
+def _without_graphs(model: nn.Module) -> dict[int, Any]:
+    """Tensors that modules keep of an earlier forward, such as a recurrent state, by themselves."""
+    found = [value for module in model.modules() for value in vars(module).values()]
+    return {id(v): v.detach().clone() for v in found if isinstance(v, Tensor) and v.grad_fn is not None}
+
+
+def _without(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
+    """What stands in the place of modules that run before the layers, and of those that never run."""
+    memo: dict[int, Any] = {}
+    for name in names:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if inner in called:
+                memo[id(module)] = Before(module)
+            elif not any(_in(inner, other) or _in(other, inner) for other in called):
+                memo[id(module)] = After(module)
+    return memo
+
+
+def _in(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
 
 
 class HFCall:
     """Runs a model made by `cut` as a stage."""
 
     def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
-        self._model, self._info = model, info
-        self._entry = next((module for module in model.modules() if isinstance(module, Receiver)), None)
+        self._model = model
+        self._passage: Passage = model.passage
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
-    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Tensor:
-        """Hidden states, or logits on the last stage."""
-        output: Tensor
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        """What goes to the next stage; on the last one, what `outcome` makes of the model's output."""
         if self._holds_nothing:
-            (output,) = received
-            return output
+            return received[0]
         arguments = {name: value for name, value in microbatch.items() if name != "labels"}
-        if self._entry is not None:
-            (hidden,) = received
-            self._entry.received = hidden
-            arguments.pop("input_ids", None)
-            arguments["inputs_embeds"] = torch.zeros_like(hidden)  # the dummy; the model may write into it
+        self._passage.begin(received[0] if received else None)
         try:
             result = self._model(**arguments, use_cache=False)
-        except _StageDone as done:
-            output = done.hidden
-        else:
-            output = result.logits
-        if self._entry is not None and self._entry.received is not None:
-            self._entry.received = None
-            raise skipped(f"stage {self._info.stage} of {type(self._model).__name__}")
-        return output
+        except StageDone:
+            return self._passage.end()
+        except BaseException:
+            self._passage.begin(None)
+            raise
+        self._passage.end()
+        return outcome(self._model, result)
+
+
+def outcome(model: PreTrainedModel, result: Any) -> Any:
+    """What the loss takes of a model's output: its logits, or a mapping with "logits" and "auxiliary_loss".
+
+    The latter is the routers' loss times its coefficient, where the config asks for router logits.
+    """
+    if getattr(result, "aux_loss", None) is None:
+        return result.logits
+    return {"logits": result.logits, "auxiliary_loss": _coefficient(model) * result.aux_loss}
+
+
+def _coefficient(model: PreTrainedModel) -> float:
+    for owner in (model, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if (value := getattr(owner, name, None)) is not None:
+                return float(value)
+    raise ModelError(
+        f"the auxiliary loss of {type(model).__name__}",
+        "neither it nor its config has a router_aux_loss_coef to weigh it with",
+        "Set output_router_logits=False in the model's config, or add router_aux_loss_coef to it",
+    )
 
 
 class HFEdges:
     """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._hidden: int = model.config.get_text_config().hidden_size
-        self._dtype: torch.dtype = model.dtype
+    def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
+        self._hidden, self._dtype = chain.width, model.dtype
+        self.known = chain.plain  # else only the stages themselves can tell what they give
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
@@ -218,9 +168,3 @@ def refuse_what_would_not_show(model: PreTrainedModel) -> None:
             raise ModelError(
                 f"{name}={value}", "a layer that is dropped at random may be a stage's door", f"Set {name}=0"
             )
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ModelError(
-            "output_router_logits=True",
-            "the router's auxiliary loss spans all layers and would be lost between stages",
-            "Set output_router_logits=False in the model's config",
-        )

@@ -1,4 +1,4 @@
-"""Stages said by the names of their modules."""
+"""The names of a model's modules in the order in which they run, and stages said by them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,38 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from penstock.errors import PartitionError
 from penstock.models.chain import Chain
 
 
+class ModuleNames(NamedTuple):
+    """Of the modules with parameters; before, after: those that run before and after the layers"""
+
+    before: tuple[str, ...]
+    layers: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chain: Chain) -> ModuleNames:
+        return cls(
+            tuple(chain.before), tuple(f"{chain.layers}.{i}" for i in range(chain.count)), tuple(chain.after)
+        )
+
+    def of_stage(self, layers: range, first: bool, last: bool) -> tuple[str, ...]:
+        """What a stage with these layers holds; what runs before the layers is on the first stage."""
+        own = self.layers[layers.start : layers.stop]
+        return (*(self.before if first else ()), *own, *(self.after if last else ()))
+
+    def per_stage(self, shares: Sequence[range]) -> list[tuple[str, ...]]:
+        """shares: the layers of each stage"""
+        last = len(shares) - 1
+        return [self.of_stage(layers, stage == 0, stage == last) for stage, layers in enumerate(shares)]
+
+
 def named_split(
-    modules: Sequence[Sequence[str]], stages: int, chain: Chain, known: Mapping[str, bool]
+    modules: Sequence[Sequence[str]], stages: int, names: ModuleNames, known: Mapping[str, bool]
 ) -> list[range]:
     """The layers of each stage, from the names of all modules that each holds.
 
@@ -29,8 +54,8 @@ def named_split(
             f"the schedule has {stages}",
             f"Give {stages} lists",
         )
-    layers = [f"{chain.layers}.{index}" for index in range(chain.count)]
-    order = [*chain.before, *layers, *chain.after]
+    before, layers, after = names
+    order = [*before, *layers, *after]
     where = _places(modules, order, known)
     missing = [name for name in order if name not in where]
     if missing:
@@ -40,11 +65,11 @@ def named_split(
             "each module with parameters stands on one stage",
             "Name it" if len(missing) == 1 else "Name them",
         )
-    for names, stage, rule in (
-        (chain.before, 0, "it runs before the layers, so the first stage holds it"),
-        (chain.after, stages - 1, "it runs after the layers, so the last stage holds it"),
+    for at_the_end, stage, rule in (
+        (before, 0, "it runs before the layers, so the first stage holds it"),
+        (after, stages - 1, "it runs after the layers, so the last stage holds it"),
     ):
-        for name in names:
+        for name in at_the_end:
             if where[name] != stage:
                 raise _misplaced(name, where[name], rule, stage)
     for earlier, later in pairwise(layers):

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.balance import Memory, balanced_split
+from penstock.models.balance import LayerCosts, Memory, as_layer_costs, balanced_split
 from penstock.schedule.layout import Layout, parse_layout
 
 __all__ = [
-    "Memory", "balanced_split", "check_ways", "even_split", "partition", "stages_of_size", "to_layout",
+    "LayerCosts", "Memory", "balanced_split", "check_ways", "even_split", "partition", "stages_of_size",
+    "to_layout",
 ]  # fmt: skip
 
 
@@ -26,7 +27,7 @@ def partition(
     layers_per_stage: int | Sequence[int] | None = None,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
-    weights: Sequence[float] | None = None,
+    balance: LayerCosts | Sequence[float] | None = None,
     embedding_weight: int = 1,
     head_weight: int = 1,
 ) -> list[range]:
@@ -37,7 +38,8 @@ def partition(
         layers make up ceil(layers / number) stages and are dealt out evenly, embedding and head not counted
     first_stage_layers, last_stage_layers: of these stages; the rest is dealt out evenly to the others.
         0 leaves the stage the embedding or the head alone
-    weights: the cost of each layer; the split is the balanced one
+    balance: what each layer costs, as measured or counted in any one unit, or a LayerCosts, where embedding
+        and head cost something too; the split is the balanced one
     embedding_weight, head_weight: how many layers these count for, where it is not said how many layers
         stand beside them
 
@@ -46,7 +48,7 @@ def partition(
     """
     check_ways(
         layout=layout, layers_per_stage=layers_per_stage, first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers, weights=weights,
+        last_stage_layers=last_stage_layers, balance=balance,
     )  # fmt: skip
     if layout is not None:
         return _from_layout(layout, layers, stages)
@@ -54,11 +56,9 @@ def partition(
         return _from_counts(layers_per_stage, layers, stages)
     if layers_per_stage is not None:
         return _from_size(layers_per_stage, layers, stages)
-    if weights is not None:
-        if len(weights) != layers:
-            rule = f"the model has {layers} layers, and each has one"
-            raise PartitionError(f"weights of {len(weights)} layers", rule, f"Give {layers}")
-        return balanced_split(weights, stages, embedding_cost=embedding_weight, head_cost=head_weight)
+    if balance is not None:
+        costs = as_layer_costs(balance, layers)
+        return balanced_split(costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head)
     if first_stage_layers is None and last_stage_layers is None:
         return even_split(layers, stages, embedding_weight, head_weight)
     ends = (first_stage_layers, last_stage_layers)

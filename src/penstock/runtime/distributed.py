@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import datetime
 import json
 import os
 import secrets
@@ -21,6 +23,7 @@ from penstock.runtime.groups import Groups
 from penstock.runtime.lower import Message, channels
 from penstock.runtime.network import Network
 from penstock.runtime.parcel import EdgeSpecs, Parcel
+from penstock.runtime.processes import Processes
 from penstock.runtime.progress import Progress
 from penstock.runtime.transport import add_up, spread
 from penstock.runtime.watch import Watch
@@ -129,13 +132,13 @@ class DistributedTransport:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank."""
-        text = json.dumps(value).encode()
-        length = torch.tensor([len(text)], dtype=torch.float64)
-        longest = int(max(size.item() for size in self.exchange([length])))
-        padded = torch.zeros(longest, dtype=torch.float64)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        received = self.exchange([padded])
-        return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
+        return _gather(value, lambda vector: self.exchange([vector]))
+
+    def apart(self) -> Apart:
+        """These ranks over a group of their own. Every process of the job makes it, at the same point."""
+        groups = copy.copy(self._groups)  # the group it makes is still closed with the others
+        groups.backend, groups.limit = "gloo", _SLOW
+        return Apart(groups.new(range(groups.size), "pp apart"), self.rank, groups.size)
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:
@@ -205,6 +208,42 @@ class DistributedTransport:
             self.watch.end()
 
 
+class Apart:
+    """The ranks of a pipeline, for another thread than the one that steps: a group is no two threads' to use.
+
+    By way of host memory whatever the pipeline's own way, so that a GPU's streams know nothing of it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
+        self._group, self.index, self.count = group, index, count
+
+    def gather(self, value: Any) -> list[Any]:
+        return _gather(value, self._exchange)
+
+    def _exchange(self, mine: Tensor) -> list[Tensor]:
+        everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
+        work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        assert work is not None
+        work.wait(_SLOW)
+        return everyone
+
+
+def apart(processes: Processes) -> Processes:
+    """The same processes, for another thread. Collective over all processes of the job."""
+    return processes.apart() if isinstance(processes, DistributedTransport) else processes
+
+
+def _gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    text = json.dumps(value).encode()
+    length = torch.tensor([len(text)], dtype=torch.float64)
+    longest = int(max(size.item() for size in exchange(length)))
+    padded = torch.zeros(longest, dtype=torch.float64)
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    received = exchange(padded)
+    return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
+
+
+_SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 
 

@@ -46,16 +46,27 @@ class NextToken:
         return int((labels[:, 1:] != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """output: logits (rows, sequence, vocabulary), or a mapping with "logits"; half precision is summed
+        """output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
+        "auxiliary_loss", a mean that counts for as many items as the microbatch has. Half precision is summed
         in float32, as usual.
         """
-        logits = (output["logits"] if isinstance(output, Mapping) else output)[:, :-1]
+        given = output if isinstance(output, Mapping) else {"logits": output}
+        logits, labels = given["logits"], microbatch["labels"]
+        if logits.shape[:2] != labels.shape[:2]:
+            raise ModelError(
+                f"logits of (rows, sequence) {list(logits.shape[:2])}",
+                f"the next-token loss compares each with its label, and those are {list(labels.shape)}",
+                "Give a loss_fn that knows which belongs to which",
+            )
+        logits, labels = logits[:, :-1], labels[:, 1:].to(logits.device)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
-        labels = microbatch["labels"][:, 1:].to(logits.device)
-        return F.cross_entropy(
+        total = F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
+        if "auxiliary_loss" in given:
+            total = total + given["auxiliary_loss"].to(total.device) * self.weight(microbatch)
+        return total
 
 
 class MeanOverRows:

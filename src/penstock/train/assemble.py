@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from penstock.auto import AutoPipeline
+from penstock.checkpoint import CheckpointWriter, load_checkpoint
 from penstock.commit import check_folder
 from penstock.errors import CheckpointError, ConfigError, WorldSizeError
 from penstock.launch import under_torchrun
@@ -26,7 +27,7 @@ from penstock.models.weights import tied_names
 from penstock.outline import Outline
 from penstock.runtime.packed import refuse_packed
 from penstock.runtime.padding import Padding
-from penstock.train.checkpoint import check_fits, load_checkpoint, newest, read_state
+from penstock.train.checkpoint import check_fits, newest, read_state
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.data import Data, load_data
 from penstock.train.display import make_display
@@ -87,19 +88,17 @@ def run(prepared: Prepared) -> None:
     first = pipe.processes.index == 0
     optimizer = make_optimizer(config.optimizer, pipe.parameters())
     if prepared.checkpoint is not None:
-        ties = tied_names(prepared.outline.source.model)
-        load_checkpoint(prepared.checkpoint, pipe, optimizer, ties)
+        load_checkpoint(prepared.checkpoint, pipe, optimizer, learning_rates=False)  # each step sets its own
     output = Path(config.output.folder).expanduser()
     output.mkdir(parents=True, exist_ok=True)
     (output / "stalled" / f"rank-{pipe.processes.index}.json").unlink(missing_ok=True)  # of an earlier run
     metrics = Metrics(output / "metrics.jsonl", prepared.done or None) if first else None
     display = make_display(pipe.processes.index, config.train.steps, prepared.done, config.train.log_every)
-    with display:
+    with display, CheckpointWriter(pipe, background=config.train.checkpoint_background) as writer:
         for note in prepared.notes:
             display.say(note)
-        outcome = train(
-            Run(config, pipe, prepared.data, optimizer, prepared.tokenizer, display, metrics, prepared.done)
-        )
+        parts = (config, pipe, prepared.data, optimizer, prepared.tokenizer, display, metrics, writer)
+        outcome = train(Run(*parts, prepared.done))
     if metrics:
         tell(outcome, pipe.schedule, config, output)
     pipe.processes.gather(None)  # nobody leaves while process 0 still writes

@@ -130,6 +130,7 @@ class TrainSection(Section):
     evaluate_every: Count = 100  # and at the first and the last step
     evaluate_batches: Count = 4
     checkpoint_every: Count | None = None  # and at the last step
+    checkpoint_background: bool = True  # written while training goes on, from copies in host memory
     log_every: Count = 10
     # true or full: hold only each layer's input and run it again in the backward; selective: hold what
     # costs most to make besides; or a mapping of the keys of penstock.train.values.CheckpointingSection
@@ -148,8 +149,22 @@ class OptimizerSection(Section):
     final_fraction: Fraction = 0.1  # of the learning rate, at the last step
 
 
+class KeepSection(Section):
+    """Which checkpoints stay when a newer one has been written; the newest always does."""
+
+    last: Count | None = None  # so many of the newest; null: all
+    every: Count | None = None  # and for ever those of steps that it divides
+
+    @model_validator(mode="after")
+    def of_some(self) -> Self:
+        if self.every is not None and self.last is None:
+            raise ValueError("every is given and last is not, which keeps all; give last, 1 or more, too")
+        return self
+
+
 class OutputSection(Section):
     folder: str = "runs/train"
+    keep: KeepSection = KeepSection()
     sample_prompt: str | None = None  # where given, the trained model continues it at the end
     sample_tokens: Count = 128
 
@@ -177,6 +192,12 @@ class TrainConfig(Section):
             raise ValueError(
                 f"optimizer.warmup_steps={warmup} is more than train.steps={steps}; "
                 "the warm-up must end within the run"
+            )
+        every, kept = self.train.checkpoint_every, self.output.keep.every
+        if every is not None and kept is not None and kept % every:
+            raise ValueError(
+                f"output.keep.every={kept} is no multiple of train.checkpoint_every={every}, so that few "
+                "checkpoints, or none, would be kept by it; take a multiple"
             )
         padded, sequence = self.pipeline.padding, self.data.sequence_length
         if padded is not None and padded.length is not None and padded.length < sequence:

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch.optim import AdamW
 
+from penstock.checkpoint import CheckpointWriter
 from penstock.errors import RunError
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
-from penstock.train.checkpoint import checkpoint_folder, save_checkpoint
+from penstock.train.checkpoint import checkpoint_folder, prune, state_after
 from penstock.train.config import TrainConfig
 from penstock.train.data import Data
 from penstock.train.display import Display
@@ -35,6 +36,7 @@ class Run:
     tokenizer: Tokenizer
     display: Display
     metrics: Metrics | None
+    writer: CheckpointWriter
     done: int = 0
 
     @property
@@ -62,9 +64,16 @@ def train(run: Run) -> Outcome:
         if step % section.evaluate_every == 0 or step == section.steps:
             _evaluate(run, step)
         if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
-            path = checkpoint_folder(run.output, step)
-            save_checkpoint(path, step, run.pipe, run.optimizer, run.tokenizer, run.config)
+            path = _save(run, step)
+    run.writer.wait()
     return Outcome(path, run.pipe.timeline, fill)
+
+
+def _save(run: Run, step: int) -> Path:
+    path, keep = checkpoint_folder(run.output, step), run.config.output.keep
+    state = state_after(step, run.config)
+    run.writer.save(path, run.optimizer, state, extra=run.tokenizer.save, then=lambda: prune(path, keep))
+    return path
 
 
 def seed_step(seed: int, step: int, process: int) -> None:

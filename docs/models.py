@@ -1,0 +1,77 @@
+"""Write docs/models.md by cutting every causal language model of the installed transformers: ``make docs``.
+
+tests/test_docs.py, in `make sweep`, checks that the page is what this writes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from penstock.models.chain import Chain
+from support import census, zoo
+
+PAGE = Path(__file__).with_name("models.md")
+_HEAD = """# Which models
+
+Every model type that `AutoModelForCausalLM` of transformers {version} knows, as tiny random models with both
+kinds of layers where a family has two, windows shorter than the sequences, and weights tied as their configs
+say. Each was cut into two and into four stages, run in training mode with `1f1b`, and loss and every
+parameter's gradient compared with plain PyTorch in one process: within 1e-5 of the largest entry of each
+gradient in float32 (and, but for xglm, whose masks overflow there, within 1e-10 in float64).
+
+**{exact} of {all} are exact. {refused} are refused** by a `ModelError` with the reason given here, and
+{untried} were not tried, being no language models by themselves. None is wrong in silence.
+
+What crosses an edge: *hidden* states; what was made *before* the layers of trained weights and is taken by
+later ones (per-layer inputs, the embeddings); what a layer *hands* to the next beside hidden states; what
+layers *share* (keys and values). A mixture of experts whose config sets `output_router_logits` has its
+auxiliary loss counted too: the routers' logits then cross the edges, with their gradients.
+
+Where the model's own loss is not that of each next token, the last column says so: the gradients are those of
+the next-token loss, or of the `loss_fn` that you give.
+
+| model type | class | result | crosses an edge | its own loss |
+|---|---|---|---|---|
+"""
+
+
+def page() -> str:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    verdicts = {model_type: census.judge(model_type) for model_type in zoo.TYPES}
+    exact = sum(verdict.chain is not None for verdict in verdicts.values())
+    refused = len(verdicts) - exact - len(zoo.SKIPPED)
+    head = _HEAD.format(
+        version=transformers.__version__,
+        exact=exact,
+        all=len(verdicts),
+        refused=refused,
+        untried=len(zoo.SKIPPED),
+    )
+    return head + "".join(map(_row, verdicts, verdicts.values()))
+
+
+def _row(model_type: str, verdict: census.Verdict) -> str:
+    if model_type in zoo.SKIPPED:
+        return f"| {model_type} | | not tried: {verdict.refusal} | | |\n"
+    if verdict.chain is None:
+        return f"| {model_type} | {verdict.kind} | refused: {_short(verdict.refusal)} | | |\n"
+    other = abs(verdict.loss - verdict.own_loss) > 1e-4
+    crosses = _crosses(verdict.chain)
+    return f"| {model_type} | {verdict.kind} | exact | {crosses} | {'another' if other else ''} |\n"
+
+
+def _crosses(chain: Chain) -> str:
+    more = {"before": any(chain.given), "hands": chain.hands, "shares": chain.shares}
+    return ", ".join(["hidden", *(name for name, there in more.items() if there)])
+
+
+def _short(refusal: str) -> str:
+    return refusal.removeprefix("a pipeline cuts a chain of layers, and in this model ")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Forwards alone: their loss, and what comes out of the last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ShapeError
+from penstock.parts import Parts
+from penstock.runtime.executor import Collect
+from penstock.runtime.loss import NextToken
+from penstock.runtime.microbatch import batch_rows
+from penstock.runtime.parcel import EdgeSpecs, Parcel, pack_specs, put_together, take_apart, unpack_specs
+from penstock.runtime.stage import evaluating
+from penstock.runtime.world import World
+from penstock.schedule import verify
+from penstock.schedule.builders.inference import forwards
+from penstock.steps import Given, Lowered, StepResult, Steps
+
+
+class Evaluation(NamedTuple):
+    """loss: None for a batch without labels, where it is the next-token loss; tokens: then 0
+
+    bubble: as StepResult has it
+    outputs: what the last stage returned, or what a function made of it; None on ranks that have none of it
+    """
+
+    loss: float | None
+    tokens: int
+    bubble: float
+    outputs: Any
+
+
+class Evaluations:
+    """Runs forwards of any number of microbatches on the stages of a pipeline."""
+
+    def __init__(self, parts: Parts, steps: Steps) -> None:
+        self._parts, self._steps = parts, steps
+        self._lowered: dict[int, Lowered] = {}  # by number of microbatches
+
+    def loss(self, given: Given) -> StepResult:
+        with evaluating(*(stage.module for stage in self._parts.stages)):
+            return self._steps.run(self._of(given), given)[0]
+
+    def results(
+        self, given: Given, collect: Collect, *, scored: bool = False
+    ) -> tuple[StepResult, dict[int, Any]]:
+        """What `collect` returned by microbatch, on the rank where it ran; the loss too where `scored`."""
+        lowered = self._of(given)
+        with evaluating(*(stage.module for stage in self._parts.stages)):
+            result, _ = self._steps.run(lowered, given, collect, scored=scored)
+        found: dict[int, Any] = {}
+        for executor in lowered.executors:
+            found |= executor.results
+            executor.results = {}
+        return result, dict(sorted(found.items()))
+
+    def outputs(self, given: Given, wanted: Collect | bool, everywhere: bool) -> Evaluation:
+        """wanted: True for what the last stage returned, or what takes it and the microbatch's number"""
+        collect: Collect = wanted if callable(wanted) else lambda output, number: output
+        scored = not isinstance(self._parts.loss, NextToken) or _has_labels(given)
+        result, found = self.results(given, collect, scored=scored)
+        if everywhere:
+            found = to_all(found, self._parts.world)
+        count = self._of(given).schedule.microbatches
+        outputs = [found.get(number) for number in range(count)] if found else None
+        if outputs is not None and not callable(wanted):
+            outputs = in_rows(outputs)
+        if not scored:
+            return Evaluation(None, 0, result.bubble, outputs)
+        return Evaluation(*result, outputs)
+
+    def _of(self, given: Given) -> Lowered:
+        """The forwards of as many microbatches as an evaluation makes of it."""
+        if isinstance(given, Mapping):
+            rows = batch_rows(given, self._parts.cutter.sharding)
+            count = min(self._parts.schedule.microbatches, rows)
+        else:
+            count = len(given)
+        count = max(count, 1)
+        if count not in self._lowered:
+            proof = verify(forwards(self._parts.schedule.placement, count))
+            self._lowered[count] = self._steps.lower(proof)
+        return self._lowered[count]
+
+
+def in_rows(outputs: Sequence[Any]) -> Any:
+    """One tensor with the rows of all microbatches, where each is a tensor and the rows have one shape."""
+    tensors = [output for output in outputs if isinstance(output, Tensor) and output.dim()]
+    if len(tensors) < len(outputs) or len({(t.shape[1:], t.dtype) for t in tensors}) > 1:
+        return list(outputs)
+    return torch.cat(tensors)
+
+
+def _has_labels(given: Given) -> bool:
+    return any("labels" in part for part in ([given] if isinstance(given, Mapping) else given))
+
+
+_SLICE = 1 << 24  # bytes that go at once: everyone receives as many of everyone
+
+
+def to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
+    """Every process's results, by microbatch, on every process. Collective.
+
+    Tensors travel as their bytes, numbers and strings in lists, tuples and dicts as text.
+    Raises ShapeError, on every process, for anything else.
+    """
+    if world.processes.count == 1:
+        return dict(found)
+    parcels: dict[int, Parcel] = {}
+    refusal = None
+    try:
+        for number, value in found.items():
+            tensors, form = take_apart(value)
+            parcels[number] = Parcel(tensors, EdgeSpecs.of(tensors, form))
+        mine = {number: pack_specs(parcel.specs).decode() for number, parcel in parcels.items()}
+    except ShapeError as error:  # others are about to wait for this process
+        refusal, mine = error.value, {}
+    told = world.processes.gather([refusal, mine])
+    for refused, _ in told:
+        if refused is not None:
+            rule = "tensors, numbers, strings and None go to all ranks, in lists, tuples and dicts"
+            raise ShapeError(
+                f"a result that cannot be sent ({refused})", rule, "Return these, or leave everywhere out"
+            )
+    everyone: dict[int, Any] = {}
+    for owner, (_, held) in enumerate(told):
+        for number, text in held.items():
+            specs = unpack_specs(text.encode())
+            own = parcels[int(number)].tensors if owner == world.processes.index else None
+            received = [_from(owner, None if own is None else own[at], spec.shape, spec.dtype, world)
+                        for at, spec in enumerate(specs.tensors)]  # fmt: skip
+            everyone[int(number)] = put_together(received, specs.form)
+    return dict(sorted(everyone.items()))
+
+
+def _from(
+    owner: int, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, world: World
+) -> Tensor:
+    """The owner's tensor, on every process."""
+    received = torch.empty(tuple(shape), dtype=dtype, device=world.device)
+    flat = received.reshape(-1).view(torch.uint8)
+    if tensor is not None:
+        flat.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    for start in range(0, flat.numel(), _SLICE):
+        piece = flat[start : start + _SLICE]
+        given = piece if tensor is not None else torch.zeros_like(piece)
+        piece.copy_(world.transport.exchange([given])[owner])
+    return received

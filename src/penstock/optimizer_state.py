@@ -1,0 +1,269 @@
+"""What optimizers hold, by the names of parameters: as tensors and JSON, and back.
+
+Each process writes a pair of files, and whoever needs something of them reads it:
+
+    optimizer-00001-of-00002.safetensors   tensors by part and name: "exp_avg.model.norm.weight"
+    optimizer-00001-of-00002.json          groups: optimizer, lr and names of the parameters;
+                                           numbers: by name and part, where a part is a plain number
+
+Checkpoints of 0.3.0 and before have the tensors alone, which are AdamW's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import CheckpointError
+from penstock.models.weights import Ties
+
+Optimizers = Optimizer | Sequence[Optimizer]
+Number = int | float | bool | None
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What one process's optimizers hold. tensors: by "part.name"; numbers: by name and part"""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
+
+    def write(self, folder: Path, index: int, count: int) -> None:
+        file = folder / f"optimizer-{index + 1:05d}-of-{count:05d}.safetensors"
+        save_file(self.tensors, file)
+        described = {"groups": self.groups, "numbers": self.numbers}
+        file.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
+    """What `optimizers` hold of the parameters `named`. copied: in host memory that is nobody else's.
+
+    Raises CheckpointError where a parameter bears no name or belongs to two optimizers, or where a state is
+    neither a plain tensor nor a number.
+    """
+    state = OptimizerState()
+    for optimizer, group, members in _groups(optimizers, named):
+        lr = group.get("lr")
+        state.groups.append(
+            {
+                "optimizer": type(optimizer).__name__,
+                "lr": None if lr is None else float(lr),
+                "parameters": [name for name, _ in members],
+            }
+        )
+        for name, parameter in members:
+            for part, value in optimizer.state.get(parameter, {}).items():
+                _check_part(optimizer, name, part, value)
+                if isinstance(value, Tensor):
+                    state.tensors[f"{part}.{name}"] = host_copy(value) if copied else _plain(value)
+                else:
+                    state.numbers.setdefault(name, {})[part] = value
+    return state
+
+
+def host_copy(value: Tensor) -> Tensor:
+    """A contiguous copy in host memory, also of what lies there already."""
+    copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+    return copy.copy_(value.detach())
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.detach().contiguous()
+
+
+def _groups(
+    optimizers: Optimizers, named: Named
+) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[str, nn.Parameter]]]]:
+    """Every group of every optimizer, with its parameters and their names."""
+    names = {id(parameter): name for name, parameter in named}
+    seen: set[int] = set()
+    for optimizer in as_list(optimizers):
+        for group in optimizer.param_groups:
+            members = []
+            for parameter in group["params"]:
+                if parameter.numel() == 0 and id(parameter) not in names:
+                    continue  # what stands in where a process holds no parameter, as optimizers ask for one
+                members.append((_name(parameter, names, seen), parameter))
+            yield optimizer, group, members
+
+
+def _name(parameter: nn.Parameter, names: Mapping[int, str], seen: set[int]) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"a parameter of shape {list(parameter.shape)} in the optimizer",
+            "state is kept by name, and this is none of the pipeline's parameters",
+            "Make the optimizer over pipe.parameters() or pipe.named_parameters(), and keep others yourself",
+        )
+    if id(parameter) in seen:
+        raise CheckpointError(
+            f"the parameter {names[id(parameter)]} in two optimizers",
+            "state is kept by the parameter's name, and there is one for each",
+            "Give each parameter to one optimizer",
+        )
+    seen.add(id(parameter))
+    return names[id(parameter)]
+
+
+def _check_part(optimizer: Optimizer, name: str, part: object, value: object) -> None:
+    tensor = isinstance(value, Tensor)
+    plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
+    if (plain if tensor else value is None or type(value) in (int, float, bool)) and (
+        isinstance(part, str) and "." not in part
+    ):
+        return
+    raise CheckpointError(
+        f"{type(optimizer).__name__} holds {part!r} of {name} as a {type(value).__name__}",
+        "a checkpoint holds plain tensors and numbers by name, and nothing that would have to be pickled",
+        "Take another optimizer, or keep the state of this one yourself",
+    )
+
+
+@dataclass
+class Entry:
+    """What is stored of one parameter.
+
+    optimizer, lr: None where an older checkpoint does not tell; parts: the file of each tensor
+    """
+
+    optimizer: str | None = None
+    lr: float | None = None
+    parts: dict[str, Path] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+
+class Stored:
+    """The optimizer state in the checkpoint `path`. Tensors are read when asked for."""
+
+    def __init__(self, path: Path, ties: Ties) -> None:
+        """ties: a tied weight may be stored under another of its names"""
+        self._path = path
+        self._others = {name: names for names in ties for name in names}
+        self._opened: dict[Path, Any] = {}
+        self._entries: dict[str, Entry] = {}
+        for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
+            self._read(file)
+        if not self._opened:
+            raise CheckpointError(
+                f"checkpoint {path}", "it holds no optimizer state", "Give one that penstock wrote"
+            )
+
+    def _read(self, file: Path) -> None:
+        try:
+            self._opened[file] = safe_open(file, framework="pt")
+            keys = list(self._opened[file].keys())
+            described = file.with_suffix(".json")
+            told = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else None
+            entries = self._entries_of(told)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
+            ) from error
+        for key in keys:
+            part, _, name = key.partition(".")
+            entries.setdefault(name, Entry()).parts[part] = file
+        if told is None:
+            for entry in entries.values():
+                if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote that AdamW had nothing yet
+                    entry.parts.clear()
+        self._entries |= entries  # a weight that several processes hold is in the same state on each
+
+    def _entries_of(self, told: Any) -> dict[str, Entry]:
+        if told is None:
+            return {}
+        return {
+            name: Entry(str(group["optimizer"]), group["lr"], {}, dict(told["numbers"].get(name, {})))
+            for group in told["groups"]
+            for name in group["parameters"]
+        }
+
+    def find(self, name: str) -> tuple[str, Entry] | None:
+        """The name under which the state of parameter `name` is stored, and what there is."""
+        candidates = (name, *self._others.get(name, ()))
+        return next(((other, self._entries[other]) for other in candidates if other in self._entries), None)
+
+    def shape(self, name: str, part: str) -> list[int] | None:
+        """Of a tensor that is there. No tensor is read."""
+        found = self.find(name)
+        if found is None or part not in found[1].parts:
+            return None
+        return list(self._opened[found[1].parts[part]].get_slice(f"{part}.{found[0]}").get_shape())
+
+    def restore(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> None:
+        """Put the state of `named` into `optimizers`, and into each group its learning rate.
+
+        Other options stay those that the optimizers were made with. Raises CheckpointError, before anything
+        is changed, where state of a trained parameter is missing or another optimizer's, or where parameters
+        of one group had several learning rates.
+        """
+        found = []
+        for optimizer, group, members in _groups(optimizers, named):
+            entries = [(p, *self._fitting(optimizer, name, p)) for name, p in members]
+            lr = self._learning_rate([entry for *_, entry in entries]) if learning_rates else None
+            found.append((optimizer, group, entries, lr))
+        for optimizer, group, entries, lr in found:
+            for parameter, name, entry in entries:
+                self._put(optimizer, group, parameter, name, entry)
+            if isinstance(group.get("lr"), Tensor) and lr is not None:
+                group["lr"].fill_(lr)
+            elif lr is not None:
+                group["lr"] = lr
+
+    def _fitting(self, optimizer: Optimizer, name: str, parameter: nn.Parameter) -> tuple[str, Entry]:
+        kind, found = type(optimizer).__name__, self.find(name)
+        if found is None:
+            if parameter.requires_grad:
+                raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
+            return name, Entry(kind)
+        if found[1].optimizer not in (None, kind):
+            raise unfit(self._path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+        return found
+
+    def _learning_rate(self, entries: Sequence[Entry]) -> float | None:
+        rates = sorted({entry.lr for entry in entries if entry.lr is not None})
+        if len(rates) > 1:
+            raise CheckpointError(
+                f"checkpoint {self._path}: learning rates {rates}",
+                "they are of parameters that now stand in one group, which has one",
+                "Group the parameters as before, or load with learning_rates=False",
+            )
+        return rates[0] if rates else None
+
+    def _put(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, name: str, entry: Entry
+    ) -> None:
+        held: dict[str, Any] = dict(entry.numbers)
+        for part, file in entry.parts.items():
+            value = self._opened[file].get_tensor(f"{part}.{name}")
+            held[part] = _placed(part, value, parameter, group)
+        optimizer.state.pop(parameter, None)
+        if held:
+            optimizer.state[parameter] = held
+
+
+def _placed(part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """As torch's optimizers keep it: counters on the CPU unless the step runs on the device, all else there.
+
+    Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
+    """
+    on_device = part != "step" or group.get("capturable") or group.get("fused")
+    return value.to(parameter.device if on_device else "cpu", copy=True)
+
+
+def unfit(path: Path, found: str, rule: str) -> CheckpointError:
+    remedy = "Go on with the model and the optimizer that wrote it, or load its weights alone"
+    return CheckpointError(f"checkpoint {path}: {found}", rule, remedy)

@@ -1,0 +1,160 @@
+"""The options that every pipeline has, whatever its stages are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError
+from penstock.models.checkpointing import Checkpointing, checkpointing
+from penstock.runtime.handshake import named
+from penstock.runtime.loss import Loss, LossLike, as_loss
+from penstock.runtime.microbatch import Sharding
+from penstock.runtime.network import Network
+from penstock.runtime.padding import Padding
+from penstock.runtime.world import Link
+from penstock.schedule import Schedule
+from penstock.schedule.config import ScheduleLike, chosen_schedule
+from penstock.schedule.exchanges import exchanges
+from penstock.schedule.recompute import Places, first_in_flight
+
+# "inferred": from the stages themselves, before anything is sent; "exchanged": told ahead of the tensors;
+# "padded", or a Padding: all microbatches of a step are made equal in length, and then inferred
+Shapes = str | Padding
+
+Parallelize = Callable[[nn.Module], nn.Module]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What AutoPipeline and Pipeline.from_provider both take.
+
+    schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
+    loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
+        ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows; or an
+        object with `weight` and `total` (penstock.runtime.loss.Loss). The output is the last stage's: logits
+        of a transformers model.
+    mesh: a DeviceMesh whose axis `pipeline_axis` the ranks come from; None takes all processes
+    device: None takes the GPU of this process, or the CPU
+    timeout: seconds that a rank waits for another before it gives up
+    transport: "nccl", "gloo", "local", or None for what fits; exchange: "channels", or "batched" (see
+        penstock.runtime.world.Link)
+    wire_dtype: what floating-point tensors travel as; None leaves them as they are. Anything narrower than
+        the model's dtype changes the gradients
+    network: a penstock.runtime.network.Network to emulate, slower than what there is; for experiments
+    sharding: how entries of a batch are cut, by name: along a dimension (0 for those not named), not at all
+        (None), or by a function of (entry, number of microbatches)
+    shapes: how a rank knows what comes over an edge. "inferred": by arithmetic, before anything is sent;
+        "exchanged": each message tells itself, for models whose shapes hang on the data's values; "padded",
+        or a Padding: all microbatches of a step are made equal in length
+    activation_checkpointing: hold less of each layer, and run it again in the backward. False or True,
+        "full", "selective", or a Checkpointing: every k-th layer, by op, the first n microbatches in flight,
+        or as many as a memory limit asks for
+    parallelize_fn: called with each stage's module, which has its values and is on its device; returns the
+        module to run: the same one, altered in place (fully_shard, layer.compile(), LoRA, frozen weights),
+        or one around it
+    trace_folder: where each process writes a trace for Perfetto of the step so far when one fails; None
+        writes none
+    """
+
+    ranks: int | None = None
+    schedule: ScheduleLike = "1f1b"
+    microbatches: int | None = None
+    loss_fn: LossLike = None
+    mesh: DeviceMesh | None = None
+    pipeline_axis: str = "pp"
+    device: torch.device | str | None = None
+    timeout: float = 300.0
+    transport: str | None = None
+    exchange: str = "channels"
+    wire_dtype: torch.dtype | None = None
+    network: Network | None = None
+    sharding: Sharding | None = None
+    shapes: Shapes = "inferred"
+    activation_checkpointing: bool | str | Checkpointing = False
+    parallelize_fn: Parallelize | None = None
+    trace_folder: str | Path | None = None
+
+    def chosen_schedule(self) -> Schedule:
+        """Raises ConfigError for a name that is none, a size that it does not take, and messages that cannot
+        go as `exchange` says.
+        """
+        self.link().check()
+        self.padding()
+        schedule = chosen_schedule(self.schedule, self.ranks, self.microbatches)
+        if self.exchange == "batched":
+            self._check_batched(schedule)
+        return schedule
+
+    def link(self) -> Link:
+        """Raises ConfigError for a mesh without `pipeline_axis`."""
+        mesh = None if self.mesh is None else with_pipeline_axis(self.mesh, self.pipeline_axis)
+        return Link(
+            mesh, self.device, self.timeout, self.transport, self.wire_dtype, self.exchange, self.network
+        )
+
+    def padding(self) -> Padding | None:
+        """What `shapes` says of padding. Raises ConfigError."""
+        if isinstance(self.shapes, Padding):
+            return self.shapes
+        if self.shapes not in ("inferred", "exchanged", "padded"):
+            raise ConfigError(
+                f"shapes={self.shapes!r}",
+                "what comes over an edge is 'inferred', 'exchanged' or 'padded'",
+                "Take 'inferred', unless shapes depend on the data's values ('exchanged')",
+            )
+        return Padding() if self.shapes == "padded" else None
+
+    def checkpointing(self) -> Checkpointing | None:
+        """Raises ConfigError."""
+        return checkpointing(self.activation_checkpointing)
+
+    def loss(self) -> Loss:
+        return as_loss(self.loss_fn, self.sharding or {})
+
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on every rank beside schedule and model."""
+        return {
+            "loss": named(self.loss_fn),
+            "shapes": str(self.shapes),
+            "wire_dtype": str(self.wire_dtype),
+            "activation_checkpointing": str(self.activation_checkpointing),
+            "parallelize_fn": named(self.parallelize_fn),
+        }
+
+    def _check_batched(self, schedule: Schedule) -> None:
+        if self.shapes == "exchanged":
+            raise ConfigError(
+                "exchange='batched' with shapes='exchanged'",
+                "what is exchanged begins at once, and a message that tells itself comes in two parts",
+                "Take exchange='channels', or shapes='inferred' where they do not depend on values",
+            )
+        exchanges(schedule)
+
+
+def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """The mesh, its process groups too, with `axis` under the name `pp`. Raises ConfigError."""
+    names = mesh.mesh_dim_names or ()
+    if axis == "pp":  # whether there is one is looked at where the ranks are
+        return mesh
+    if axis not in names:
+        raise ConfigError(
+            f"pipeline_axis={axis!r} of a mesh with the axes {names}",
+            "the pipeline's ranks come from that axis",
+            "Give one of its names, or name it in init_device_mesh(..., mesh_dim_names=...)",
+        )
+    renamed = tuple("pp" if name == axis else f"{name}_" if name == "pp" else name for name in names)
+    groups = [mesh.get_group(name) for name in names]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=renamed)
+
+
+def recomputed_places(schedule: Schedule, how: Checkpointing | None) -> Places:
+    """The (stage, microbatch) that activation checkpointing applies to."""
+    if how is None or not schedule.trains:
+        return frozenset()
+    return first_in_flight(schedule, how.in_flight)

@@ -1,0 +1,96 @@
+"""A pipeline of modules of one's own, each built by a provider on the rank that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import update_wrapper
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
+
+from torch import nn
+
+from penstock.errors import ConfigError, ModelError
+from penstock.functional import layers_of, make_stage, own_stages
+from penstock.models.edges import provided_edges
+from penstock.models.protocol import Provider, StageInfo
+from penstock.options import Options, recomputed_places
+from penstock.parts import Parts
+from penstock.runtime.handshake import named
+from penstock.runtime.shared import of_replicas
+from penstock.runtime.stage import Stage
+from penstock.runtime.world import open_world
+from penstock.steps import Cutter
+
+if TYPE_CHECKING:
+    from penstock.pipeline import Pipeline
+
+P = ParamSpec("P")
+
+
+def taking(
+    make: Callable[P, Options],
+) -> Callable[
+    [Callable[[type[Pipeline], Provider, Options], Pipeline]],
+    Callable[Concatenate[type[Pipeline], Provider, P], Pipeline],
+]:
+    """Let a method that takes Options take, in their place, what `make` makes them of."""
+
+    def decorate(
+        method: Callable[[type[Pipeline], Provider, Options], Pipeline],
+    ) -> Callable[Concatenate[type[Pipeline], Provider, P], Pipeline]:
+        def take(cls: type[Pipeline], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> Pipeline:
+            return method(cls, provider, make(*args, **kwargs))
+
+        update_wrapper(take, method)
+        *own, _ = signature(method).parameters.values()
+        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in signature(make).parameters.values()]
+        take.__signature__ = signature(method).replace(parameters=[*own, *named])  # type: ignore[attr-defined]
+        return take
+
+    return decorate
+
+
+def provided_parts(provider: Provider, options: Options) -> Parts:
+    """The parts of Pipeline.from_provider. Collective."""
+    schedule, how = options.chosen_schedule(), options.checkpointing()
+    if how is not None and how.memory_limit is not None:
+        rule = "what a module of one's own holds cannot be told before it runs"
+        raise ConfigError("memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells")
+    world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
+    depth = schedule.placement.depth
+    stages = []
+    for index in own_stages(schedule, world.ranks):
+        module = provider(StageInfo(index % depth, depth))
+        stages.append(
+            make_stage(index, module, world.device, checkpointing=how, parallelize_fn=options.parallelize_fn)
+        )
+    modules = _modules(stages)
+    edges = None
+    if options.shapes != "exchanged":
+        edges = provided_edges(provider, modules, depth, world.processes)
+    return Parts(
+        schedule,
+        world,
+        stages,
+        {index: layers_of(module) for index, module in modules.items()},
+        edges,
+        options.loss(),
+        Cutter(options.sharding or {}, options.padding()),
+        shared=list(of_replicas(schedule.placement, modules)),
+        recomputed=recomputed_places(schedule, how),
+        trace_folder=options.trace_folder,
+    )
+
+
+def _modules(stages: list[Stage]) -> Mapping[int, nn.Module]:
+    """By stage. Raises ModelError for a weight of two stages, which would be stepped and clipped twice."""
+    seen: dict[int, int] = {}
+    for stage in stages:
+        for name, parameter in stage.module.named_parameters():
+            if (other := seen.setdefault(id(parameter), stage.index)) != stage.index:
+                raise ModelError(
+                    f"the parameter {name} of stage {stage.index}",
+                    f"it is the very one that stage {other} holds",
+                    "Let the provider make modules of their own for each call",
+                )
+    return {stage.index: stage.module for stage in stages}

@@ -1,0 +1,114 @@
+"""Every causal language model of the installed transformers: exact when it is cut, or refused.
+
+All of them in `make sweep`; here those that differ most from a plain chain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from support import census, jobs_models, zoo
+from support.pool import Pool
+
+# of each way to differ from Llama at least one
+TYPICAL = (
+    "llama", "bert", "xlnet", "ctrl",  # plain, tied in the head, transposed, writes into its embeddings
+    "mamba2", "jamba", "bamba", "falcon_h1", "qwen3_next", "lfm2", "recurrent_gemma", "nemotron_h", "xlstm",
+    "mixtral", "deepseek_v3", "llama4_text", "longcat_flash",
+    "gemma3n_text", "gemma4_text", "gemma4_unified_text",  # per-layer inputs, keys and values shared
+    "zamba", "zamba2", "cpmant", "roformer",  # layers take the embeddings, or a table, and share a block
+    "glm_moe_dsa", "zaya", "deepseek_v4", "qwen4_exp_text",  # layers hand on more, in other shapes
+    "gemma3", "bart",  # with parts that no text goes through
+)  # fmt: skip
+ROUTED = (
+    "dbrx", "deepseek_v4", "ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "jamba", "jetmoe", "laguna", "mellum", "minimax", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text",
+    "qwen3_next", "qwen4_exp_text",
+)  # fmt: skip
+REFUSED = {
+    "blt": "could not be followed",  # patches of bytes, found by their values
+    "gemma4_assistant": "another model's embeddings",
+    "gemma4_unified_assistant": "another model's embeddings",
+    "git": "the next-token loss compares each with its label",  # logits of image tokens too
+    "hrm_text": "layer 1 does not take what layer 0 returned",  # runs its layers in turns, many times
+    "inkling2_text": "could not be followed",  # each layer takes the outputs of all before
+    "mllama": "layer 2 does not take what layer 1 returned",  # without an image some layers do not run
+    "prophetnet": "returns integers",
+    "reformer": "could not be followed",  # reversible layers, with a backward of their own
+    "rwkv": "could not be followed",  # rescales its layers' weights from outside
+    "xlm": "could not be followed",  # no list of layers, but one of each of their parts
+    "xmod": "could not be followed",  # looks into its layers
+}
+NO_FLOAT64 = {"xglm"}  # its mask is made of float64's least number, as a float32
+
+
+def check(model_type: str) -> None:
+    verdict = census.judge(model_type)
+    if model_type in REFUSED:
+        assert REFUSED[model_type] in verdict.refusal
+    else:
+        assert verdict.chain is not None, verdict.refusal
+
+
+@pytest.mark.parametrize("model_type", TYPICAL)
+def test_exact(model_type: str) -> None:
+    check(model_type)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "zamba2", "glm_moe_dsa", "mixtral"])
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_zero_bubble"])
+def test_exact_where_backwards_are_split(model_type: str, schedule: str) -> None:
+    """What several stages take of one value comes back to it as one gradient, in the first half."""
+    options: dict[str, Any] = {"output_router_logits": True} if model_type == "mixtral" else {}
+    settings = {"schedule": schedule} | ({} if schedule == "zb_v" else {"stages_per_rank": 2})
+    assert census.judge(model_type, (2,), schedule=settings, **options).chain is not None
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "jamba", "qwen3_next"])
+def test_exact_with_the_routers_auxiliary_loss(model_type: str) -> None:
+    check_routed(model_type)
+
+
+def check_routed(model_type: str) -> None:
+    """It is part of the loss that transformers itself gives, and hangs on all layers' routers at once."""
+    plain = census.judge(model_type, (2,))
+    verdict = census.judge(model_type, output_router_logits=True)
+    assert verdict.chain is not None, verdict.refusal
+    assert verdict.loss > plain.loss
+    assert verdict.loss == pytest.approx(verdict.own_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_exact_over_gloo(pool: Pool, ranks: int) -> None:
+    cases: list[tuple[str, Any, dict[str, Any]]] = [
+        ("gemma3n_text", "1f1b", {}),
+        ("zaya", "zb_h1", {}),
+        ("zamba2", "gpipe", {}),
+        ("glm_moe_dsa", "1f1b", {}),
+        ("mixtral", "1f1b", {"output_router_logits": True}),
+    ]
+    wrong = pool.run(ranks, jobs_models.exact, ranks, cases)
+    assert wrong == [[]] * ranks
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", zoo.TYPES)
+def test_every_type(model_type: str) -> None:
+    check(model_type)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", [t for t in zoo.TYPES if t not in REFUSED and t not in NO_FLOAT64])
+def test_every_type_in_float64(model_type: str) -> None:
+    verdict = census.judge(model_type, dtype=torch.float64)
+    assert verdict.chain is not None, verdict.refusal
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", ROUTED)
+def test_every_router(model_type: str) -> None:
+    check_routed(model_type)

@@ -1,0 +1,113 @@
+"""Whether a model type is exact when it is cut: its tiny model, split, beside the whole in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock import AutoPipeline
+from penstock.errors import ModelError
+from penstock.models.chain import Chain, find_chain
+from support import zoo
+from support.reference import TOLERANCE, Gradients, assert_gradients
+
+MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """chain: where the model is one; refusal: why it is not; own_loss: what transformers gives with labels"""
+
+    kind: str
+    chain: Chain | None
+    refusal: str = ""
+    loss: float = float("nan")
+    own_loss: float = float("nan")
+
+
+def judge(
+    model_type: str,
+    stages: Sequence[int] = (2, 4),
+    *,
+    schedule: Any = "1f1b",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Verdict:
+    """Raises AssertionError where a split model is accepted and differs, in training mode."""
+    if model_type in zoo.SKIPPED:
+        return Verdict("", None, zoo.SKIPPED[model_type])
+    model = zoo.tiny_model(model_type, dtype, **changes)
+    kind, batch = type(model).__name__, zoo.tiny_batch(model_type)
+    try:
+        chain = find_chain(model)
+        pipes = [
+            AutoPipeline(ranks=n, schedule=schedule, microbatches=MICROBATCHES).build(model) for n in stages
+        ]
+        results = [pipe.step(batch) for pipe in pipes]
+    except ModelError as refused:
+        return Verdict(kind, None, refused.rule)
+    loss, gradients = plain(model, batch)
+    for pipe, result in zip(pipes, results, strict=True):
+        assert abs(result.loss - loss) <= TOLERANCE[dtype] * max(1.0, abs(loss)), (result.loss, loss)
+        found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        held = {name for name, _ in pipe.named_parameters()}
+        assert all(held.intersection(names) for names in names_of(model)), "a stage lacks a weight"
+        assert found.keys() == held & gradients.keys(), "a gradient is missing, or one too many"
+        assert_gradients(found, gradients, TOLERANCE[dtype])
+    return Verdict(kind, chain, "", loss, own_loss(model, batch))
+
+
+def names_of(model: PreTrainedModel) -> list[set[str]]:
+    """Of each weight all names that it appears under."""
+    found: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), set()).add(name)
+    return list(found.values())
+
+
+def microbatches(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    rows = len(batch["input_ids"]) // MICROBATCHES
+    return [{name: value[start : start + rows] for name, value in batch.items()}
+            for start in range(0, rows * MICROBATCHES, rows)]  # fmt: skip
+
+
+def plain(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Gradients]:
+    """Microbatch by microbatch: an auxiliary loss is a mean over each."""
+    model.zero_grad()
+    parts = microbatches(batch)
+    valid = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    total = 0.0
+    for part, count in zip(parts, valid, strict=True):
+        output = model(input_ids=part["input_ids"], use_cache=False)
+        logits, labels = output.logits[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
+        loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+        if getattr(output, "aux_loss", None) is not None:
+            loss = loss + coefficient(model) * output.aux_loss * count
+        share = loss / sum(valid)
+        share.backward()  # type: ignore[no-untyped-call]
+        total += float(share.detach())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)
+                 if p.grad is not None}  # fmt: skip
+    model.zero_grad()
+    return total, gradients
+
+
+def coefficient(model: PreTrainedModel) -> float:
+    return float(
+        getattr(model, "aux_loss_coef" if model.config.model_type == "jetmoe" else "router_aux_loss_coef")
+    )
+
+
+@torch.no_grad()
+def own_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
+    """What the model itself makes of the labels, weighed alike."""
+    parts = microbatches(batch)
+    valid = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
+    losses = [float(model(**part, use_cache=False).loss) for part in parts]
+    return sum(loss * count for loss, count in zip(losses, valid, strict=True)) / sum(valid)

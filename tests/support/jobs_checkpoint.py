@@ -1,0 +1,160 @@
+"""Training that is saved and gone on with, in one process or in many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from transformers import PreTrainedModel
+
+from penstock import AutoPipeline, Pipeline
+from penstock.checkpoint import CheckpointWriter, load_checkpoint
+from penstock.errors import RunError
+from penstock.optimizer_state import OptimizerState
+from support.families import ragged_batch, tiny_model
+
+Parameters = list[nn.Parameter]
+Maker = Callable[[Parameters], Optimizer | list[Optimizer]]
+STEPS, SAVED = 4, 2  # of a whole run, and before the checkpoint
+
+
+def adamw(parameters: Parameters) -> Optimizer:
+    """Two groups with rates of their own."""
+    matrices = [p for p in parameters if p.ndim > 1]
+    vectors = [p for p in parameters if p.ndim == 1]
+    groups = [{"params": matrices, "lr": 1e-2}, {"params": vectors, "lr": 3e-3, "weight_decay": 0.0}]
+    return AdamW([group for group in groups if group["params"]], lr=1e-2)
+
+
+def muon(parameters: Parameters) -> list[Optimizer]:
+    inner = [p for p in parameters if p.ndim == 2]
+    others = [p for p in parameters if p.ndim != 2]
+    return [torch.optim.Muon(inner, lr=1e-2), AdamW(others, lr=1e-2)]
+
+
+KINDS: dict[str, Maker] = {
+    "adamw": adamw,
+    "sgd": lambda parameters: SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda parameters: Adagrad(parameters, lr=1e-2),
+    "nadam": lambda parameters: NAdam(parameters, lr=1e-2),
+    "rmsprop": lambda parameters: RMSprop(parameters, lr=1e-3, momentum=0.5, centered=True),
+}
+if hasattr(torch.optim, "Muon"):  # since torch 2.9
+    KINDS["muon"] = muon
+
+
+def make(
+    ranks: int, schedule: Any, family: str = "llama", kind: str = "adamw", **changes: Any
+) -> tuple[Pipeline, list[Optimizer]]:
+    """A pipeline of a model that is always the same, and its optimizers."""
+    auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30)
+    pipe = auto.build(tiny_model(family, layers=8, **changes))
+    made = KINDS[kind]([p for p in pipe.parameters() if p.requires_grad])
+    return pipe, made if isinstance(made, list) else [made]
+
+
+def advance(pipe: Pipeline, optimizers: list[Optimizer], first: int, last: int) -> list[float]:
+    """Losses of steps `first` to `last`."""
+    losses = []
+    for step in range(first, last + 1):
+        pipe.zero_grad()
+        losses.append(pipe.step(ragged_batch(8, 8 + step)).loss)
+        pipe.clip_grad_norm_(1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses
+
+
+def whole_run(family: str) -> tuple[list[float], PreTrainedModel]:
+    """Losses of a run of the whole model by plain torch, and the model after step SAVED."""
+    model = tiny_model(family, layers=8)
+    optimizer = adamw(list(model.parameters()))
+    schedule = CosineAnnealingLR(optimizer, T_max=STEPS)
+    losses, saved = [], tiny_model(family, layers=8)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        loss = model(**ragged_batch(8, 8 + step)).loss
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+        if step == SAVED:
+            saved.load_state_dict(model.state_dict())
+    return losses, saved
+
+
+def begin(ranks: int, schedule: str, family: str, path: str) -> list[float]:
+    """Steps 1 to SAVED, and one more while the checkpoint is written."""
+    pipe, optimizers = make(ranks, schedule, family)
+    schedulers = [CosineAnnealingLR(optimizer, T_max=STEPS) for optimizer in optimizers]
+    losses = []
+    with CheckpointWriter(pipe) as writer:
+        for step in range(1, SAVED + 2):
+            losses += advance(pipe, optimizers, step, step)
+            for scheduler in schedulers:
+                scheduler.step()
+            if step == SAVED:
+                writer.save(path, optimizers, {"step": step, "last_epoch": schedulers[0].last_epoch})
+    pipe.close()
+    return losses
+
+
+def go_on(ranks: int, schedule: str, family: str, path: str) -> list[float]:
+    """Steps from the checkpoint's to STEPS."""
+    pipe, optimizers = make(ranks, schedule, family)
+    schedulers = [CosineAnnealingLR(optimizer, T_max=STEPS) for optimizer in optimizers]
+    state = load_checkpoint(path, pipe, optimizers)
+    losses = []
+    for scheduler in schedulers:
+        scheduler.last_epoch = state["last_epoch"]
+    for step in range(state["step"] + 1, STEPS + 1):
+        losses += advance(pipe, optimizers, step, step)
+        for scheduler in schedulers:
+            scheduler.step()
+    pipe.close()
+    return losses
+
+
+@contextmanager
+def failing_writes(rank: int) -> Iterator[None]:
+    """The optimizer's part of process `rank` cannot be written."""
+    written = OptimizerState.write
+
+    def write(self: OptimizerState, folder: Path, index: int, count: int) -> None:
+        if index == rank:
+            raise OSError("disk full")
+        written(self, folder, index, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OptimizerState, "write", write)
+        yield
+
+
+def failure_in_the_background(path: str) -> list[str]:
+    """What this rank is told of rank 1's failure: at the next checkpoint, and at the end."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    writer = CheckpointWriter(pipe)
+    told = []
+    for wait in (lambda: writer.save(path, optimizers), writer.wait):
+        with failing_writes(1):
+            writer.save(path, optimizers)
+            advance(pipe, optimizers, 1, 1)
+            try:
+                wait()  # type: ignore[no-untyped-call]
+            except RunError as error:
+                told.append(str(error))
+    writer.save(path, optimizers)
+    writer.wait()
+    load_checkpoint(path, pipe, optimizers)
+    pipe.close()
+    return told

@@ -1,0 +1,223 @@
+"""State of any optimizer by the names of parameters: bit for bit, wherever the parameters go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer
+
+from penstock.checkpoint import load_checkpoint, save_checkpoint
+from penstock.errors import CheckpointError
+from penstock.optimizer_state import Named, Stored, state_of
+from penstock.pipeline import Pipeline
+from support.jobs_checkpoint import KINDS, advance, make
+
+Held = dict[tuple[str, str], Any]
+
+
+def held(pipe: Pipeline, optimizers: list[Optimizer]) -> Held:
+    """Weights, state and learning rates by name."""
+    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    found: Held = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                found |= {(name, part): value for part, value in optimizer.state[parameter].items()}
+                found |= {(name, "lr"): group["lr"], (name, "weight"): parameter.detach()}
+    return found
+
+
+def differences(before: Held, after: Held) -> list[tuple[str, str]]:
+    assert before.keys() == after.keys()
+    return [key for key, value in before.items() if not same(value, after[key])]
+
+
+def same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_comes_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    pipe, optimizers = make(2, "1f1b", kind=kind)
+    advance(pipe, optimizers, 1, 2)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+    save_checkpoint(tmp_path / "checkpoint", pipe, optimizers, {})
+    saved = {key: value.clone() if isinstance(value, Tensor) else value
+             for key, value in held(pipe, optimizers).items()}  # fmt: skip
+    after = advance(pipe, optimizers, 3, 3)
+    others = {}
+    for ranks, schedule in ((2, "1f1b"), (4, "zb_v")):
+        again, its = make(ranks, schedule, kind=kind)
+        advance(again, its, 5, 5)  # what it holds has to go
+        load_checkpoint(tmp_path / "checkpoint", again, its)
+        assert differences(saved, held(again, its)) == []
+        others[ranks] = advance(again, its, 3, 3)
+        if ranks == 2:
+            assert differences(held(pipe, optimizers), held(again, its)) == []
+    assert others[2] == after
+    assert others[4] == pytest.approx(after, rel=1e-5)
+
+
+def test_frozen_and_untouched_parameters_have_no_state_and_need_none(tmp_path: Path) -> None:
+    pipe, _ = make(2, "1f1b")
+    for name, parameter in pipe.named_parameters():
+        parameter.requires_grad_("norm" in name)
+    optimizers: list[Optimizer] = [AdamW(pipe.parameters())]
+    advance(pipe, optimizers, 1, 1)
+    save_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+    before = held(pipe, optimizers)
+    load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+    assert differences(before, held(pipe, optimizers)) == []
+
+
+def named(count: int = 2) -> Named:
+    return [(f"layer.{number}.weight", nn.Parameter(torch.ones(2, 3))) for number in range(count)]
+
+
+def stepped(optimizer: Optimizer) -> Optimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def members(of: Named) -> list[nn.Parameter]:
+    return [parameter for _, parameter in of]
+
+
+def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> Stored:
+    state_of(optimizer, of, copied=True).write(folder, 0, 1)
+    return Stored(folder, ())
+
+
+class Counting(Optimizer):
+    """Keeps plain numbers, as optimizers outside of torch do."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] |= {"step": 3, "scale": 0.1, "warm": True, "none": None}
+
+
+def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
+    here = named()
+    stored = written(tmp_path, stepped(Counting(members(here))), here)
+    again = Counting(members(here))
+    stored.restore(again, here, learning_rates=True)
+    assert again.state[here[1][1]] == {"step": 3, "scale": 0.1, "warm": True, "none": None}
+    assert [type(value) for value in again.state[here[1][1]].values()] == [int, float, bool, type(None)]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
+    here = named()
+    rate = torch.tensor(0.25)
+    stored = written(tmp_path, AdamW(members(here), lr=torch.tensor(0.125)), here)
+    again = AdamW(members(here), lr=rate)
+    stored.restore(again, here, learning_rates=True)
+    assert again.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.125
+
+
+def test_other_options_stay_those_that_the_optimizer_was_made_with(tmp_path: Path) -> None:
+    here = named()
+    stored = written(tmp_path, stepped(SGD(members(here), lr=0.5, momentum=0.9)), here)
+    again = SGD(members(here), lr=0.1, momentum=0.8)
+    stored.restore(again, here, learning_rates=False)
+    assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.1, 0.8)
+    stored.restore(again, here, learning_rates=True)
+    assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.5, 0.8)
+
+
+def test_rates_that_no_longer_fit_the_groups_are_refused_unless_told_to_be_left_out(tmp_path: Path) -> None:
+    here = named()
+    groups = [{"params": [parameter], "lr": 0.1 * (n + 1)} for n, (_, parameter) in enumerate(here)]
+    stored = written(tmp_path, AdamW(groups), here)
+    together = AdamW(members(here), lr=0.3)
+    with pytest.raises(CheckpointError, match=r"learning rates \[0\.1, 0\.2\].*learning_rates=False"):
+        stored.restore(together, here, learning_rates=True)
+    stored.restore(together, here, learning_rates=False)
+    assert together.param_groups[0]["lr"] == 0.3
+
+
+def refused(optimizers: Any, of: Named) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        state_of(optimizers, of, copied=False)
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    here = named()
+    parameters = members(here)
+    assert "none of the pipeline's parameters" in refused(SGD([nn.Parameter(torch.ones(3))]), here)
+    twice = [SGD(parameters), AdamW(parameters[:1])]
+    assert "the parameter layer.0.weight in two optimizers" in refused(twice, here)
+    loss = LBFGS(parameters)
+
+    def closure() -> float:
+        value = sum((parameter**2).sum() for parameter in parameters)
+        assert isinstance(value, Tensor)
+        torch.autograd.backward(value)
+        return float(value.detach())
+
+    loss.step(closure)  # type: ignore[no-untyped-call]
+    assert "nothing that would have to be pickled" in refused(loss, here)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    here = named()
+    stored = written(tmp_path, stepped(Adagrad(members(here)[:1])), here)
+    other = AdamW(members(here)[:1])
+    with pytest.raises(
+        CheckpointError, match=r"layer\.0\.weight was trained by Adagrad: here it is by AdamW"
+    ):
+        stored.restore(other, here, learning_rates=True)
+    more = Adagrad(members(here))
+    before = more.state[here[0][1]]["sum"].clone()
+    with pytest.raises(CheckpointError, match=r"no state of layer\.1\.weight"):
+        stored.restore(more, here, learning_rates=True)
+    assert torch.equal(more.state[here[0][1]]["sum"], before)
+    (tmp_path / "optimizer-00001-of-00001.json").write_text(json.dumps({"groups": 3, "numbers": {}}))
+    with pytest.raises(CheckpointError, match=r"optimizer-00001-of-00001\.safetensors: it cannot be read"):
+        Stored(tmp_path, ())
+
+
+def test_a_tied_weight_finds_its_state_under_its_other_name(tmp_path: Path) -> None:
+    here = named(1)
+    written(tmp_path, stepped(AdamW(members(here))), here)
+    stored = Stored(tmp_path, (("head.weight", "layer.0.weight"),))
+    head = [("head.weight", nn.Parameter(torch.ones(2, 3)))]
+    again = AdamW(members(head))
+    stored.restore(again, head, learning_rates=True)
+    assert float(again.state[head[0][1]]["step"]) == 1
+    assert stored.shape("head.weight", "exp_avg") == [2, 3]
+
+
+def test_the_files_of_0_3_0_are_still_read(tmp_path: Path) -> None:
+    """AdamW's tensors alone, and for a parameter that never had a gradient a step of 0."""
+    here = named()
+    moments = {f"{part}.layer.0.weight": torch.full((2, 3), 2.0) for part in ("exp_avg", "exp_avg_sq")}
+    steps = {"step.layer.0.weight": torch.tensor(5.0), "step.layer.1.weight": torch.zeros(())}
+    save_file(moments | steps, tmp_path / "optimizer-00001-of-00001.safetensors")
+    again = AdamW(members(here), lr=0.3)
+    stepped(again)  # what it holds has to go
+    Stored(tmp_path, ()).restore(again, here, learning_rates=True)
+    assert float(again.state[here[0][1]]["step"]) == 5
+    assert torch.equal(again.state[here[0][1]]["exp_avg"], torch.full((2, 3), 2.0))
+    assert not again.state.get(here[1][1])
+    assert again.param_groups[0]["lr"] == 0.3

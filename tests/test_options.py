@@ -1,0 +1,105 @@
+"""Options that all pipelines share, and the ways to say which layers go where."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock import AutoPipeline, Pipeline
+from penstock.errors import ConfigError, PartitionError
+from penstock.models.balance import LayerCosts
+from penstock.options import Options, with_pipeline_axis
+from support.families import ragged_batch, tiny_config, tiny_model
+from support.own_chain import Piece, squares, x_batch
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A world of this process alone."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_both_ways_to_a_pipeline_take_the_same_options() -> None:
+    shared = {field.name for field in fields(Options)}
+    assert shared <= {field.name for field in fields(AutoPipeline)}
+    signature = inspect.signature(Pipeline.from_provider)
+    assert list(signature.parameters) == ["provider", *(field.name for field in fields(Options))]
+    assert "provider" in (Pipeline.from_provider.__doc__ or "")
+
+
+def test_every_option_is_told_of() -> None:
+    shared = {field.name for field in fields(Options)}
+    own = {field.name for field in fields(AutoPipeline)} - shared
+    assert not [name for name in shared if name not in (Options.__doc__ or "")]
+    assert not [name for name in own if name not in (AutoPipeline.__doc__ or "")]
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="scedule"):
+        Pipeline.from_provider(Piece, scedule="1f1b")  # type: ignore[call-arg]
+
+
+def layers(**said: Any) -> list[list[int]]:
+    auto = AutoPipeline(ranks=2, microbatches=2, **said)
+    return [list(stage.layers) for stage in auto.outline(tiny_config("llama")).stages]
+
+
+def test_modules_per_stage_by_either_name() -> None:
+    first = ["model.embed_tokens", "model.layers.0"]
+    rest = [f"model.layers.{i}" for i in (1, 2, 3)] + ["model.norm", "lm_head"]
+    for name in ("modules_per_stage", "module_fqns_per_stage"):
+        assert layers(**{name: [first, rest]}) == [[0], [1, 2, 3]]
+    with pytest.raises(PartitionError, match="modules_per_stage and module_fqns_per_stage: each says"):
+        layers(modules_per_stage=[first, rest], module_fqns_per_stage=[first, rest])
+
+
+def test_a_measured_balance() -> None:
+    assert layers(balance=[3.0, 1.0, 1.0, 1.0]) == [[0], [1, 2, 3]]
+    assert layers(balance=LayerCosts([1, 1, 1, 1], embedding=0, head=2.5)) == [[0, 1, 2], [3]]
+    with pytest.raises(ConfigError, match="costs of 3 layers: the model has 4"):
+        layers(balance=[1, 2, 3])
+    with pytest.raises(PartitionError, match="layout and balance: each says"):
+        layers(balance=[1] * 4, layout="Ett|ttL")
+
+
+@pytest.mark.parametrize("names", [("stages",), ("dp", "stages"), ("stages", "pp")])
+def test_the_axis_may_have_another_name(names: tuple[str, ...], one_process: None) -> None:
+    mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+    renamed = with_pipeline_axis(mesh, "stages")
+    assert renamed["pp"].get_group() is mesh["stages"].get_group()
+    model, batch = tiny_model("llama"), ragged_batch()
+    pipe = AutoPipeline(ranks=1, microbatches=2, mesh=mesh, pipeline_axis="stages").build(model)
+    pipe.verify_against(model, batch)
+    pipe.close()
+
+
+def test_an_axis_that_the_mesh_does_not_have(one_process: None) -> None:
+    mesh: DeviceMesh = init_device_mesh("cpu", (1,), mesh_dim_names=("stages",))
+    with pytest.raises(ConfigError, match=r"pipeline_axis='stage' of a mesh with the axes .'stages'"):
+        AutoPipeline(ranks=1, microbatches=2, mesh=mesh, pipeline_axis="stage").build(tiny_config("llama"))
+    with pytest.raises(ConfigError, match="from the axis named 'pp'"):
+        AutoPipeline(ranks=1, microbatches=2, mesh=mesh).build(tiny_config("llama"))
+
+
+def test_options_of_a_provider_are_checked_alike() -> None:
+    for options, told in (({"exchange": "batched", "shapes": "exchanged"}, "a message that tells itself"),
+                          ({"shapes": "guessed"}, "shapes='guessed'"),
+                          ({"timeout": 0}, "timeout=0")):  # fmt: skip
+        with pytest.raises(ConfigError, match=told):
+            Pipeline.from_provider(Piece, ranks=2, microbatches=2, **options)
+    pipe = Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares)
+    assert pipe.schedule.name == "1f1b"
+    assert pipe.step(x_batch()).loss > 0
+    assert all(isinstance(p.grad, torch.Tensor) for p in pipe.parameters())
