@@ -190,6 +190,11 @@ from penstock.launch import relaunch
 from penstock.errors import ConfigError
 relaunch(2)
 os.write(1, f"{os.environ['RANK']} {sys.argv[1:]}\\n".encode())
+spoken = __file__ + ".spoken"  # or rank 0 is ended before it has said a word
+if os.environ["RANK"] == "0":
+    open(spoken, "w").close()
+while not os.path.exists(spoken):
+    time.sleep(0.01)
 if os.environ["RANK"] == "1":
     raise ConfigError("--depth=0", "it is too small", "Give 1")
 time.sleep(60)

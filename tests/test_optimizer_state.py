@@ -23,7 +23,7 @@ Held = dict[tuple[str, str], Any]
 
 def held(pipe: Pipeline, optimizers: list[Optimizer]) -> Held:
     """Weights, state and learning rates by name."""
-    names = {id(parameter): name for name, parameter in pipe.named_parameters()}
+    names = {id(parameter): name for name, parameter in pipe.named_parameters(remove_duplicate=False)}
     found: Held = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -71,7 +71,7 @@ def test_every_kind_comes_back_bit_for_bit(tmp_path: Path, kind: str) -> None:
 
 def test_frozen_and_untouched_parameters_have_no_state_and_need_none(tmp_path: Path) -> None:
     pipe, _ = make(2, "1f1b")
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
         parameter.requires_grad_("norm" in name)
     optimizers: list[Optimizer] = [AdamW(pipe.parameters())]
     advance(pipe, optimizers, 1, 1)

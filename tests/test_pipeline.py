@@ -36,7 +36,7 @@ def test_the_four_lines(tmp_path: Path) -> None:
         optimizer.zero_grad()
         assert result.loss == pytest.approx(loss, rel=1e-9)
         assert result.tokens == int((batch["labels"][:, 1:] != -100).sum())
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=1e-7, atol=1e-9)
     pipe.save_pretrained(tmp_path / "model")
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -82,11 +82,15 @@ def test_evaluate_before_the_first_step_touches_nothing() -> None:
     pipe.step(ragged_batch())
     before = {
         name: parameter.grad.clone()
-        for name, parameter in pipe.named_parameters()
+        for name, parameter in pipe.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
     pipe.evaluate(ragged_batch(6))
-    assert all(torch.equal(before[name], p.grad) for name, p in pipe.named_parameters() if p.grad is not None)
+    assert all(
+        torch.equal(before[name], p.grad)
+        for name, p in pipe.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    )
 
 
 def test_evaluate_puts_everything_back() -> None:
@@ -121,10 +125,17 @@ def test_a_refused_batch_costs_no_gradient() -> None:
     """0.1.0: tied weights lost what earlier steps had accumulated."""
     pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama", tied=True))
     pipe.step(ragged_batch())
-    before = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    before = {
+        name: p.grad.clone()
+        for name, p in pipe.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    }
     with pytest.raises(BatchError):
         pipe.step(ragged_batch(2))
-    assert all(p.grad is not None and torch.equal(p.grad, before[n]) for n, p in pipe.named_parameters())
+    assert all(
+        p.grad is not None and torch.equal(p.grad, before[n])
+        for n, p in pipe.named_parameters(remove_duplicate=False)
+    )
 
 
 def test_a_tied_weight_that_is_unfrozen_later() -> None:
@@ -133,7 +144,11 @@ def test_a_tied_weight_that_is_unfrozen_later() -> None:
     model.lm_head.weight.requires_grad_(False)
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
     pipe.step(ragged_batch())
-    assert all(p.grad is None for name, p in pipe.named_parameters() if "embed" in name or "head" in name)
+    assert all(
+        p.grad is None
+        for name, p in pipe.named_parameters(remove_duplicate=False)
+        if "embed" in name or "head" in name
+    )
     for parameter in (*pipe.parameters(), *model.parameters()):
         parameter.requires_grad_(True)
     pipe.verify_against(model, ragged_batch())
@@ -174,9 +189,17 @@ def test_verify_against_finds_what_differs() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
     pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
     pipe.step(batch)
-    kept = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
+    kept = {
+        name: p.grad.clone()
+        for name, p in pipe.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    }
     pipe.verify_against(model, batch)
-    assert all(torch.equal(kept[n], p.grad) for n, p in pipe.named_parameters() if p.grad is not None)
+    assert all(
+        torch.equal(kept[n], p.grad)
+        for n, p in pipe.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    )
 
     norm = pipe.modules[1].get_parameter("model.norm.weight")
     hook = norm.register_hook(lambda grad: grad * 1.001)  # type: ignore[no-untyped-call]
@@ -213,7 +236,7 @@ def test_a_loss_of_ones_own() -> None:
     expected = spread(model(batch["input_ids"], use_cache=False).logits, batch)
     expected.backward()  # type: ignore[no-untyped-call]
     assert result.loss == pytest.approx(float(expected.detach()), rel=1e-10)
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 

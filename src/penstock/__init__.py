@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.auto import AutoPipeline
+    from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
     from penstock.evaluation import Evaluation
     from penstock.models.balance import LayerCosts
     from penstock.models.checkpointing import Checkpointing
+    from penstock.models.layer_list import register_chain
     from penstock.models.protocol import StageInfo, distribute_layers
     from penstock.pipeline import Pipeline
     from penstock.runtime.padding import Padding
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.3.0"
 __all__ = [
     "AutoPipeline",
+    "CheckpointWriter",
     "Checkpointing",
     "Evaluation",
     "LayerCosts",
@@ -32,10 +35,14 @@ __all__ = [
     "TensorSpec",
     "__version__",
     "distribute_layers",
+    "load_checkpoint",
+    "register_chain",
+    "save_checkpoint",
 ]
 
 _HOMES = {
     "AutoPipeline": "penstock.auto",
+    "CheckpointWriter": "penstock.checkpoint",
     "Checkpointing": "penstock.models.checkpointing",
     "Evaluation": "penstock.evaluation",
     "LayerCosts": "penstock.models.balance",
@@ -45,6 +52,9 @@ _HOMES = {
     "StepResult": "penstock.steps",
     "TensorSpec": "penstock.runtime.parcel",
     "distribute_layers": "penstock.models.protocol",
+    "load_checkpoint": "penstock.checkpoint",
+    "register_chain": "penstock.models.layer_list",
+    "save_checkpoint": "penstock.checkpoint",
 }
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.commit import MANIFEST, check_folder
-from penstock.errors import ModelError
+from penstock.errors import ConfigError, ModelError
 from penstock.functional import make_stage, own_stages
 from penstock.models import weights
 from penstock.models.balance import LayerCosts
@@ -85,6 +85,12 @@ class AutoPipeline(Options):
         source = open_source(model, self.dtype, self.attention)
         refuse_what_would_not_show(source.model)
         chain = find_chain(source.model)
+        if self.exchange == "batched" and not chain.plain:
+            raise ConfigError(
+                f"exchange='batched' for {type(source.model).__name__}",
+                "more than hidden states crosses its edges, so that a message tells itself, in two parts",
+                "Take exchange='channels'",
+            )
         depth = schedule.placement.depth
         shares = self._shares(source.model, chain, depth)
         stages = tuple(
@@ -125,7 +131,9 @@ class AutoPipeline(Options):
                 self.loss(),
                 Cutter(self.sharding or {}, self.padding(), Completed(source.model)),
                 shared=_shared_weights(ties, outline, modules),
-                saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth),
+                saved=SavedModel(
+                    source.model.config, generation, ties, schedule.placement.depth, source.beside
+                ),
                 names=names,
                 recomputed=outline.recomputed(self.checkpointing()),
                 trace_folder=self.trace_folder,

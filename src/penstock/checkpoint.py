@@ -78,7 +78,9 @@ def load_checkpoint(
         state = _read_state(folder)
         stored = Stored(folder, pipe._needs_saved().ties)
         pipe.load_weights(folder)
-        stored.restore(optimizer, list(pipe.named_parameters()), learning_rates=learning_rates)
+        stored.restore(
+            optimizer, list(pipe.named_parameters(remove_duplicate=False)), learning_rates=learning_rates
+        )
         _restore_random(folder, processes)
         return state
 
@@ -197,7 +199,7 @@ def _collect(
     copied: bool,
 ) -> _Contents:
     """copied: in host memory of its own, so that training may go on while it is written."""
-    held = state_of(optimizer, list(pipe.named_parameters()), copied=copied)
+    held = state_of(optimizer, list(pipe.named_parameters(remove_duplicate=False)), copied=copied)
     random = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         random["cuda"] = torch.cuda.get_rng_state()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from penstock.runtime.stage import Stage
 from penstock.schedule import Costs, Proof, Timeline, verify
 from penstock.steps import Given, StepResult, Steps, Told
 from penstock.summary import summary
+
+if TYPE_CHECKING:
+    from penstock.equivalence import Report
 
 __all__ = ["Pipeline", "Shapes"]
 
@@ -162,13 +165,13 @@ class Pipeline:
             scale_([p.grad for p in self.parameters() if p.grad is not None], scale)
         return norm
 
-    def named_parameters(self, remove_duplicate: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters under the whole model's names.
 
-        remove_duplicate: as in the whole model's own named_parameters(): a tied weight has the first of its
-            names on every stage. Parameter groups that are made by name need that where weights are tied, so
-            that its copies are treated alike and do not drift apart.
-        Where a process holds several copies, of a tied weight or of the model, a name is there several times.
+        remove_duplicate: as of torch's own: a tied weight has the first of its names on every stage, so that
+            groups which are made by name treat its copies alike. False gives the names that each stage has
+            them under.
+        Where a process holds several copies, of a tied weight or of the model, they all are given.
         """
         ties = self._saved.ties if self._saved and remove_duplicate else ()
         first = {name: names[0] for names in ties for name in names}
@@ -296,16 +299,18 @@ class Pipeline:
         """Write a folder that `from_pretrained` opens, complete or not at all."""
         write_folder(Path(path), self.write_weights, self.processes)
 
-    def verify_against(self, model: nn.Module, batch: Given) -> None:
+    def verify_against(self, model: nn.Module, batch: Given) -> Report:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
 
-        In evaluation mode, so that dropout does not count.
+        In evaluation mode, so that dropout does not count. Returns what was compared, and how it differs.
 
-        Raises EquivalenceError that names what differs where.
+        Raises EquivalenceError that names what differs where; its `report` has all of it.
         """
         from penstock.equivalence import compare
 
-        compare(self, model, batch, self._loss)
+        report = compare(self, model, batch, self._loss)
+        report.raise_if_wrong()
+        return report
 
     def close(self) -> None:
         """Let go of the pipeline's thread and process groups; the modules stay usable."""

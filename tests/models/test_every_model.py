@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock import AutoPipeline
+from penstock.errors import ConfigError
 from support import census, jobs_models, zoo
 from support.pool import Pool
 
@@ -80,6 +82,12 @@ def check_routed(model_type: str) -> None:
     assert verdict.chain is not None, verdict.refusal
     assert verdict.loss > plain.loss
     assert verdict.loss == pytest.approx(verdict.own_loss, rel=1e-5)
+
+
+def test_more_than_hidden_states_does_not_go_in_batches() -> None:
+    auto = AutoPipeline(ranks=2, microbatches=2, exchange="batched")
+    with pytest.raises(ConfigError, match="exchange='batched' for Gemma3nForCausalLM"):
+        auto.outline(zoo.tiny_config("gemma3n_text"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

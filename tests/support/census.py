@@ -55,8 +55,10 @@ def judge(
     loss, gradients = plain(model, batch)
     for pipe, result in zip(pipes, results, strict=True):
         assert abs(result.loss - loss) <= TOLERANCE[dtype] * max(1.0, abs(loss)), (result.loss, loss)
-        found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-        held = {name for name, _ in pipe.named_parameters()}
+        found = {
+            name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
+        }
+        held = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
         assert all(held.intersection(names) for names in names_of(model)), "a stage lacks a weight"
         assert found.keys() == held & gradients.keys(), "a gradient is missing, or one too many"
         assert_gradients(found, gradients, TOLERANCE[dtype])

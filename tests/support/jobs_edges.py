@@ -401,8 +401,12 @@ def own_model(ranks: int, schedules: Sequence[str]) -> list[str]:
             result = pipe.step(microbatches)
             if abs(result.loss - float(loss.detach())) > 1e-12 * result.loss:
                 wrong.append(f"{schedule}: loss {result.loss} for {float(loss.detach())}")
-            found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-            missing = dict(pipe.named_parameters()).keys() - found.keys()
+            found = {
+                name: p.grad
+                for name, p in pipe.named_parameters(remove_duplicate=False)
+                if p.grad is not None
+            }
+            missing = dict(pipe.named_parameters(remove_duplicate=False)).keys() - found.keys()
             if missing or not found or found.keys() - expected.keys():
                 wrong.append(f"{schedule}: gradients of {sorted(found)}")
             for name, gradient in found.items():

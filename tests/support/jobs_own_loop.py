@@ -33,7 +33,7 @@ def trained(schedule: str) -> dict[str, torch.Tensor]:
         pipe.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+    return {name: parameter.detach() for name, parameter in pipe.named_parameters(remove_duplicate=False)}
 
 
 def evaluated(schedule: str) -> list[Any]:
