@@ -13,6 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError, PeerLostError
 from penstock.launch import describe, exit_code, launch, under_torchrun
+from support.processes import alive
 
 PRELUDE = """
 import os, sys, time, signal
@@ -27,14 +28,6 @@ def script(tmp_path: Path, text: str) -> list[str]:
     file = tmp_path / "rank.py"
     file.write_text(PRELUDE + text)
     return [sys.executable, str(file)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:

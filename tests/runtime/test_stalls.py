@@ -23,6 +23,7 @@ import pytest
 from penstock.schedule import Schedule, build
 from support import jobs_stalls
 from support.jobs_stalls import MICROBATCHES, Case
+from support.processes import alive
 
 pytestmark = pytest.mark.xdist_group("stalls")  # one fixture for all
 
@@ -116,14 +117,6 @@ def outcome(name: str, case: Case, code: int, summary: str) -> Outcome:
     files = {rank: Path(case.folder) / f"rank-{rank}.json" for rank in range(case.ranks)}
     told = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
     return Outcome(case, int(case.op[0]), CASES[name][-1], code, summary, time.time(), told)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 @pytest.mark.parametrize("name", CASES)

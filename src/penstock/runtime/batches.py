@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.lanes import Lane
-from penstock.runtime.reaper import Work
+from penstock.runtime.reaper import FOREVER, Work
 
 # some builds of torch have it: one tensor at most to and from each of the two neighbours in a ring
 RingExchange = Callable[..., None]
-_FOREVER = timedelta(days=30)
 
 
 class Transfer(NamedTuple):
@@ -77,7 +76,7 @@ class Batch:
     def begin(self, works: list[Work]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         chain: list[Batch] = []
         batch: Batch | None = self
         while batch is not None:

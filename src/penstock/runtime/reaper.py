@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 _LINGERS = 1.0  # seconds
-_FOREVER = timedelta(days=30)  # in the thread, which nobody waits for: the plan's Free has the deadline
+FOREVER = timedelta(days=30)  # in the thread, which nobody waits for: the plan's Free has the deadline
 
 
 class Work(Protocol):
@@ -107,5 +107,5 @@ class Reaper:
 
     def _reap(self) -> None:
         while (sending := self._queue.get()) is not None:
-            sending.wait(_FOREVER)
+            sending.wait(FOREVER)
             del sending  # or the last one would live on while this waits for the next
