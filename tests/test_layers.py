@@ -37,6 +37,7 @@ HELPERS = {
     "commit": (frozenset({"pipeline", "train", "cli"}), frozenset({"errors"})),
     "launch": (frozenset({"train", "cli"}), frozenset({"errors", "commit", "failures"})),
     "failures": (frozenset({"launch"}), frozenset({"errors"})),
+    "free_memory": (frozenset({"train", "cli"}), frozenset[str]()),
 }
 
 # file, line, what of penstock it imports: "schedule", or "" for the front door

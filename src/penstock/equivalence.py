@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +27,144 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-def compare(pipe: Pipeline, model: nn.Module, batch: Given, loss: Loss) -> None:
-    """Raise EquivalenceError on every rank where loss or any gradient of `pipe` differs from `model`'s.
+@dataclass(frozen=True)
+class Compared:
+    """A tensor of the split model beside the whole one's.
 
-    Weights must be equal to begin with. The gradients of both are put back as they were.
+    difference: how much they differ; size: of the whole one's; both as Report.measure says
+    tolerance: the largest difference that passes
+    remark: what is wrong, where it is more than a difference
+    """
+
+    kind: Literal["weight", "gradient"]
+    name: str
+    stage: int
+    rank: int
+    difference: float
+    size: float
+    tolerance: float
+    remark: str = ""
+
+    @property
+    def excess(self) -> float:
+        """The difference over the tolerance: above 1 is wrong, and so is what is no number."""
+        if self.difference == 0:
+            return 0.0
+        share = self.difference / self.tolerance if self.tolerance else inf
+        return share if share == share else inf
+
+    @property
+    def wrong(self) -> bool:
+        return self.excess > 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a comparison found; the same on every rank.
+
+    losses: of the split model and of the whole one; None where unequal weights left nothing to compare
+    tensors: all that were compared, the worst first
+    tolerance: the largest difference that passes, relative to the tensor's size
+    measure: by what tensors and differences are measured: "largest entry" or "norm"
+    """
+
+    losses: tuple[float, float] | None
+    tensors: tuple[Compared, ...]
+    tolerance: float
+    measure: str = "largest entry"
+
+    @classmethod
+    def of(
+        cls,
+        losses: tuple[float, float] | None,
+        tensors: Sequence[Compared],
+        tolerance: float,
+        measure: str = "largest entry",
+    ) -> Self:
+        ordered = sorted(tensors, key=lambda each: -each.excess)
+        return cls(losses, tuple(ordered), tolerance, measure)
+
+    @property
+    def wrong(self) -> tuple[Compared, ...]:
+        """The tensors that differ, the worst first."""
+        return tuple(each for each in self.tensors if each.wrong)
+
+    @property
+    def loss_differs(self) -> bool:
+        if self.losses is None:
+            return False
+        split, whole = self.losses
+        close = abs(split - whole) <= self.tolerance * max(1.0, abs(whole))
+        return not (close and isfinite(whole))  # what is no number is close to nothing
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and not self.loss_differs
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of a gradient, relative to its size."""
+        return self.tensors[0].excess * self.tolerance if self.tensors else 0.0
+
+    def problems(self) -> list[str]:
+        """All that differs, in words: the loss, then the tensors, the worst first."""
+        told = []
+        if self.loss_differs and self.losses:
+            told.append(f"loss: {self.losses[0]} split, {self.losses[1]} whole")
+        return told + [self.describe(each) for each in self.wrong]
+
+    def describe(self, each: Compared) -> str:
+        where = f"on stage {each.stage} of rank {each.rank}"
+        if each.remark:
+            return f"{each.kind} {each.name} {where}: {each.remark}"
+        before = "before any step, " if each.kind == "weight" else ""
+        by = f"{before}by {each.difference:.3g} {where}"
+        return f"{each.kind} {each.name}: it differs {by}, and its {self.measure} is {each.size:.3g}"
+
+    def raise_if_wrong(self, remedy: str | None = None) -> None:
+        """Raise DifferenceError unless all that was compared is equal."""
+        if not self.passed:
+            raise DifferenceError(self, remedy)
+
+
+_REMEDY = "Compare with the very weights that the pipeline was built from; if they are equal, do not train"
+
+
+class DifferenceError(EquivalenceError):
+    """An EquivalenceError with the whole `report`. Nothing that the user gave is to blame: exit code 1."""
+
+    exit_code = 1
+
+    def __init__(self, report: Report, remedy: str | None = None) -> None:
+        self.report = report
+        problems = report.problems()
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        super().__init__(
+            "; ".join(problems[:5]) + more,
+            "the split model gives the loss and the gradients of the whole one",
+            remedy or _REMEDY,
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.report, self.remedy))
+
+
+def compare(
+    pipe: Pipeline, model: nn.Module, batch: Given, loss: Loss, tolerance: float | None = None
+) -> Report:
+    """Loss and every gradient of `pipe` beside those of `model`, in evaluation mode.
+
+    Where weights differ to begin with, nothing but them is compared. The gradients of both are put back as
+    they were. tolerance: relative to each gradient's largest entry; None takes the dtype's. Collective.
     """
     whole = dict(model.named_parameters(remove_duplicate=False))
-    own = list(pipe.named_parameters())  # a name stands twice where there are two copies of the model
-    problems = [_missing(name) for name, _ in own if name not in whole]
-    problems += [f"weight {name}: it differs before any step" for name, p in own
-                 if name in whole and not torch.equal(p.cpu(), whole[name].cpu())]  # fmt: skip
-    _raise_together(pipe, problems)
+    if tolerance is None:
+        tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
+    own = list(placed_parameters(pipe))
+    weights = [_weight(at, p, whole.get(at[0])) for at, p in own]
+    weights = everywhere(pipe, [each for each in weights if each.wrong])
+    if weights:
+        return Report.of(None, weights, tolerance)
     laid_aside = [(p, p.grad) for p in {*(p for _, p in own), *whole.values()}]
     for parameter, _ in laid_aside:
         parameter.grad = None
@@ -43,16 +172,29 @@ def compare(pipe: Pipeline, model: nn.Module, batch: Given, loss: Loss) -> None:
         with evaluating(model, *pipe.modules.values()):
             found = pipe.step(batch).loss
             expected = whole_backward(model, pipe.microbatches(batch), loss)
-        tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
-        if abs(found - expected) > tolerance * max(1.0, abs(expected)):
-            problems.append(f"loss: {found} split, {expected} whole")
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
-        for name, parameter in own:
-            problems += _difference(name, parameter.grad, whole[name].grad, tolerance, largest)
+        gradients = [_gradient(at, p.grad, whole[at[0]].grad, tolerance, largest) for at, p in own]
     finally:
         for parameter, gradient in laid_aside:
             parameter.grad = gradient
-    _raise_together(pipe, problems)
+    return Report.of((found, expected), everywhere(pipe, gradients), tolerance)
+
+
+# the name of a parameter, its stage, and that stage's rank
+Place = tuple[str, int, int]
+
+
+def placed_parameters(pipe: Pipeline) -> Iterator[tuple[Place, nn.Parameter]]:
+    """This process's, with their places. A name stands several times where there are several copies."""
+    for stage in pipe.stages:
+        for name, parameter in stage.module.named_parameters():
+            yield (name, stage.index, pipe.info[stage.index].rank), parameter
+
+
+def everywhere(pipe: Pipeline, found: Sequence[Compared]) -> list[Compared]:
+    """What all processes found, on every one of them. Collective."""
+    told = pipe.processes.gather([asdict(each) for each in found])
+    return [Compared(**each) for part in told for each in part]
 
 
 def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss) -> float:
@@ -77,38 +219,43 @@ def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: L
     return total
 
 
-def _missing(name: str) -> str:
-    return f"weight {name}: the whole model has none of that name"
+def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -> float:
+    """The largest difference of a gradient that passes. `largest`: the size of the model's largest gradient.
 
-
-def _difference(
-    name: str, split: Tensor | None, whole: Tensor | None, tolerance: float, largest: float
-) -> list[str]:
-    """What is wrong with one gradient. `largest`: the largest entry of any gradient of the model.
-
-    A gradient whose entries all lie below rounding of the largest one is zero but for rounding (a bias that
+    A gradient of which nothing reaches rounding of the largest one is zero but for rounding (a bias that
     softmax cancels); it need only be as small in the split.
     """
+    rounding = torch.finfo(dtype).eps * largest
+    return max(tolerance * size, rounding) if size <= rounding else tolerance * size
+
+
+def only_one(kind: Literal["weight", "gradient"], place: Place) -> Compared:
+    """A gradient that the other model has none of, or a weight."""
+    remark = "only one of the two has it" if kind == "gradient" else "the whole model has none of that name"
+    return Compared(kind, *place, inf, 0.0, 0.0, remark)
+
+
+def _weight(place: Place, split: Tensor, whole: Tensor | None) -> Compared:
+    if whole is None:
+        return only_one("weight", place)
+    split, whole = split.detach().cpu(), whole.detach().cpu()
+    if split.shape != whole.shape:
+        remark = f"its shape is {list(split.shape)}, and {list(whole.shape)} in the whole model"
+        return Compared("weight", *place, inf, 0.0, 0.0, remark)
+    if torch.equal(split, whole):
+        return Compared("weight", *place, 0.0, 0.0, 0.0)
+    largest, size = float((split - whole).abs().max()), float(whole.abs().max())
+    return Compared("weight", *place, largest or inf, size, 0.0)
+
+
+def _gradient(
+    place: Place, split: Tensor | None, whole: Tensor | None, tolerance: float, largest: float
+) -> Compared:
+    if split is None and whole is None:
+        return Compared("gradient", *place, 0.0, 0.0, 0.0)
     if split is None or whole is None:
-        return [] if split is whole else [f"gradient {name}: only one of the two has it"]
+        return only_one("gradient", place)
     whole = whole.to(split.device)
-    size = float(whole.abs().max())
-    found = float((split - whole).abs().max())
-    rounding = torch.finfo(whole.dtype).eps * largest
-    if found <= tolerance * size or (size <= rounding and found <= rounding):
-        return []
-    return [f"gradient {name}: it differs by {found:.3g}, and its largest entry is {size:.3g}"]
-
-
-def _raise_together(pipe: Pipeline, problems: list[str]) -> None:
-    """Raise on every rank when any has a problem, so that none goes on alone."""
-    everywhere = [problem for part in pipe.processes.gather(problems) for problem in part]
-    if everywhere:
-        shown = "; ".join(everywhere[:5]) + (
-            f"; and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
-        )
-        raise EquivalenceError(
-            shown,
-            "the split model gives the loss and the gradients of the whole one",
-            "Compare with the very weights that the pipeline was built from; if they are equal, do not train",
-        )
+    size = float(whole.abs().max()) if whole.numel() else 0.0
+    found = float((split - whole).abs().max()) if whole.numel() else 0.0
+    return Compared("gradient", *place, found, size, allowed(tolerance, size, whole.dtype, largest))

@@ -54,6 +54,13 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
     assert config.data.path == "a=b"
 
 
+@pytest.mark.parametrize("word", ["off", "'off'", "false", "auto", "always"])
+def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Path, word: str) -> None:
+    config = load(tmp_path, MINIMAL, f"train.check={word}")
+    assert config.train.check == (word if word.startswith("a") else "off")
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -73,6 +80,8 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
         ("train.activation_checkpointing=fully", "'fully' is no way to recompute activations"),
         ("train.activation_checkpointing=null", "None is no way to recompute activations"),
         ("train.activation_checkpointing={evry: 2}", "Did you mean train.activation_checkpointing.every?"),
+        ("train.check=on", "train.check=True: it should be 'auto', 'always' or 'off'. Take 'auto', 'always'"),
+        ("train.check=full", "train.check='full': it should be 'auto', 'always' or 'off'"),
         ("train.activation_checkpointing={every: 0}", "train.activation_checkpointing.every=0: it should be"),
         (
             "train.activation_checkpointing={in_flight: x}",

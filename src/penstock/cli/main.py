@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +13,14 @@ import typer
 
 import penstock
 from penstock import launch
-from penstock.cli import schedule
+from penstock.cli import schedule as schedule_commands
+from penstock.cli.arguments import Choice, taking
 
 if TYPE_CHECKING:
     from penstock.train.assemble import Prepared
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
-app.add_typer(schedule.app, name="schedule")
+app.add_typer(schedule_commands.app, name="schedule")
 
 
 def main() -> None:
@@ -73,6 +75,69 @@ def train(
         return _train(prepared)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
+
+
+class Dtype(Enum):
+    """What `check` can compute in."""
+
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    BFLOAT16 = "bfloat16"
+
+
+@app.command()
+@taking()
+def check(
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL_DIR",
+            help="A local Hugging Face folder. With config.json alone, weights are random.",
+        ),
+    ],
+    ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="4 unless given.")] = None,
+    schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", "-m", help="Microbatches a step; two a rank unless given."),
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="Which layers go where, such as 'Et|tt|tt|tL'; evenly unless given.")
+    ] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    rows: Annotated[
+        int | None, typer.Option(help="Of the batch; one more than microbatches unless given.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens a row; unless given 32, or longer than a short sliding window."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Largest difference that passes, relative to a gradient's largest entry."),
+    ] = None,
+) -> None:
+    """Check that a model, split into stages, computes what the whole one does.
+
+    Compares the loss and every parameter's gradient on one batch of random tokens, all in this process and
+    on the CPU. Ends with 0 where all are equal; with 1, and a table of the tensors that differ, where one
+    does; with 2 where the model or an option is refused.
+
+    Example: penstock check models/Qwen3-0.6B --ranks 4 --schedule zb_v
+    """
+    from_file = bool(Path(schedule).suffix or "/" in schedule)  # it has numbers of its own
+    if not from_file:
+        ranks = 4 if ranks is None else ranks
+        microbatches = 2 * ranks if microbatches is None else microbatches
+    options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
+    from penstock.cli.check import Asked
+    from penstock.cli.check import check as compare_models
+
+    choice = Choice(schedule, ranks, microbatches, options)
+    asked = Asked(folder, choice, layout, dtype.value, rows, length, tolerance)
+    if not compare_models(asked):
+        raise typer.Exit(1)
 
 
 def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:

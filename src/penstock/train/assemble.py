@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,16 @@ from penstock.errors import CheckpointError, ConfigError, WorldSizeError
 from penstock.launch import under_torchrun
 from penstock.models.checkpointing import Checkpointing
 from penstock.models.source import ModelLike
-from penstock.models.weights import tied_names
+from penstock.models.weights import tied_names, weight_files
 from penstock.outline import Outline
+from penstock.pipeline import Pipeline
 from penstock.runtime.packed import refuse_packed
 from penstock.runtime.padding import Padding
+from penstock.train.check import Whole, check_split
 from penstock.train.checkpoint import check_fits, newest, read_state
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.data import Data, load_data
-from penstock.train.display import make_display
+from penstock.train.display import Display, make_display
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Metrics
 from penstock.train.model import named_model
@@ -97,6 +99,7 @@ def run(prepared: Prepared) -> None:
     with display, CheckpointWriter(pipe, background=config.train.checkpoint_background) as writer:
         for note in prepared.notes:
             display.say(note)
+        _check_split(prepared, pipe, display)
         parts = (config, pipe, prepared.data, optimizer, prepared.tokenizer, display, metrics, writer)
         outcome = train(Run(*parts, prepared.done))
     if metrics:
@@ -105,6 +108,19 @@ def run(prepared: Prepared) -> None:
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
+    """The pipeline beside the whole model, as train.check says. Collective."""
+    mode, folder = prepared.config.train.check, prepared.checkpoint
+    if mode == "off" or (mode == "auto" and folder is not None):
+        return
+    source = prepared.outline.source
+    if folder is not None:
+        source = replace(source, files=tuple(weight_files(folder)))
+    auto = prepared.auto
+    whole = Whole(source, auto.seed, auto.loss(), auto.wire_dtype)
+    display.say(check_split(pipe, whole, prepared.data.batch(prepared.done + 1).content, mode))
 
 
 def make_auto(config: TrainConfig) -> AutoPipeline:

@@ -136,6 +136,14 @@ class TrainSection(Section):
     # costs most to make besides; or a mapping of the keys of penstock.train.values.CheckpointingSection
     activation_checkpointing: Checkpointing = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
+    # resume, and where half of process 0's free memory holds the model; always: else the run is refused
+    check: Literal["auto", "always", "off"] = "auto"
+
+    @field_validator("check", mode="before")
+    @classmethod
+    def off_is_a_word(cls, given: object) -> object:
+        return "off" if given is False else given  # YAML 1.1 reads the bare word as false
 
 
 class OptimizerSection(Section):

@@ -1,0 +1,312 @@
+"""Before the first step: the split model beside the whole one, on a short batch, without sending a gradient.
+
+Every rank steps on one row a microbatch, cut short. Process 0 runs the same through the whole model, which it
+makes from where the stages have their values. What of each weight and gradient is compared is its digest: a
+norm and a few random projections, by which a difference is measured as well as known to be there.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, sqrt
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.equivalence import (
+    TOLERANCE,
+    Compared,
+    Place,
+    Report,
+    allowed,
+    only_one,
+    placed_parameters,
+    whole_backward,
+)
+from penstock.errors import ConfigError
+from penstock.free_memory import free_memory
+from penstock.models import weights
+from penstock.models.source import Source
+from penstock.pipeline import Pipeline
+from penstock.runtime.loss import IGNORED, Loss
+from penstock.runtime.packed import boundaries
+from penstock.runtime.shapes import Microbatch
+from penstock.runtime.stage import evaluating
+from penstock.steps import Given
+from penstock.summary import size
+
+TOKENS = 64  # of each row, at most
+SHARE = 0.5  # of the free memory that the whole model may take
+LARGEST = 32 * 2**30  # bytes; more takes minutes to read or to make, in which all other ranks would wait
+_DIGITS = 1e-9  # equal weights have equal digests but for the order of their sums
+_ROUNDS = 4.0  # how often what crosses the edges narrower than the model may round, of the wire's tolerance
+_PROJECTIONS = 4
+_AT_ONCE = 1 << 22  # entries that are looked at in double precision
+
+
+_REMEDY = (
+    "Do not train: it is a fault to be reported (see penstock check); train.check=off trains all the same"
+)
+
+
+class Digest(NamedTuple):
+    """Of a tensor: its norm, and the projections on random directions that its name and shape tell."""
+
+    norm: float
+    projections: tuple[float, ...]
+
+    def distance(self, other: Digest) -> float:
+        """About the norm of the difference of the two tensors: 0 for equal ones."""
+        pairs = zip(self.projections, other.projections, strict=True)
+        projected = sqrt(sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS)
+        return max(abs(self.norm - other.norm), projected)
+
+
+class Digests(NamedTuple):
+    """Of one parameter. gradient: None where it has none"""
+
+    weight: Digest
+    gradient: Digest | None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """How process 0 makes the whole model, and how far the split one may be from it.
+
+    source: the model on the meta device, and the files with its values, if any; seed: of initial values
+    wire: what activations travel as, None for the model's own dtype
+    """
+
+    source: Source
+    seed: int
+    loss: Loss
+    wire: torch.dtype | None = None
+
+    def make(self, device: torch.device) -> PreTrainedModel:
+        """By itself, and not by cutting: the cuts are what is to be checked."""
+        model: PreTrainedModel = copy.deepcopy(self.source.model)
+        ties = weights.tied_names(self.source.model)
+        if self.source.files:
+            weights.load(model, self.source.files, ties)
+        weights.initialise(model, self.source.model, ties, self.seed)
+        model.to(device)
+        return model
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights and as many of their gradients."""
+        total: int = sum(p.numel() * p.itemsize for p in self.source.model.parameters())
+        return 2 * total
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to a gradient's norm."""
+        own = TOLERANCE.get(self.source.model.dtype, 1e-5)
+        return own if self.wire is None else max(own, _ROUNDS * TOLERANCE[self.wire])
+
+
+Free = Callable[[torch.device], int | None]
+
+
+def free_on(device: torch.device) -> int | None:
+    """Bytes; None where nobody can tell."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
+
+
+def check_split(
+    pipe: Pipeline, whole: Whole, batch: Given, mode: Literal["auto", "always"], free: Free = free_on
+) -> str:
+    """Compare loss, weights and gradients of `pipe` with the whole model's; a line that tells the outcome.
+
+    Weights, gradients and random state are left as they were. Collective.
+    Raises DifferenceError where they differ; ConfigError where mode is "always" and memory is short.
+    """
+    began = time.perf_counter()
+    short = shorten(batch, pipe.schedule.microbatches)
+    microbatches = pipe.microbatches(short)
+    device = microbatches[0]["input_ids"].device
+    refusal = pipe.processes.gather(_short_of_memory(whole, free(device), mode))[0]
+    if refusal:
+        return _skipped(refusal, mode)
+    if not any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in short):
+        return _skipped(f"the first {TOKENS} tokens of its rows hold none that the loss counts", "auto")
+    with torch.random.fork_rng(devices=[]):
+        loss, digests = _split(pipe, short)
+        everyone = pipe.processes.gather(digests)
+        told: Any = None
+        if pipe.processes.index == 0:
+            told = _beside(whole, device, microbatches, loss, _received(everyone))
+    outcome = pipe.processes.gather(told)[0]
+    if isinstance(outcome, str):
+        return _skipped(outcome, mode)
+    report = _report(outcome)
+    if report.losses and not isfinite(report.losses[1]):  # the run will find the same and tell what to do
+        return _skipped(f"its own loss is {report.losses[1]}", "auto")
+    report.raise_if_wrong(_REMEDY)
+    count = sum(each.kind == "gradient" for each in report.tensors)
+    largest = f"{report.largest:.1e} of a gradient's norm" if report.largest else "none"
+    return (
+        f"checked in {time.perf_counter() - began:.1f} s: the split model's loss and {count} gradients equal "
+        f"the whole one's (largest difference: {largest}; tolerance {report.tolerance:.0e})"
+    )
+
+
+def shorten(batch: Given, count: int) -> list[dict[str, Any]]:
+    """`count` microbatches of one row each: the first ones of `batch`, at most TOKENS long."""
+    if isinstance(batch, Mapping):
+        rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
+    else:
+        rows = [{name: value[:1] if _by_row(value) else value for name, value in part.items()}
+                for part in batch]  # fmt: skip
+    return [_cut(row) for row in rows]
+
+
+def _by_row(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+def _cut(row: Mapping[str, Any]) -> dict[str, Any]:
+    short = {name: value[:, :TOKENS] for name, value in row.items() if _by_row(value)}
+    if "cu_seq_lens_q" in row:  # the documents, now of the first row alone and cut short
+        length = short["input_ids"].shape[1]
+        ends = row["cu_seq_lens_q"]
+        short |= boundaries(torch.cat([ends[ends < length], ends.new_tensor([length])]))
+    return short
+
+
+def _short_of_memory(whole: Whole, free: int | None, mode: str) -> str:
+    """Why the whole model is not made here; empty where it is."""
+    need = f"the whole model and its gradients take {size(whole.bytes)}"
+    if free is not None and whole.bytes > SHARE * free:
+        return f"{need}, more than half of the {size(free)} that are free to process 0"
+    if mode == "auto" and whole.bytes > LARGEST:
+        return f"{need}, and more than {size(LARGEST)} would hold up the start"
+    return ""
+
+
+def _skipped(reason: str, mode: str) -> str:
+    if mode == "always":
+        raise ConfigError("train.check=always", reason, "Set train.check=auto, or off, or free memory")
+    return f"not checked against the whole model: {reason}"
+
+
+def _split(pipe: Pipeline, batch: Given) -> tuple[float, list[tuple[Place, Digests]]]:
+    """Loss and digests of this process's stages; gradients are laid aside and put back."""
+    aside = [(parameter, parameter.grad) for parameter in pipe.parameters()]
+    pipe.zero_grad()
+    try:
+        with evaluating(*pipe.modules.values()):
+            loss = pipe.step(batch).loss
+        digests = [(place, _digests(place[0], parameter)) for place, parameter in placed_parameters(pipe)]
+    finally:
+        for parameter, gradient in aside:
+            parameter.grad = gradient
+    return loss, digests
+
+
+def _digests(name: str, parameter: nn.Parameter) -> Digests:
+    gradient = parameter.grad
+    return Digests(digest(name, parameter), None if gradient is None else digest(name, gradient))
+
+
+@torch.no_grad()
+def digest(name: str, tensor: Tensor) -> Digest:
+    """A direction is the outer product of two vectors, so that a large tensor needs few random numbers.
+
+    So of a difference D each projection has the root mean square |D|, as one on a Gaussian direction has.
+    """
+    matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    rows, columns = matrix.shape
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
+    left = torch.randn(_PROJECTIONS, rows, **options).to(matrix.device)
+    right = torch.randn(columns, _PROJECTIONS, **options).to(matrix.device)
+    projected = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=matrix.device)
+    square = projected.new_zeros(())
+    step = max(1, _AT_ONCE // max(columns, 1))
+    for start in range(0, rows, step):
+        part = matrix[start : start + step].double()
+        square += part.square().sum()
+        projected += (left[:, start : start + step] * (part @ right).T).sum(1)
+    return Digest(float(square.sqrt()), tuple(projected.tolist()))
+
+
+def _received(everyone: Sequence[Any]) -> Iterator[tuple[Place, Digests]]:
+    """What all processes told of their stages, back from JSON."""
+    for part in everyone:
+        for (name, stage, rank), (weight, gradient) in part:
+            of_gradient = None if gradient is None else Digest(*gradient)
+            yield (name, stage, rank), Digests(Digest(*weight), of_gradient)
+
+
+def _beside(
+    whole: Whole,
+    device: torch.device,
+    microbatches: Sequence[Microbatch],
+    split_loss: float,
+    split: Iterator[tuple[Place, Digests]],
+) -> str | dict[str, Any]:
+    """On process 0: a Report as JSON holds it, or why there is none."""
+    model = None
+    try:
+        model = whole.make(device)
+        with evaluating(model):
+            loss = whole_backward(model, microbatches, whole.loss)
+        named = model.named_parameters(remove_duplicate=False)
+        expected = {name: _digests(name, parameter) for name, parameter in named}
+    except (torch.OutOfMemoryError, MemoryError):
+        return "memory ran out"
+    finally:
+        del model
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report = compare_digests((split_loss, loss), list(split), expected, whole)
+    return asdict(report)
+
+
+def compare_digests(
+    losses: tuple[float, float],
+    split: Sequence[tuple[Place, Digests]],
+    expected: Mapping[str, Digests],
+    whole: Whole,
+) -> Report:
+    """Where weights differ they alone are told of: gradients of other weights are others."""
+    found = [_weight(place, own.weight, expected.get(place[0])) for place, own in split]
+    wrong = [each for each in found if each.wrong]
+    if wrong:
+        return Report.of(None, wrong, whole.tolerance, "norm")
+    largest = max((d.gradient.norm for d in expected.values() if d.gradient is not None), default=0.0)
+
+    def gradient(place: Place, own: Digest | None, other: Digest | None) -> Compared:
+        if own is None and other is None:
+            return Compared("gradient", *place, 0.0, 0.0, 0.0)
+        if own is None or other is None:
+            return only_one("gradient", place)
+        tolerance = allowed(whole.tolerance, other.norm, whole.source.model.dtype, largest)
+        return Compared("gradient", *place, own.distance(other), other.norm, tolerance)
+
+    tensors = [gradient(place, own.gradient, expected[place[0]].gradient) for place, own in split]
+    return Report.of(losses, tensors, whole.tolerance, "norm")
+
+
+def _weight(place: Place, own: Digest, other: Digests | None) -> Compared:
+    if other is None:
+        return only_one("weight", place)
+    norm = other.weight.norm
+    return Compared("weight", *place, own.distance(other.weight), norm, _DIGITS * norm)
+
+
+def _report(told: Mapping[str, Any]) -> Report:
+    losses = told["losses"]
+    return Report(
+        None if losses is None else (losses[0], losses[1]),
+        tuple(Compared(**each) for each in told["tensors"]),
+        told["tolerance"],
+        told["measure"],
+    )

@@ -1,0 +1,258 @@
+"""The check before the first step: it passes, names what differs, is left out aloud, and changes nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock import Pipeline
+from penstock.errors import ConfigError, EquivalenceError, RunError
+from penstock.models import weights
+from penstock.train.assemble import NEWEST, Prepared, preflight, run
+from penstock.train.check import TOKENS, Digest, Whole, check_split, digest, shorten
+from penstock.train.config import PipelineSection, TrainConfig
+from support import jobs_check as jobs
+from support.pool import Pool
+from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
+
+# the schedules on which a weight has several copies, or backwards are split, besides the plain one
+SCHEDULES = ["1f1b", "zb_v", "dualpipe"]
+
+
+def with_pipeline(made: TrainConfig, **changes: Any) -> TrainConfig:
+    section = PipelineSection.model_validate({**made.pipeline.model_dump(), **changes})
+    return made.model_copy(update={"pipeline": section})
+
+
+def prepare(folder: Path, model: dict[str, Any] | None = None, **pipeline: Any) -> Prepared:
+    return preflight(with_pipeline(config(folder, {**(model or QWEN3)}), **pipeline))
+
+
+def parts(prepared: Prepared) -> tuple[Pipeline, Whole, Any]:
+    auto = prepared.auto
+    whole = Whole(prepared.outline.source, auto.seed, auto.loss(), auto.wire_dtype)
+    return auto.build(prepared.model), whole, prepared.data.batch(1).content
+
+
+def checked(prepared: Prepared) -> str:
+    return check_split(*parts(prepared), "auto")
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_right_split_passes(tmp_path: Path, schedule: str, tied: bool) -> None:
+    model = {**QWEN3, "num_hidden_layers": 4, "tie_word_embeddings": tied}
+    told = checked(prepare(tmp_path, model, schedule=schedule, microbatches=4))
+    assert told.startswith("checked in ")
+    assert "the split model's loss and" in told
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_weight_that_is_another_is_named(tmp_path: Path, name: str) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path))
+    jobs.spoil(dict(pipe.named_parameters())[name])
+    stage = 0 if "embed" in name else 1
+    with pytest.raises(EquivalenceError) as caught:
+        check_split(pipe, whole, batch, "auto")
+    assert caught.value.value.startswith(f"weight {name}: it differs before any step, by 0.00")
+    assert f" on stage {stage} of rank {stage}, and its norm is " in caught.value.value
+    assert ";" not in caught.value.value
+    assert caught.value.exit_code == 1
+    assert "train.check=off" in caught.value.remedy
+
+
+@pytest.mark.parametrize("factor", [1.001, -1.0, 0.0])
+def test_a_gradient_that_is_another_is_named(tmp_path: Path, factor: float) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path))
+    norm = pipe.modules[1].get_parameter("model.norm.weight")
+    norm.register_hook(lambda grad: grad * factor)  # type: ignore[no-untyped-call]
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight: it differs by [^;]* norm is"):
+        check_split(pipe, whole, batch, "auto")
+
+
+def test_entries_that_change_places_are_found_though_no_norm_tells(tmp_path: Path) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path))
+    up = pipe.modules[0].get_parameter("model.layers.0.mlp.up_proj.weight")
+    up.register_hook(lambda grad: grad.flip(0))  # type: ignore[no-untyped-call]
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.layers\.0\.mlp\.up_proj\.weight: "):
+        check_split(pipe, whole, batch, "auto")
+
+
+def test_a_layer_that_computes_something_else_is_found(tmp_path: Path) -> None:
+    """Weights are right, and what a layer makes of them is not: all gradients before it differ, too."""
+    pipe, whole, batch = parts(prepare(tmp_path))
+    layer = pipe.modules[1].get_submodule("model.layers.1.mlp")
+    layer.register_forward_hook(lambda module, args, output: output * 1.01)
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.layers\.1\.mlp.* and \d+ more"):
+        check_split(pipe, whole, batch, "auto")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [("float64", None), ("bfloat16", None), ("float32", "bfloat16"), ("float32", "float16")],
+)
+def test_what_rounds_more_is_given_more_room(tmp_path: Path, dtype: str, wire: str | None) -> None:
+    made = with_pipeline(config(tmp_path), wire_dtype=wire)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"dtype": dtype})})
+    assert checked(preflight(made)).startswith("checked in ")
+
+
+def test_it_is_left_out_aloud_where_memory_is_short(tmp_path: Path) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path))
+    assert check_split(pipe, whole, batch, "auto", lambda _: None).startswith("checked")
+    assert check_split(pipe, whole, batch, "auto", lambda _: 2 * whole.bytes).startswith("checked")
+    told = check_split(pipe, whole, batch, "auto", lambda _: 2 * whole.bytes - 1)
+    assert told.startswith("not checked against the whole model: the whole model and its gradients take ")
+    assert "more than half of the " in told
+    with pytest.raises(ConfigError, match=r"^train\.check=always: the whole model and its gradients take "):
+        check_split(pipe, whole, batch, "always", lambda _: 1000)
+
+
+def test_it_is_left_out_aloud_where_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(self: Whole, device: torch.device) -> None:
+        raise torch.OutOfMemoryError
+
+    pipe, whole, batch = parts(prepare(tmp_path))
+    monkeypatch.setattr(Whole, "make", out_of_memory)
+    assert check_split(pipe, whole, batch, "auto").endswith("model: memory ran out")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    measured = ("seconds", "tokens_per_second", "bubble")
+    return [{key: value for key, value in row.items() if key not in measured} for row in rows]
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted((folder / "out" / "checkpoints" / "step-00000004").glob("*.safetensors"))
+    return {f"{file.name} {key}": value for file in files for key, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("model", [QWEN3, GPT2_WITH_DROPOUT], ids=["qwen3", "gpt2 with dropout"])
+def test_a_run_is_bit_for_bit_the_same_with_and_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any]
+) -> None:
+    for mode in ("auto", "off"):
+        (tmp_path / mode).mkdir()
+        run(preflight(config(tmp_path / mode, model, check=mode)))
+        told = capsys.readouterr().out
+        assert told.count("checked in") == (mode == "auto")
+    with_it, without = tensors(tmp_path / "auto"), tensors(tmp_path / "off")
+    assert with_it.keys() == without.keys()
+    assert [name for name in with_it if not torch.equal(with_it[name], without[name])] == []
+    assert metrics(tmp_path / "auto") == metrics(tmp_path / "off")
+
+
+def test_gradients_modes_and_random_state_are_left_as_they_were(tmp_path: Path) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path, GPT2_WITH_DROPOUT))
+    some = next(pipe.parameters())
+    some.grad = torch.ones_like(some)
+    kept, state = some.grad, torch.get_rng_state()
+    check_split(pipe, whole, batch, "auto")
+    assert some.grad is kept
+    assert torch.equal(kept, torch.ones_like(some))
+    assert all(p.grad is None for p in pipe.parameters() if p is not some)
+    assert all(part.training for module in pipe.modules.values() for part in module.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_resumed_run_is_checked_when_asked_to_and_against_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(preflight(config(tmp_path)))
+    capsys.readouterr()
+    run(preflight(config(tmp_path, steps=5), NEWEST))
+    assert "checked in " not in capsys.readouterr().out
+    run(preflight(config(tmp_path, steps=6, check="always"), NEWEST))
+    assert "\nchecked in " in capsys.readouterr().out
+
+
+def test_a_folder_with_weights_and_packed_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {key: value for key, value in QWEN3.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **keys))
+    model.save_pretrained(tmp_path / "model")
+    made = config(tmp_path, steps=1)
+    texts = (bytes(range(33, 35 + number % 23)).decode() for number in range(80))
+    (tmp_path / "text").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    made = made.model_copy(
+        update={
+            "data": made.data.model_copy(update={"kind": "jsonl", "packing": "best_fit"}),
+            "model": made.model.model_copy(update={"config": None, "path": str(tmp_path / "model")}),
+        }
+    )
+    run(preflight(made))
+    assert "\nchecked in " in capsys.readouterr().out
+
+
+def test_a_wrong_split_ends_the_run_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages' values come from another seed than the whole model's."""
+    initialise = weights.initialise
+
+    def other(stage: Any, whole: Any, ties: Any, seed: int) -> None:
+        initialise(stage, whole, ties, seed + (type(stage) is type(whole) and hasattr(stage, "passage")))
+
+    monkeypatch.setattr(weights, "initialise", other)
+    with pytest.raises(EquivalenceError, match=r"^weight .* and \d+ more: the split model gives"):
+        run(preflight(config(tmp_path)))
+    assert metrics(tmp_path) == []
+
+
+def test_a_model_whose_own_loss_is_no_number_is_left_to_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, {**QWEN3, "rms_norm_eps": float("nan")})
+    with pytest.raises(RunError, match="step 0: held_out_loss=nan"):
+        run(preflight(made))
+    assert "not checked against the whole model: its own loss is nan" in capsys.readouterr().out
+
+
+def test_over_processes(pool: Pool, tmp_path: Path) -> None:
+    for number, (ranks, schedule) in enumerate([(2, "1f1b"), (4, "zb_h1")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        told = pool.run(ranks, jobs.checked, str(folder), schedule)
+        assert all(passed.startswith("checked in") for passed, _, _ in told)
+        assert {short for _, short, _ in told} == {told[0][1]}
+        assert "free to process 0" in told[0][1]
+        (wrong,) = {differs for _, _, differs in told}
+        assert wrong.startswith("weight model.layers.")
+        assert "q_proj.weight: it differs before any step, by" in wrong
+        assert "on stage 1 of rank 1" in wrong
+
+
+def test_rows_are_cut_short() -> None:
+    whole = {"input_ids": torch.arange(400).view(4, 100), "labels": torch.arange(400).view(4, 100)}
+    short = shorten(whole, 3)
+    assert [tuple(part["labels"].shape) for part in short] == [(1, TOKENS)] * 3
+    assert [int(part["input_ids"][0, 0]) for part in short] == [0, 100, 200]
+    bounds = torch.tensor([0, 30, 100, 150, 200], dtype=torch.int32)
+    flash = {name: whole[name][:2] for name in whole} | {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 70, "max_length_k": 70,
+    }  # fmt: skip
+    (part,) = shorten([flash], 1)
+    assert part["cu_seq_lens_q"].tolist() == [0, 30, 64]
+    assert part["max_length_k"] == 34
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (4, 3, 2), (3000, 2000), ()])
+def test_a_digest_measures_differences(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(shape)
+    other = tensor + 1e-3 * torch.randn(shape)
+    found, same, another = digest("a", tensor), digest("a", tensor.clone()), digest("a", other)
+    assert found == same
+    assert isinstance(found, Digest)
+    assert found.norm == pytest.approx(float(tensor.double().norm()), rel=1e-9)
+    difference = float((tensor - other).double().norm())
+    assert 0.05 * difference < found.distance(another) < 20 * difference
