@@ -7,6 +7,8 @@ import argparse
 from rich.console import Console
 
 from benchmarks import (
+    hooks,
+    loading,
     memory,
     networks,
     overhead,
@@ -15,6 +17,7 @@ from benchmarks import (
     report,
     searched,
     split,
+    startup,
     steptime,
     throughput,
 )
@@ -29,6 +32,9 @@ BENCHMARKS = {
     "ragged": ragged.measure,
     "split": split.measure,
     "searched": searched.measure,
+    "loading": loading.measure,
+    "startup": startup.measure,
+    "hooks": hooks.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

@@ -119,6 +119,7 @@ class AutoPipeline(Options):
         stages = [self._stage(outline, index, part, world.device) for index, part in parts.items()]
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
+        beside = source.read_beside() if world.processes.index == 0 else {}  # who writes them
         return Pipeline(
             Parts(
                 schedule,
@@ -131,9 +132,7 @@ class AutoPipeline(Options):
                 self.loss(),
                 Cutter(self.sharding or {}, self.padding(), Completed(source.model)),
                 shared=_shared_weights(ties, outline, modules),
-                saved=SavedModel(
-                    source.model.config, generation, ties, schedule.placement.depth, source.beside
-                ),
+                saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, beside),
                 names=names,
                 recomputed=outline.recomputed(self.checkpointing()),
                 trace_folder=self.trace_folder,

@@ -16,7 +16,7 @@ from penstock.evaluation import Evaluation, Evaluations
 from penstock.measured import layer_costs, step_costs
 from penstock.models.balance import LayerCosts
 from penstock.models.protocol import Provider
-from penstock.models.saved import SavedModel
+from penstock.models.saved import MAX_SHARD_SIZE, SavedModel
 from penstock.options import Options, Shapes
 from penstock.parts import Parts, StageFacts, names_in, stage_facts
 from penstock.provided import provided_parts, taking
@@ -284,20 +284,23 @@ class Pipeline:
         """By rank, the most that the last step held between I and W; 0 where no backward is split."""
         return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
 
-    def write_weights(self, folder: Path) -> None:
-        """Every process writes its weights into `folder`, process 0 index and configs besides."""
+    def write_weights(self, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+        """Every process writes its weights into `folder`, process 0 index and configs besides.
+
+        max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
+        """
         self._check_names()
         depth = self.schedule.placement.depth
         first = {index: stage for index, stage in self._stages.items() if index < depth}
-        self._needs_saved().write(folder, first, self.processes)
+        self._needs_saved().write(folder, first, self.processes, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
         """Read this process's weights back from a folder that write_weights or save_pretrained wrote."""
         self._needs_saved().load(folder, self._stages)
 
-    def save_pretrained(self, path: str | Path) -> None:
+    def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write a folder that `from_pretrained` opens, complete or not at all."""
-        write_folder(Path(path), self.write_weights, self.processes)
+        write_folder(Path(path), lambda folder: self.write_weights(folder, max_shard_size), self.processes)
 
     def verify_against(self, model: nn.Module, batch: Given) -> Report:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.

@@ -26,7 +26,7 @@ from penstock.errors import (
 from penstock.models.checkpointing import Checkpointing
 from penstock.runtime.padding import Padding
 from penstock.train.assemble import NEWEST, _changes, _with_defaults, make_auto, preflight, run
-from penstock.train.config import PipelineSection, TrainConfig
+from penstock.train.config import ModelSection, PipelineSection, TrainConfig
 from penstock.train.rows import Batch, DocumentRows
 from penstock.train.values import CheckpointingSection
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
@@ -230,6 +230,24 @@ def test_a_folder_with_weights_is_trained_on(tmp_path: Path) -> None:
     assert metrics(tmp_path)[0]["held_out_loss"] == pytest.approx(
         float(model(input_ids=ids, labels=ids).loss.detach())
     )
+
+
+def test_a_checkpoint_has_the_tokenizer_that_the_run_read_with(tmp_path: Path) -> None:
+    """0.4.0: beside it lay the vocabulary of the model that the run began from."""
+    start = tmp_path / "start"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3)).save_pretrained(start)
+    for name in ("merges.txt", "vocab.json", "chat_template.jinja"):
+        (start / name).write_text("{}")
+    (start / "preprocessor_config.json").write_text("{}")
+    made = config(tmp_path, steps=1)
+    run(preflight(made.model_copy(update={"model": ModelSection(path=str(start))})))
+    left = tmp_path / "out" / "checkpoints" / "step-00000001"
+    assert not [
+        name for name in ("merges.txt", "vocab.json", "chat_template.jinja") if (left / name).exists()
+    ]
+    assert (left / "preprocessor_config.json").exists()
+    assert AutoTokenizer.from_pretrained(left).encode("ab", add_special_tokens=False) == [97, 98]
+    check_folder(left)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -2,27 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from penstock.errors import ModelError
+from penstock.errors import CheckpointError, ModelError
 from penstock.models.weights import weight_files
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
+
+# files of a model folder, beside weights and config, that transformers reads: of tokenizers (the vocabularies
+# of each kind, chat templates), and of generation and processors
+TOKENIZER = (
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*vocab*.bpe", "merges.txt", "*.model", "*.spm",
+    "*.tiktoken", "*.codes", "*.tokenizer", "dict.txt", "emoji.json", "normalizer.json", "byte_maps.json",
+    "word_*.json", "chat_template*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+OTHERS = ("generation_config.json", "*processor*.json")
 
 
 @dataclass(frozen=True)
 class Source:
     """model: the whole model, on the meta device unless the caller gave one with values
     files: where its weights lie; none: they are in `model`, or to be initialised
+    beside: what else of its folder goes with the model, by its name there
     """
 
     model: PreTrainedModel
     files: tuple[Path, ...] = ()
+    beside: Mapping[str, Path] = field(default_factory=dict)
+
+    def read_beside(self) -> dict[str, bytes]:
+        """At once: the folder may be gone when the model is saved. Raises CheckpointError."""
+        try:
+            return {name: file.read_bytes() for name, file in self.beside.items()}
+        except OSError as cause:
+            raise CheckpointError(
+                str(cause.filename),
+                f"it belongs to the model and is unreadable ({cause.strerror})",
+                "Put it back",
+            ) from cause
 
 
 def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
@@ -30,8 +54,11 @@ def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | No
     if isinstance(given, PreTrainedModel):
         return _taken_as_it_is(given, dtype, attention)
     files: tuple[Path, ...] = ()
+    found: dict[str, Path] = {}
     if isinstance(given, str | Path):
-        files = tuple(weight_files(Path(given))) if Path(given).is_dir() else ()
+        folder = Path(given).absolute()
+        if folder.is_dir():
+            files, found = tuple(weight_files(folder)), beside(folder)
         given = _config_of(Path(given))
     if not isinstance(given, PretrainedConfig):
         raise ModelError(
@@ -49,7 +76,16 @@ def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | No
             f"transformers builds no causal LM from it: {str(cause).splitlines()[0]}",
             "Take a config of a decoder-only language model",
         ) from cause
-    return Source(model, files)
+    return Source(model, files, found)
+
+
+def beside(folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS)) -> dict[str, Path]:
+    """The files of a model's folder, by their names in it, that belong to its tokenizer, generation and
+    processors.
+    """
+    found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
+    files = {file.relative_to(folder).as_posix(): file for file in found if file.is_file()}
+    return {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
 
 
 def _taken_as_it_is(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> Source:

@@ -9,25 +9,33 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model, revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError, ModelError
+from penstock.models.doors import Absent, Placeholder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -41,7 +49,11 @@ def tied_names(model: nn.Module) -> Ties:
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+    # transformers saves a weight under the name that it does not list as a copy
+    listed = getattr(model, "all_tied_weights_keys", {})
+    return tuple(
+        tuple(sorted(group, key=lambda name: name in listed)) for group in names.values() if len(group) > 1
+    )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -94,21 +106,30 @@ def _check_length(file: Path) -> None:
 def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     """Fill the stage's parameters (on the meta device) from `files`, reading no tensor of another stage.
 
+    One tensor after the other, into memory of its own: beside the stage there is at most the one at work, in
+    the files' dtype, or the pieces of one that transformers puts together.
     Raises CheckpointError where a parameter is in no file or has another shape.
     """
     if next(stage.parameters(), None) is None:  # a stage that only passes on what it gets
         return
-    slices: dict[str, Any] = {}
+    unread: dict[str, Any] = {}
     try:
-        opened = [safe_open(file, framework="pt") for file in files]
+        # not mapped into memory: training must not hang on what becomes of the files, and what is mapped and
+        # read would count as the process's
+        opened = [safe_open(file, framework="pt", backend="pread") for file in files]
     except SafetensorError as cause:
         raise CheckpointError(str(files), f"unreadable: {cause}", "Copy or write it again") from cause
     for file in opened:
-        slices |= {key: file.get_slice(key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
-    _alias_ties(slices, stage, ties)
-    config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(stage), dtype=stage.dtype)
-    with _quiet():
-        info, _ = convert_and_load_state_dict_in_model(stage, slices, config)
+        unread |= {key: Unread(file, key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+    mapping = get_model_conversion_mapping(stage)
+    _alias_ties(unread, stage, ties, mapping)
+    config = LoadStateDictConfig(
+        weight_mapping=mapping,
+        dtype=stage.dtype,
+        dtype_plan=stage._get_dtype_plan(stage.dtype),  # what some families keep in float32
+    )
+    with _quiet(), _one_by_one():
+        info, _ = convert_and_load_state_dict_in_model(stage, unread, config)
     _tie_within(stage, ties)
     if info.mismatched_keys:
         name, found, wanted = sorted(info.mismatched_keys)[0]
@@ -126,15 +147,51 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
         )
 
 
-def _alias_ties(slices: dict[str, Any], stage: PreTrainedModel, ties: Ties) -> None:
+class Unread:
+    """A tensor in its file. transformers takes `[...]` of those that it wants, when it wants them."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def __getitem__(self, index: object) -> Tensor:
+        read: Tensor = self._file.get_tensor(self._name)
+        return read
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Keep transformers from reading ahead in threads, whose tensors would wait in memory to be converted."""
+    switch = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
+
+
+def _alias_ties(
+    unread: dict[str, Any], stage: PreTrainedModel, ties: Ties, mapping: Sequence[WeightTransform]
+) -> None:
     """A tied weight is stored under one of its names; let this stage find it under the name that it holds."""
     own = set(dict(stage.named_parameters(remove_duplicate=False)))
-    prefix = f"{stage.base_model_prefix}."
+    if own.isdisjoint(name for names in ties for name in names):
+        return
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    known = dict.fromkeys((*stage.state_dict(), *(name for names in ties for name in names)), True)
+    stored = {}
+    for key in unread:
+        renamed, _ = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
+        stored[renamed] = stored[key] = key
     for names in ties:
-        stored = [key for name in names for key in (name, name.removeprefix(prefix)) if key in slices]
+        found = [stored[name] for name in names if name in stored]
         for name in own.intersection(names):
-            if stored and name not in slices:
-                slices[name] = slices[stored[0]]
+            if found and name not in stored:
+                unread[name] = unread[found[0]]
 
 
 def _tie_within(stage: nn.Module, ties: Ties) -> None:
@@ -168,15 +225,12 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
     fresh = _materialise(stage)
     if not fresh:
         return
-    with _kept(stage, fresh):
-        _init_modules(stage, seed)
-    for names in ties:
-        for name in names:
-            if _holds(stage, name) and name in fresh:
-                owner = names[0].rpartition(".")[0]
-                source = _alone(whole, owner)
-                _init_module(whole, owner, source, seed)
-                stage.get_parameter(name).copy_(source.get_parameter(names[0].rpartition(".")[2]))
+    modules = list(_inside_out(stage, stage, ""))
+    with torch.random.fork_rng(devices=[]), _kept(stage, fresh):
+        with _own_only(stage), guard_torch_init_functions():  # torch's own would not heed what is marked
+            for owner, name, module in modules:
+                _init_module(owner, name, module, seed)
+        _init_tied(stage, whole, ties, seed, fresh)
     values = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers())}
     for name in fresh:
         if values[name].is_floating_point() and values[name].isnan().any():
@@ -185,6 +239,19 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
                 "the model's _init_weights gives it no value",
                 "Build the pipeline from a model object that has its values, or load a checkpoint",
             )
+
+
+def _init_tied(
+    stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int, fresh: set[str]
+) -> None:
+    """A tied weight has the values that it gets under the name that it is saved by, wherever it stands."""
+    for names in ties:
+        for name in names:
+            if _holds(stage, name) and name in fresh:
+                owner = names[0].rpartition(".")[0]
+                source = _alone(whole, owner)
+                _init_module(whole, owner, source, seed)
+                stage.get_parameter(name).copy_(source.get_parameter(names[0].rpartition(".")[2]))
 
 
 @contextmanager
@@ -199,6 +266,29 @@ def _kept(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
     finally:
         for value in marked:
             del value._is_hf_initialized  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _own_only(stage: nn.Module) -> Iterator[None]:
+    """Some models' initialisers look into all their layers, or into a head: show them no stand-ins.
+
+    Those of layers are taken out of their lists, and in place of the others stand the modules without values.
+    """
+    changed = []
+    for module in stage.modules():
+        if any(isinstance(child, Placeholder | Absent) for child in module._modules.values()):
+            changed.append((module, module._modules))
+            in_list = isinstance(module, nn.ModuleList)
+            module._modules = {
+                name: child._module if isinstance(child, Absent) else child
+                for name, child in module._modules.items()
+                if not (in_list and isinstance(child, Placeholder))
+            }
+    try:
+        yield
+    finally:
+        for module, children in changed:
+            module._modules = children
 
 
 def _materialise(module: nn.Module) -> set[str]:
@@ -227,11 +317,6 @@ def _alone(whole: PreTrainedModel, name: str) -> nn.Module:
     return module
 
 
-def _init_modules(stage: PreTrainedModel, seed: int) -> None:
-    for owner, name, module in _inside_out(stage, stage, ""):
-        _init_module(owner, name, module, seed)
-
-
 def _inside_out(
     owner: PreTrainedModel, module: nn.Module, name: str
 ) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
@@ -243,20 +328,9 @@ def _inside_out(
 
 
 def _init_module(owner: PreTrainedModel, name: str, module: nn.Module, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-        owner._init_weights(module)
-
-
-def stored(stage: PreTrainedModel, left_out: Collection[str]) -> dict[str, Tensor]:
-    """The stage's weights but those `left_out`, as the model's files hold them."""
-    state = {name: value for name, value in stage.state_dict().items() if name not in left_out}
-    state = revert_weight_conversion(stage, state)
-    return {name: value.contiguous() for name, value in state.items()}
-
-
-def write(weights: dict[str, Tensor], file: Path) -> None:
-    save_file(weights, file, metadata={"format": "pt"})
+    # not torch.manual_seed, which seeds every kind of device: that took most of a deep model's build
+    torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+    owner._init_weights(module)
 
 
 def write_index(folder: Path, written: Mapping[str, Mapping[str, int]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.optim import AdamW
 
 from penstock.checkpoint import CheckpointWriter
 from penstock.errors import RunError
+from penstock.models.source import TOKENIZER, beside
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.train.checkpoint import checkpoint_folder, prune, state_after
@@ -72,8 +74,17 @@ def train(run: Run) -> Outcome:
 def _save(run: Run, step: int) -> Path:
     path, keep = checkpoint_folder(run.output, step), run.config.output.keep
     state = state_after(step, run.config)
-    run.writer.save(path, run.optimizer, state, extra=run.tokenizer.save, then=lambda: prune(path, keep))
+    run.writer.save(
+        path, run.optimizer, state, extra=partial(_save_tokenizer, run), then=lambda: prune(path, keep)
+    )
     return path
+
+
+def _save_tokenizer(run: Run, folder: Path) -> None:
+    """In place of the one that came with the model: the run's may be another, and both cannot be read."""
+    for file in beside(folder, TOKENIZER).values():
+        file.unlink()
+    run.tokenizer.save(folder)
 
 
 def seed_step(seed: int, step: int, process: int) -> None:

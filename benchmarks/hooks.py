@@ -1,0 +1,113 @@
+"""What placeholders and doors cost beside a stage written by hand.
+
+The same pipeline twice, in one process: once AutoPipeline's, once of modules that call the same layers in a
+plain loop, with masks and rotary tables made by hand. Same weights, same executor, same loss; one step of
+each in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+from benchmarks.pool import Pool, Rank
+from benchmarks.report import Found, Row
+from penstock import AutoPipeline, Pipeline
+from penstock.models.protocol import StageInfo
+
+RANKS, MICROBATCHES, ROWS = 4, 4, 1
+BAR = 0.01
+# width, layers, sequence
+CASES = ((512, 8, 256), (1024, 4, 512))
+STEPS = 2  # of each, in turn, for one repeat
+
+
+class ByHand(nn.Module):
+    """The layers of one stage, in a loop. Without padding or packing SDPA's own causal mask will do."""
+
+    def __init__(self, whole: LlamaForCausalLM, info: StageInfo) -> None:
+        super().__init__()
+        count = len(whole.model.layers) // info.stages
+        self.layers = whole.model.layers[info.stage * count : (info.stage + 1) * count]
+        self.rotary = LlamaRotaryEmbedding(whole.config)
+        self.embed = whole.model.embed_tokens if info.is_first else None
+        self.norm = whole.model.norm if info.is_last else None
+        self.head = whole.lm_head if info.is_last else None
+        self._table: Any = None
+
+    def forward(self, hidden: Tensor | None = None, input_ids: Tensor | None = None) -> Tensor:
+        if self.embed is not None:
+            hidden = self.embed(input_ids)
+        assert hidden is not None
+        places = torch.arange(hidden.shape[1], device=hidden.device)[None]
+        if hidden.is_meta:  # while shapes are learnt
+            table = self.rotary.to("meta")(hidden, places)
+        elif self._table is None:
+            table = self._table = self.rotary(hidden.detach(), places)
+        else:
+            table = self._table
+        for layer in self.layers:
+            hidden = layer(hidden, attention_mask=None, position_ids=places, position_embeddings=table)
+        if self.norm is not None and self.head is not None:
+            hidden = self.head(self.norm(hidden))
+        assert hidden is not None
+        return hidden
+
+
+def compare(_: Rank, width: int, layers: int, sequence: int, steps: int) -> list[tuple[float, float]]:
+    """Processor seconds of one step: AutoPipeline's, and by hand."""
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64, vocab_size=1024,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    options: dict[str, Any] = {"ranks": RANKS, "microbatches": MICROBATCHES, "schedule": "1f1b"}
+    auto = AutoPipeline(**options, embedding_weight=0, head_weight=0).build(model)
+    hand = Pipeline.from_provider(lambda info: ByHand(model, info), **options)
+    ids = torch.randint(0, 1024, (MICROBATCHES * ROWS, sequence))
+    batch = {"input_ids": ids, "labels": ids}
+    losses = [pipe.step(batch).loss for pipe in (auto, hand)]
+    assert losses[0] == losses[1], losses
+    pairs = []
+    for number in range(steps + 1):
+        pair = {}
+        # the first of two finds the caches as the other left them
+        for name, pipe in (("auto", auto), ("hand", hand))[:: 1 if number % 2 else -1]:
+            pipe.zero_grad()
+            start = time.thread_time()
+            pipe.step(batch)
+            pair[name] = time.thread_time() - start
+        if number:
+            pairs.append((pair["auto"], pair["hand"]))
+    auto.close()
+    hand.close()
+    return pairs
+
+
+def measure(repeats: int) -> Found:
+    rows, raw = [], {}
+    with Pool(1, join=False) as pool:
+        for width, layers, sequence in CASES:
+            pairs = pool.run(compare, width, layers, sequence, STEPS * repeats, timeout=1800)[0]
+            auto, hand = (median(column) for column in zip(*pairs, strict=True))
+            price = median(a / h - 1 for a, h in pairs)
+            case = f"width {width}, sequence {sequence}"
+            rows += [
+                Row(case, "step of AutoPipeline, beside one by hand", 1000 * auto, "ms", 1000 * hand),
+                Row(case, "price, of a step", price, bar="below 0.01", met=price < BAR),
+            ]
+            raw[case] = pairs
+    notes = (
+        f"Llama, P={RANKS} in process, one or two layers a stage, m={MICROBATCHES} of one row, float32, "
+        f"one thread, processor time; {STEPS * repeats} pairs of steps, in turn; price: median of the "
+        "pairs' ratios",
+        "under torch: the stage by hand, a loop over the same layers; same executor, weights and loss",
+    )
+    return Found("hooks", "The price of placeholders and doors", rows, notes, raw)

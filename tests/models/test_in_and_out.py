@@ -1,0 +1,216 @@
+"""Every model type's files: transformers writes, a pipeline reads and writes, transformers reads.
+
+All types in `make sweep`; here those whose files differ most from their modules.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from models.test_every_model import REFUSED
+from penstock import AutoPipeline
+from penstock.errors import ConfigError
+from penstock.models import weights
+from penstock.models.saved import DTYPES, Layout, SavedModel
+from penstock.models.source import beside
+from penstock.runtime.stage import Stage
+from penstock.train.tokenizer import byte_level_tokenizer
+from support import zoo
+
+TYPICAL = (
+    "llama", "bert", "ctrl", "gemma4_text",  # tied heads, under several names
+    "mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_moe", "gpt_oss",  # experts, put together from pieces
+    "zamba2", "jamba", "recurrent_gemma",  # shared blocks, renamings, states
+    "gemma3",  # with parts that no text goes through
+)  # fmt: skip
+# folders that transformers writes and does not open itself: nothing to compare with
+NOT_OPENED = {
+    "emu3": "its text config is no causal language model's for AutoModelForCausalLM",
+    "gemma3n": "its vision part is built by timm, which is not installed",
+    "musicgen": "the config of its decoder is no causal language model's for AutoModelForCausalLM",
+    "musicgen_melody": "the same",
+}
+# transformers keeps a part of it in float32, and then multiplies that with the rest
+NOT_RUN_IN_BFLOAT16 = {"xlnet"}
+TAKEN = [name for name in zoo.TYPES if name not in REFUSED and name not in zoo.SKIPPED]
+
+
+def whole(folder: Path, **options: Any) -> PreTrainedModel:
+    """As transformers itself opens it."""
+    opened = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager", **options)
+    model: PreTrainedModel = opened.eval()
+    return model
+
+
+def logits(model: PreTrainedModel, model_type: str) -> Tensor:
+    ids = zoo.tiny_batch(model_type)["input_ids"]
+    with torch.no_grad():
+        given: Tensor = model(input_ids=ids, use_cache=False).logits
+    return given
+
+
+def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Under which names, in which dtypes and shapes a folder holds its weights. Each is in one file only."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in weights.weight_files(folder):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                assert name not in found, f"{name} is in two files"
+                held = opened.get_slice(name)
+                found[name] = held.get_dtype(), tuple(held.get_shape())
+    return found
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """config.json, but for what says who wrote it."""
+    held: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return {name: value for name, value in held.items() if name != "transformers_version"}
+
+
+def check(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    theirs, ours, again = folder / "theirs", folder / "ours", folder / "again"
+    zoo.tiny_model(model_type, dtype).save_pretrained(theirs, max_shard_size="30KB")
+    if model_type in NOT_OPENED:
+        with pytest.raises((ValueError, ImportError)):
+            whole(theirs)
+        return
+    expected = whole(theirs)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(theirs)
+    held = expected.state_dict()
+    met = set()
+    for module in pipe.modules.values():
+        for name, value in module.state_dict().items():
+            assert value.dtype == held[name].dtype, name
+            assert torch.equal(value, held[name]), name
+            met.add(name)
+    assert met == held.keys()
+    frozen = {name for name, p in expected.named_parameters() if not p.requires_grad}
+    assert {name for name, p in pipe.named_parameters() if not p.requires_grad} <= frozen
+    assert str(pipe.config.dtype) == str(dtype)
+    pipe.save_pretrained(ours)
+    expected.save_pretrained(again)
+    assert stored(ours) == stored(again)
+    assert settings(ours) == settings(again)
+    assert torch.equal(logits(whole(ours), model_type), logits(expected, model_type))
+
+
+@pytest.mark.parametrize("model_type", TYPICAL)
+def test_in_and_out(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", TAKEN)
+def test_every_type_in_and_out(model_type: str, tmp_path: Path) -> None:
+    check(model_type, tmp_path)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", [name for name in TAKEN if name not in NOT_RUN_IN_BFLOAT16])
+def test_every_type_in_and_out_in_bfloat16(model_type: str, tmp_path: Path) -> None:
+    """Where some families keep a part of their weights in float32."""
+    check(model_type, tmp_path, torch.bfloat16)
+
+
+def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+    """A tokenizer's files, chat templates and generation config are those of the folder, byte for byte."""
+    model = zoo.tiny_model("llama")
+    model.save_pretrained(tmp_path / "theirs")
+    byte_level_tokenizer().save_pretrained(tmp_path / "theirs")
+    generation = json.dumps({"temperature": 0.5, "do_sample": False})  # which transformers refuses to save
+    (tmp_path / "theirs" / "generation_config.json").write_text(generation)
+    (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "theirs" / "additional_chat_templates").mkdir()
+    (tmp_path / "theirs" / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    for name in ("merges.txt", "spiece.model", "preprocessor_config.json", "README.md", "training_args.bin"):
+        (tmp_path / "theirs" / name).write_text("{}")
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "theirs")
+    pipe.save_pretrained(tmp_path / "ours")
+    expected = {
+        "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+        "additional_chat_templates/tool.jinja", "merges.txt", "spiece.model", "preprocessor_config.json",
+    }  # fmt: skip
+    assert set(beside(tmp_path / "theirs")) == expected
+    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())["files"]
+    for name in expected:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+        assert name in manifest
+    assert not {"README.md", "training_args.bin"} & manifest.keys()
+    opened = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    assert opened.encode("ab", add_special_tokens=False) == [97, 98]
+    again = AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "ours")
+    shutil.rmtree(tmp_path / "ours")  # nothing of a long run may hang on it
+    again.save_pretrained(tmp_path / "elsewhere")
+    assert expected <= {
+        f.relative_to(tmp_path / "elsewhere").as_posix() for f in (tmp_path / "elsewhere").rglob("*")
+    }
+
+
+def test_a_generation_config_where_there_is_no_folder(tmp_path: Path) -> None:
+    model = zoo.tiny_model("llama")
+    assert model.generation_config is not None
+    model.generation_config.max_new_tokens = 7
+    AutoPipeline(ranks=2, microbatches=2).build(model).save_pretrained(tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "generation_config.json").read_text())["max_new_tokens"] == 7
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_shards_of_a_stage(model_type: str, tmp_path: Path) -> None:
+    """Files are below the limit, but for single weights above it, and there are no more than it takes."""
+    model = zoo.tiny_model(model_type).eval()
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    stages = {index: Stage(index, module, lambda *_: None) for index, module in pipe.modules.items()}
+    saved = SavedModel(model.config, None, weights.tied_names(model), 2)
+    for folder, limit in (("small", 20_000), ("text", "20KB"), ("one", "1GB")):
+        (tmp_path / folder).mkdir()
+        saved.write(tmp_path / folder, stages, pipe.processes, limit)
+        assert torch.equal(logits(whole(tmp_path / folder), model_type), logits(model, model_type))
+    files = weights.weight_files(tmp_path / "small")
+    assert [file.name for file in files] == [file.name for file in weights.weight_files(tmp_path / "text")]
+    assert len(weights.weight_files(tmp_path / "one")) == 2
+    sizes = [stored_bytes(file) for file in files]
+    assert all(sum(held) <= 20_000 or len(held) == 1 for held in sizes)
+    assert len(files) > 4
+    for limit in (0, "5 apples", -1):
+        with pytest.raises(ConfigError, match="it is a number of bytes"):
+            saved.write(tmp_path / "none", stages, pipe.processes, limit)
+
+
+def stored_bytes(file: Path) -> list[int]:
+    with safe_open(file, framework="pt") as opened:
+        return [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118
+
+
+def test_a_file_is_one_of_safetensors(tmp_path: Path) -> None:
+    """Byte for byte, for every dtype, also of tensors without numbers or dimensions."""
+    held: dict[str, Tensor] = {f"of {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    held |= {"empty": torch.ones(0, 3), "one": torch.tensor(2.0), "turned": torch.rand(3, 2).T}
+
+    class Module(torch.nn.Module):
+        _keys_to_ignore_on_save = ("one",)
+
+        def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]
+            return held
+
+        config = None
+        _weight_conversions: tuple[()] = ()
+
+    layout = Layout.of(cast(Any, Module()), ())
+    layout.write(tmp_path / "ours.safetensors", layout.sizes.keys())
+    expected = {name: value.contiguous() for name, value in held.items() if name != "one"}
+    found = load_file(tmp_path / "ours.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
+        both = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (found[name], value))
+        assert torch.equal(*both), name

@@ -1,0 +1,76 @@
+"""What a rank's process holds at most while it takes its stage from a folder, read from /proc."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
+
+MIB = 2**20
+# Python's own: names, headers, and what conversions leave behind
+CONSTANT = 12 * MIB
+
+SCRIPT = """
+import json, sys, threading
+from pathlib import Path
+import torch
+from penstock import AutoPipeline
+from penstock.models import weights
+
+torch.set_num_threads(1)
+folder, rank, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
+
+def held(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what + ":"))
+
+auto = AutoPipeline(ranks=2, microbatches=2, dtype=dtype)
+outline = auto.outline(folder)
+part = outline.part(rank)
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = held("VmRSS")
+auto._fill(part, outline.source, weights.tied_names(outline.source.model))
+after = sum(p.nbytes for p in {id(p): p for p in part.parameters()}.values())
+print(json.dumps([held("VmHWM") - before, after, max(p.nbytes for p in part.parameters())]))
+"""
+
+
+def config_of(kind: str) -> PreTrainedConfig:
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000}
+    if kind == "llama":
+        return LlamaConfig(**sizes, intermediate_size=1536, num_hidden_layers=8, tie_word_embeddings=True)
+    return MixtralConfig(**sizes, intermediate_size=768, num_hidden_layers=6, num_local_experts=4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Weights of about 100 MiB in several shards, in float32."""
+    made = {}
+    for kind in ("llama", "mixtral"):
+        made[kind] = tmp_path_factory.mktemp(kind)
+        AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(made[kind], max_shard_size="20MB")
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_ranks_peak_is_its_stage_and_one_tensor(
+    kind: str, dtype: torch.dtype, folders: dict[str, Path]
+) -> None:
+    """All of the process's memory counts, files mapped into it as well: VmHWM.
+
+    The one tensor is in the files' float32, and may be the experts of a layer, put together of many.
+    """
+    command = [sys.executable, "-c", SCRIPT, str(folders[kind]), "0", str(dtype).removeprefix("torch.")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    peak, stage, largest = json.loads(run.stdout)
+    slack = largest * torch.float32.itemsize // dtype.itemsize
+    assert stage > 20 * MIB
+    assert stage <= peak + CONSTANT, "the weights are not in memory: nothing was measured"
+    assert peak <= stage + slack + CONSTANT, (peak / MIB, stage / MIB, slack / MIB)
