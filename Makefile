@@ -35,7 +35,7 @@ tests: env  ## The test suite, on two processes
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
 sweep: env  ## The whole equivalence matrix over real processes: some minutes
-	$(BIN)/pytest -m sweep --timeout 900
+	$(BIN)/pytest -m sweep --timeout 900 --numprocesses 2 --dist loadgroup
 
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support.pool import Pool
 
@@ -20,6 +22,15 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool = Pool(4, tmp_path_factory.mktemp("stores"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A world of this process alone, to make meshes in."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

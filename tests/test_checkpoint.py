@@ -12,23 +12,32 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
+from penstock import AutoPipeline
 from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.commit import check_folder
 from penstock.errors import CheckpointError, ModelError, RunError
 from penstock.models.saved import SavedModel
 from penstock.optimizer_state import OptimizerState
 from penstock.pipeline import Pipeline
-from support.families import ragged_batch
+from support.families import ragged_batch, tiny_model
 from support.jobs_checkpoint import (
     SAVED,
     advance,
     begin,
+    dropped,
+    failing_layout,
     failing_writes,
     failure_in_the_background,
     go_on,
     make,
+    unfit_on_one,
     whole_run,
 )
 from support.pool import Pool
@@ -234,6 +243,229 @@ def test_an_error_elsewhere_lets_a_whole_checkpoint_end_and_ctrl_c_does_not(
     assert [entry.name for entry in tmp_path.iterdir()] == (
         [] if error is KeyboardInterrupt else ["checkpoint"]
     )
+
+
+# --- what is refused, and what it leaves ---
+
+
+def each(pipe: Pipeline) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in pipe.parameters()]
+
+
+def test_weights_under_names_of_an_adapter_are_refused(tmp_path: Path) -> None:
+    """0.4.0 wrote a folder that no from_pretrained opens, where save_pretrained refused."""
+    pipe, optimizers = make(2, "1f1b")
+    layer = pipe.parts[0].get_submodule("model.layers.0.mlp")
+    layer.down_proj = nn.Sequential(layer.get_submodule("down_proj"))
+    for background in (False, True):
+        with pytest.raises(ModelError, match=r"down_proj.*which only the model or"):
+            CheckpointWriter(pipe, background=background).save(tmp_path / "checkpoint", optimizers)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_sharded_over_another_mesh_are_refused(tmp_path: Path, one_process: None) -> None:
+    pipe = AutoPipeline(ranks=1, microbatches=8, transport="local").build(tiny_model("llama"))
+    mesh = init_device_mesh("cpu", (1,))
+    norm = pipe.parts[0].get_submodule("model.norm")
+    norm.weight = nn.Parameter(distribute_tensor(norm.get_parameter("weight").detach(), mesh, [Shard(0)]))
+    optimizer = AdamW(pipe.parameters())
+    writes: list[Callable[[], None]] = [
+        lambda: save_checkpoint(tmp_path / "checkpoint", pipe, optimizer),
+        lambda: pipe.save_pretrained(tmp_path / "weights"),
+    ]
+    for write in writes:
+        with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*are sharded over another mesh"):
+            write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    """0.4.0 put four layers of eight into a model of four, and weights of other heads of the same shapes."""
+    pipe, optimizers = make(2, "1f1b")
+    save_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+    auto = AutoPipeline(ranks=2, microbatches=8)
+    for changes, found in (
+        ({"layers": 4}, "num_hidden_layers=8: the model has 4"),
+        ({"layers": 8, "rms_norm_eps": 1e-3}, "rms_norm_eps="),
+    ):
+        other = auto.build(tiny_model("llama", **changes))
+        before, random = each(other), torch.get_rng_state()
+        with pytest.raises(CheckpointError, match=found):
+            load_checkpoint(tmp_path / "checkpoint", other, AdamW(other.parameters()))
+        assert all(map(torch.equal, before, each(other)))
+        assert torch.equal(random, torch.get_rng_state())
+    other = auto.build(tiny_model("qwen3", layers=8))
+    with pytest.raises(CheckpointError, match="model_type=llama: the model has qwen3"):
+        load_checkpoint(tmp_path / "checkpoint", other, AdamW(other.parameters()))
+
+
+def unlisted(folder: Path) -> None:
+    """Let the manifest list no file, so that files may be altered."""
+    (folder / "manifest.json").write_text('{"files": {}}')
+
+
+def test_parameters_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    pipe, optimizers = make(2, "1f1b")
+    save_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+    unlisted(tmp_path / "checkpoint")
+    (described,) = (tmp_path / "checkpoint").glob("optimizer-*.json")
+    described.write_text(described.read_text().replace('"model.norm.weight"', '"model.norm.weight", "more"'))
+    with pytest.raises(CheckpointError, match="it holds more: the model has no such parameter"):
+        load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("what", ["optimizer", "missing", "shape"])
+def test_what_does_not_fit_is_told_before_any_weight_is_read(tmp_path: Path, what: str, family: str) -> None:
+    """0.4.0 had replaced the weights when it looked at the optimizer."""
+    pipe, optimizers = make(2, "1f1b", family)
+    folder = tmp_path / "checkpoint"
+    save_checkpoint(folder, pipe, optimizers, {"step": 1})
+    unlisted(folder)
+    given: Any = optimizers
+    found = {"optimizer": "was trained by AdamW", "missing": "lacks 1 of", "shape": "of shape"}[what]
+    if what == "optimizer":
+        given = SGD(pipe.parameters(), lr=0.1)
+    else:
+        file = max(folder.glob("model-*.safetensors"))
+        held = load_file(file)
+        name = "model.norm.weight"
+        held = {key: value for key, value in held.items() if key != name}
+        save_file(held if what == "missing" else held | {name: torch.ones(3)}, file)
+    advance(pipe, optimizers, 1, 1)
+    before = each(pipe)
+    with pytest.raises(CheckpointError, match=found):
+        load_checkpoint(folder, pipe, given)
+    assert all(map(torch.equal, before, each(pipe)))
+
+
+def test_what_does_not_fit_on_one_process_changes_none(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(2, unfit_on_one, str(tmp_path / "checkpoint"))
+    assert [unchanged for _, unchanged in told] == [True, True]
+    assert "process 1: it could not go on from checkpoint" in told[0][0]
+    assert all("was trained by AdamW: here it is by SGD" in error for error, _ in told)
+
+
+def test_a_layout_that_fails_on_one_process_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(2, failing_layout, str(tmp_path / "checkpoint"))
+    assert told[1] == "ValueError: cannot tell"
+    assert "cannot tell" in told[0]
+    assert told[0].startswith("RunError: process 1")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_that_gave_a_write_up_takes_no_more(pool: Pool, tmp_path: Path) -> None:
+    """0.4.0 let the next write share the group that the one given up might still read from."""
+    for told in pool.run(2, dropped, str(tmp_path)):
+        assert len(told) == 2
+        for error in told:
+            assert "a CheckpointWriter that gave a write up: its group may still be in that write" in error
+    check_folder(tmp_path / "third")
+    assert not (tmp_path / "second").exists()
+
+
+def test_alone_a_writer_goes_on_after_it_gave_a_write_up(tmp_path: Path) -> None:
+    pipe, optimizers = make(1, "1f1b")
+    with CheckpointWriter(pipe) as writer:
+        writer.save(tmp_path / "first", optimizers)
+        writer.drop()
+        writer.save(tmp_path / "second", optimizers)
+    check_folder(tmp_path / "second")
+
+
+class Kept:
+    """A hook that cannot be copied, and keeps an output that cannot be either."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.output: Any = None
+
+    def __call__(self, module: nn.Module, given: Any, output: Any) -> None:
+        self.output = output
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_modules_that_cannot_be_copied(tmp_path: Path, family: str) -> None:
+    """0.4.0 made deep copies of modules with all that hung on them, to save and to load."""
+    pipe, optimizers = make(2, "1f1b", family)
+    for part in pipe.parts:
+        part.lock = threading.Lock()  # type: ignore[assignment]
+        for module in part.modules():
+            module.register_forward_hook(Kept())
+    advance(pipe, optimizers, 1, 1)
+    with CheckpointWriter(pipe) as writer:
+        writer.save(tmp_path / "checkpoint", optimizers)
+        saved = each(pipe)
+        advance(pipe, optimizers, 2, 2)
+    load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
+    assert all(map(torch.equal, saved, each(pipe)))
+    assert all(len(module._forward_hooks) for part in pipe.parts for module in part.modules())
+    advance(pipe, optimizers, 2, 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_error_tells_of_the_checkpoint_that_did_not_come_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """0.4.0 lost what had gone wrong in the background when the loop failed as well."""
+    pipe, optimizers = make(1, "1f1b")
+    go = threading.Event()
+
+    def failing(*_: Any) -> None:
+        go.wait(0.3)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(OptimizerState, "write", failing)
+    with pytest.raises(error) as caught, CheckpointWriter(pipe) as writer:  # noqa: PT012
+        writer.save(tmp_path / "checkpoint", optimizers)
+        raise error
+    (note,) = caught.value.__notes__
+    why = "OSError: disk full" if error is ValueError else "it was given up"
+    assert note.startswith(f"checkpoint {tmp_path / 'checkpoint'}: it was not written: ")
+    assert why in note
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_follows_a_checkpoint_may_fail_and_it_stands(tmp_path: Path, background: bool) -> None:
+    pipe, optimizers = make(1, "1f1b")
+
+    def failing() -> None:
+        raise OSError("no room")
+
+    writer = CheckpointWriter(pipe, background=background)
+    with pytest.raises(RunError, match="it was written, and what was to follow it failed: OSError: no room"):  # noqa: PT012
+        writer.save(tmp_path / "checkpoint", optimizers, then=failing)
+        writer.wait()
+    check_folder(tmp_path / "checkpoint")
+
+
+def test_a_path_is_of_the_folder_and_home_at_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, optimizers = make(1, "1f1b")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    go, written = threading.Event(), SavedModel.write
+
+    def slowly(*arguments: Any) -> None:
+        assert go.wait(30)
+        written(*arguments)
+
+    monkeypatch.setattr(SavedModel, "write", slowly)
+    with CheckpointWriter(pipe) as writer:
+        writer.save("relative", optimizers)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        go.set()
+        writer.save("~/home", optimizers)
+    check_folder(tmp_path / "relative")
+    assert load_checkpoint("~/home", pipe, optimizers) == {}
+
+
+def test_weights_of_no_folder(tmp_path: Path) -> None:
+    pipe, _ = make(1, "1f1b")
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        pipe.load_weights(tmp_path / "none")
 
 
 CHILD = """

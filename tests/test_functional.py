@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock import AutoPipeline, Pipeline
-from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.errors import ConfigError, EquivalenceError, ModelError, PartitionError
 from penstock.functional import (
     layers_of,
     make_schedule,
@@ -61,8 +61,10 @@ def test_the_names_in_the_order_in_which_they_run() -> None:
     assert module_names(made()) == (("embed",), tuple(f"layers.{i}" for i in range(4)), ("norm", "head"))
     assert module_names(made(OptionalParts)).before == ("shift", "embed")
     assert module_names(Nested()) == (
-        ("transformer.wte",), tuple(f"transformer.h.{i}" for i in range(3)), ("transformer.ln_f", "lm_head")
-    )  # fmt: skip
+        ("transformer.wte", "transformer.drop"),
+        tuple(f"transformer.h.{i}" for i in range(3)),
+        ("transformer.ln_f", "lm_head"),
+    )
     assert module_names(sequence()) == ((), ("0", "1", "2", "3", "4"), ())
     outline = AutoPipeline(ranks=2, microbatches=2).outline(tiny_config("llama"))
     told = module_names(outline.source.model)
@@ -198,6 +200,89 @@ def test_the_gradients_are_those_of_the_whole_model(
     assert found.keys() == expected.keys()
     assert_gradients(found, expected, 1e-6)
     pipe.verify_against(model, batch)
+
+
+class Activated(Chain):
+    """Modules without parameters between those that have some, and one of buffers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed, layers, norm, head = self._modules.items()
+        self._modules.clear()
+        added = ("table", Table()), embed, ("act", nn.Tanh()), layers, norm, ("gate", nn.Sigmoid()), head
+        for name, module in added:  # in the order in which they run
+            self.add_module(name, module)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.get_submodule("act")(self.embed(x))
+        for layer in self.layers.children():
+            x = layer(x) + self.get_submodule("table")() * 0
+        return self.head(self.get_submodule("gate")(self.norm(x)))
+
+
+class Table(nn.Module):
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.shift
+
+
+@pytest.mark.parametrize("absent", ["identity", "none"])
+def test_modules_without_parameters_stand_on_one_stage(absent: Literal["identity", "none"]) -> None:
+    """0.4.0 ran them on every stage: an activation between embedding and layers as often as there were."""
+    model = made(Activated)
+    names = names_per_stage(model, 2)
+    assert names == [("embed", "act", "layers.0", "layers.1"),
+                     ("layers.2", "layers.3", "norm", "gate", "head")]  # fmt: skip
+    if absent == "none":
+        part = split(model, names, 1, absent="none")
+        assert part.get_submodule("gate") is not None
+        assert part._modules["act"] is None
+        return
+    assert all("table" in dict(split(model, names, stage).named_modules()) for stage in range(2))
+    pipe = Pipeline.from_provider(provider_of(model, names), ranks=2, microbatches=4, loss_fn=squares)
+    pipe.verify_against(model, x_batch())
+
+
+class Scaled(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * 2.0
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Residual(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Skipping(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + first))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Scaled, Residual, Skipping])
+def test_arithmetic_between_modules_is_told_by_verify_against(kind: type[nn.Module]) -> None:
+    model = made(kind)
+    names = names_per_stage(model, 2)
+    pipe = Pipeline.from_provider(provider_of(model, names), ranks=2, microbatches=4, loss_fn=squares)
+    with pytest.raises(EquivalenceError):
+        pipe.verify_against(model, x_batch())
+    alone = Pipeline.from_provider(
+        provider_of(model, names_per_stage(model, 1)), ranks=1, microbatches=4, loss_fn=squares
+    )
+    alone.verify_against(model, x_batch())
 
 
 def uneven(stages: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from penstock.checkpoint import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
@@ -141,6 +141,38 @@ def test_other_options_stay_those_that_the_optimizer_was_made_with(tmp_path: Pat
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.1, 0.8)
     stored.restore(again, here, learning_rates=True)
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "part"),
+    [(AdamW, "amsgrad", True, "max_exp_avg_sq"), (RMSprop, "centered", True, "grad_avg"),
+     (RMSprop, "momentum", 0.5, "momentum_buffer"), (SGD, "momentum", 0.9, "momentum_buffer")],
+)  # fmt: skip
+@pytest.mark.parametrize("older", [False, True])
+def test_an_option_whose_state_is_not_there_is_refused(
+    tmp_path: Path, kind: Any, option: str, value: Any, part: str, older: bool
+) -> None:
+    """0.4.0 let it pass, and the next step failed within torch, or went on as if it were the first."""
+    here = named()
+    stored = written(tmp_path, stepped(kind(members(here), lr=0.1)), here)
+    if older:  # checkpoints that do not tell what the options were; SGD without momentum leaves no trace
+        (file,) = tmp_path.glob("optimizer-*.json")
+        told = json.loads(file.read_text())
+        assert [group.pop("options") for group in told["groups"]]
+        file.write_text(json.dumps(told))
+        stored = Stored(tmp_path, ())
+    again = kind(members(here), lr=0.1, **{option: value})
+    if kind is SGD and older:
+        stored.restore(again, here, learning_rates=True)
+        return
+    with pytest.raises(
+        CheckpointError, match=rf"without {option}.*{option}={value}, and the state lacks {part}"
+    ):
+        stored.restore(again, here, learning_rates=True)
+    assert not again.state
+    (tmp_path / "other").mkdir()
+    stored = written(tmp_path / "other", kind(members(here), lr=0.1, **{option: value}), here)
+    stored.restore(again, here, learning_rates=True)  # with the option, and before the first step
 
 
 def test_rates_that_no_longer_fit_the_groups_are_refused_unless_told_to_be_left_out(tmp_path: Path) -> None:

@@ -47,8 +47,10 @@ def test_every_option_is_told_of() -> None:
 
 
 def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="scedule"):
+    with pytest.raises(TypeError, match=r"Pipeline\.from_provider\(\) has no option 'scedule'.*'schedule'"):
         Pipeline.from_provider(Piece, scedule="1f1b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Pipeline\.from_provider\(\) takes its options by keyword"):
+        Pipeline.from_provider(Piece, 2)
 
 
 def layers(**said: Any) -> list[list[int]]:

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
@@ -80,15 +78,6 @@ def shard(part: nn.Module) -> nn.Module:
         fully_shard(layer, mesh=mesh)
     fully_shard(part, mesh=mesh)
     return part
-
-
-@pytest.fixture
-def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world of this process alone, to make meshes in."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_sharded_stages(one_process: None, tmp_path: Path) -> None:
@@ -376,6 +365,16 @@ def test_the_summary() -> None:
     assert before[3].split()[4:6] != after[3].split()[4:6]
 
 
+@pytest.mark.parametrize(("tied", "schedule"), [(True, "1f1b"), (False, "dualpipe"), (True, "dualpipe")])
+def test_the_summary_counts_a_weight_once(tied: bool, schedule: str) -> None:
+    model = tiny_model("llama", tied=tied)
+    pipe = pipeline(model, schedule=schedule)
+    *_, total, _, legend = str(pipe).splitlines()
+    assert total.split()[:3] == ["all", "2", f"{sum(p.numel() for p in model.parameters()):,}"]
+    assert legend == "all: a weight that several stages hold is counted once"
+    assert "counted once" not in str(pipeline(tiny_model("llama")))
+
+
 # --- evaluation ---
 
 
@@ -427,11 +426,11 @@ def test_evaluation_over_processes(pool: Pool, schedule: str, owner: int | None)
     loss, _ = plain_step(model, batch)
     logits = model(batch["input_ids"], use_cache=False).logits.detach()
     for rank, (alone, together, best, unlabelled, refused, info, _) in enumerate(answers):
-        assert alone.loss == together.loss == best.loss == pytest.approx(loss, rel=1e-5)
-        assert alone.tokens == together.tokens
-        if owner is None:
-            assert [value is None for value in alone.outputs].count(True) == 2
+        assert together.loss == best.loss == pytest.approx(loss, rel=1e-5)
+        if owner is None:  # a list with holes in 0.4.0
+            assert "the last stage of each has the outputs of half the batch. Give everywhere=True" in alone
         else:
+            assert (alone.loss, alone.tokens) == (together.loss, together.tokens)
             assert (alone.outputs is not None) == (rank == owner)
         torch.testing.assert_close(together.outputs, logits)
         assert torch.equal(unlabelled.outputs, together.outputs)

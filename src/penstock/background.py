@@ -12,16 +12,19 @@ from typing import Any
 from penstock.errors import PenstockError, RunError
 from penstock.runtime.processes import Processes
 
+Work = Callable[[Processes], None]
+
 DROPPED = 2.0  # seconds that a write given up may take to notice it
 LINGERS = 30.0  # seconds for a write to end after an error elsewhere, or as Python ends
 
 
 class Background:
-    """One write in a thread of its own."""
+    """One write in a thread of its own, and what follows it."""
 
-    def __init__(self, path: Path, work: Callable[[Processes], None], processes: Processes) -> None:
+    def __init__(self, path: Path, work: Work, then: Work, processes: Processes) -> None:
         self.path = path
-        self._work: Callable[[Processes], None] | None = work
+        self._work: Work | None = work
+        self._then, self._written = then, False
         self._error: BaseException | None = None
         self._dropped = threading.Event()
         self._processes = _Droppable(processes, self._dropped)
@@ -34,6 +37,8 @@ class Background:
         assert self._work is not None
         try:
             self._work(self._processes)
+            self._work, self._written = None, True
+            self._then(self._processes)
         except BaseException as error:  # told by whoever waits
             self._error = error
         finally:
@@ -55,6 +60,15 @@ class Background:
             f"it could not be written in the background: {type(self._error).__name__}: {self._error}",
             "Mend that; the checkpoint before it stands",
         ) from self._error
+
+    @property
+    def failure(self) -> str | None:
+        """What went wrong, as far as is known, in words."""
+        if self._error is None:
+            alive = self._thread.is_alive() and not self._written
+            return "it was not written: it was given up before it was finished" if alive else None
+        why = f"{type(self._error).__name__}: {self._error}"
+        return f"it was written, but then {why}" if self._written else f"it was not written: {why}"
 
     def drop(self, linger: float) -> None:
         self._dropped.set()

@@ -14,28 +14,33 @@ state.json. It is read at any number of ranks and under any schedule, placement 
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PretrainedConfig
 
 from penstock.background import DROPPED, LINGERS, Background
 from penstock.commit import check_folder_together, together, write_folder
-from penstock.errors import CheckpointError
-from penstock.optimizer_state import Optimizers, OptimizerState, Stored, host_copy, state_of
-from penstock.pipeline import Pipeline
+from penstock.errors import CheckpointError, PenstockError, RunError
+from penstock.optimizer_state import Optimizers, OptimizerState, Stored, host_copy, state_of, unfit
+from penstock.pipeline import Pipeline, laid_out
 from penstock.runtime.distributed import apart
 from penstock.runtime.processes import Processes
-from penstock.runtime.stage import Stage, StageCall
+from penstock.runtime.stage import Stage
 
 STATE = "state.json"
+
+# keys of a model's config that may differ between a checkpoint and the model that goes on from it
+_INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+
 T = TypeVar("T")
 Extra = Callable[[Path], None]
 Then = Callable[[], None]
@@ -51,8 +56,9 @@ def save_checkpoint(
         numbers
     state: what else the loop needs to go on, such as its step, its place in the data and a scheduler's
         state_dict(): text, numbers, lists and dicts by text. That of process 0 is kept.
-    Raises CheckpointError for what cannot be kept, ModelError for a pipeline made by from_provider; RunError
-    names the process that failed on all others.
+    Raises CheckpointError for what cannot be kept (a weight sharded over another mesh, too), ModelError for
+    weights that are not under the model's own names and for a pipeline made by from_provider; RunError names
+    the process that failed on all others.
     """
     CheckpointWriter(pipe, background=False).save(path, optimizer, state)
 
@@ -68,31 +74,73 @@ def load_checkpoint(
     is made before this, and given its part of the returned state.
 
     The random state is put back where there are as many processes as there were, and otherwise left alone.
-    Raises CheckpointError where a file is missing or altered, or the checkpoint does not fit, before
-    optimizer or random state are touched.
+    Raises CheckpointError where a file is missing or altered, or the checkpoint is of another model or
+    optimizer, before anything is changed on any process.
     """
-    folder, processes = Path(path), pipe.processes
+    folder, processes = Path(path).expanduser(), pipe.processes
+    saved = pipe._needs_saved()
     check_folder_together(folder, processes)
+    named = list(pipe.named_parameters(remove_duplicate=False))
+    known = {name for names in processes.gather([name for name, _ in named]) for name in names}
 
-    def read() -> dict[str, Any]:
+    def check() -> Callable[[], dict[str, Any]]:
         state = _read_state(folder)
-        stored = Stored(folder, pipe._needs_saved().ties)
-        pipe.load_weights(folder)
-        stored.restore(
-            optimizer, list(pipe.named_parameters(remove_duplicate=False)), learning_rates=learning_rates
-        )
-        _restore_random(folder, processes)
-        return state
+        check_config(folder, saved.config)
+        stored = Stored(folder, saved.ties)
+        if foreign := sorted(stored.names - known - saved.copies.union(*saved.ties)):
+            raise unfit(folder, f"it holds {foreign[0]}", "the model has no such parameter")
+        saved.check(folder, dict(zip(pipe.modules, pipe.stages, strict=True)))
+        put = stored.plan(optimizer, named, learning_rates=learning_rates)
+        random = _random_state(folder, processes)
 
-    return _agreed(processes, f"read checkpoint {folder}", read)
+        def apply() -> dict[str, Any]:
+            pipe.load_weights(folder)
+            put()
+            _set_random_state(random)
+            return state
+
+        return apply
+
+    apply = _agreed(processes, f"go on from checkpoint {folder}", check)
+    return _agreed(processes, f"read checkpoint {folder}", apply)
+
+
+def check_config(path: Path, config: PretrainedConfig) -> None:
+    """Raise CheckpointError unless the checkpoint `path` is one of a model with this config.
+
+    Both are compared as files give them back; who wrote it, its name, dtype and cache do not count.
+    """
+    try:
+        told = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        theirs = _comparable(type(config).from_dict(told).to_dict())
+        kind = told.get("model_type")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
+        ) from error
+    if kind != config.model_type:
+        raise unfit(path, f"model config model_type={kind}", f"the model has {config.model_type}")
+    ours = _comparable(type(config).from_dict(json.loads(config.to_json_string())).to_dict())
+    for key in sorted(ours.keys() | theirs.keys()):
+        if theirs.get(key) != ours.get(key):
+            raise unfit(path, f"model config {key}={theirs.get(key)}", f"the model has {ours.get(key)}")
+
+
+def _comparable(config: Any) -> Any:
+    """Without what is incidental, in configs of parts too."""
+    if not isinstance(config, Mapping):
+        return list(config) if isinstance(config, tuple) else config
+    return {key: _comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
 
 
 class CheckpointWriter:
     """Writes checkpoints while training goes on: `save` takes copies in host memory, a thread writes them.
 
     Made collectively, once for a pipeline, by every process of the job. A context: leaving it waits for the
-    last write; after Ctrl-C it gives that write up. Whoever uses it otherwise calls `wait` at the end, before
-    `pipe.close()`. Where a job has several pipelines, one of them saves, or each to a path of its own.
+    last write; after an error it gives that write 30 s to end, after Ctrl-C it gives it up, and where no
+    checkpoint came of it the error bears a note that says which and why. Whoever uses it otherwise calls
+    `wait` at the end, before `pipe.close()`. Where a job has several pipelines, one of them saves, or each to
+    a path of its own.
     background: False writes in `save` itself, from where the tensors are
     """
 
@@ -100,6 +148,7 @@ class CheckpointWriter:
         self._pipe, self._background = pipe, background
         self._processes = apart(pipe.processes) if background else pipe.processes
         self._task: Background | None = None
+        self._gave_up = False
 
     def save(
         self,
@@ -114,20 +163,31 @@ class CheckpointWriter:
 
         extra: called by process 0 with the folder that is being written, to add files of its own
         then: called by process 0 when the checkpoint stands under its name; both in the writer's thread
-        Raises what `wait` raises; then nothing was saved, and the next call is a fresh one.
+        Raises what `wait` raises; then nothing was saved, and the next call is a fresh one. Where `then`
+        fails the checkpoint stands, and the RunError says so. After `drop` among several processes the
+        writer takes no more: RunError.
         """
+        pipe, target = self._pipe, Path(os.path.abspath(Path(path).expanduser()))
+        self._check_usable()
         self.wait()
-        pipe, target = self._pipe, Path(path)
+        pipe._needs_saved()
+        pipe._check_names()
+        pipe._check_whole()
         contents = _agreed(
             pipe.processes,
             f"collect what goes into checkpoint {target}",
             lambda: _collect(pipe, optimizer, state, extra, copied=self._background),
         )
         if self._background:
-            self._task = Background(target, lambda processes: contents.publish(target, processes, then),
-                               self._processes)  # fmt: skip
+            self._task = Background(
+                target,
+                lambda processes: contents.publish(target, processes),
+                lambda processes: _follow(target, processes, then),
+                self._processes,
+            )
         else:
-            contents.publish(target, pipe.processes, then)
+            contents.publish(target, pipe.processes)
+            _follow(target, pipe.processes, then)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.
@@ -145,10 +205,25 @@ class CheckpointWriter:
         together(self._pipe.processes, f"write checkpoint {task.path}", task.tell)
 
     def drop(self, linger: float = DROPPED) -> None:
-        """Give up the write under way: it leaves no checkpoint. Not collective; takes `linger` s at most."""
+        """Give up the write under way: it leaves no checkpoint. Not collective; takes `linger` s at most.
+
+        Among several processes the writer is then used up: theirs may still be in that write.
+        """
         if self._task is not None:
             self._task.drop(linger)
             self._task = None
+            self._gave_up = True
+
+    def _check_usable(self) -> None:
+        """Raises RunError, on all processes: a second write would read the messages of the one given up."""
+        if not self._background or self._processes.count == 1:
+            return
+        if any(self._pipe.processes.gather(self._gave_up)):
+            raise RunError(
+                "a CheckpointWriter that gave a write up",
+                "its group may still be in that write",
+                "Make a new one",
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -159,9 +234,31 @@ class CheckpointWriter:
         if error is None:
             self.wait()
             return
-        if self._task is not None and isinstance(error, Exception):
-            self._task.join(LINGERS)  # a whole checkpoint from before the error; other ranks write it too
+        if (task := self._task) is None:
+            return
+        if isinstance(error, Exception):
+            task.join(LINGERS)  # a whole checkpoint from before the error; other ranks write it too
         self.drop()
+        if task.failure is not None:
+            error.add_note(f"checkpoint {task.path}: {task.failure}")
+
+
+def _follow(path: Path, processes: Processes, then: Then | None) -> None:
+    """Call `then` on process 0. Collective."""
+    if then is None:
+        return
+
+    def follow() -> None:
+        try:
+            if processes.index == 0:
+                then()
+        except PenstockError:
+            raise
+        except Exception as error:
+            rule = f"it was written, and what was to follow it failed: {type(error).__name__}: {error}"
+            raise RunError(f"checkpoint {path}", rule, "Mend that; the checkpoint stands") from error
+
+    together(processes, f"do what follows checkpoint {path}, which was written", follow)
 
 
 @dataclass(frozen=True)
@@ -174,11 +271,8 @@ class _Contents:
     state: str
     extra: Extra | None
 
-    def publish(self, path: Path, processes: Processes, then: Then | None) -> None:
+    def publish(self, path: Path, processes: Processes) -> None:
         write_folder(path, lambda folder: self._write(folder, processes), processes)
-        if then is not None:
-            first = processes.index == 0
-            together(processes, f"do what follows checkpoint {path}", lambda: then() if first else None)
 
     def _write(self, folder: Path, processes: Processes) -> None:
         self.write_weights(folder, processes)
@@ -208,27 +302,39 @@ def _collect(
 
 
 def _weights(pipe: Pipeline, *, copied: bool) -> Callable[[Path, Processes], None]:
+    """Only values are copied: modules, with their hooks and all that hangs on them, stay the pipeline's."""
     saved, depth = pipe._needs_saved(), pipe.schedule.placement.depth
-    stages = {}
-    for index, module in pipe.modules.items():
-        if index < depth:  # further copies of the model are alike
-            held = _host_module(module) if copied else module
-            stages[index] = Stage(index, held, cast(StageCall, held))
-    return lambda folder, processes: saved.write(folder, stages, processes)
+    # further copies of the model are alike
+    stages = {stage.index: stage for stage in pipe.stages if stage.index < depth}
+    held = {index: _values(stage, saved.copies) for index, stage in stages.items()} if copied else None
+
+    def write(folder: Path, processes: Processes) -> None:
+        saved.write(folder, laid_out(saved, stages, processes, held), processes)
+
+    return write
 
 
-def _host_module(module: nn.Module) -> nn.Module:
-    """A copy of `module` in host memory, without gradients."""
-    memo: dict[int, Any] = {id(p): nn.Parameter(host_copy(p), p.requires_grad) for p in module.parameters()}
-    memo |= {id(buffer): host_copy(buffer) for buffer in module.buffers()}
-    return copy.deepcopy(module, memo)
+def _values(stage: Stage, left_out: Collection[str]) -> dict[str, Tensor]:
+    """What the stage holds, in host memory that is nobody else's; a tied weight is copied once."""
+    made: dict[int, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, value in stage.module.state_dict(keep_vars=True).items():
+        if name not in left_out:
+            if id(value) not in made:
+                made[id(value)] = host_copy(value)
+            values[name] = made[id(value)]
+    return values
 
 
-def _restore_random(path: Path, processes: Processes) -> None:
+def _random_state(path: Path, processes: Processes) -> dict[str, Tensor]:
+    """Empty for an older checkpoint, or one of another number of processes."""
     file = path / _random_file(processes)
-    if not file.is_file():  # of an older checkpoint, or one of another number of processes
+    return load_file(file) if file.is_file() else {}
+
+
+def _set_random_state(held: Mapping[str, Tensor]) -> None:
+    if not held:
         return
-    held = load_file(file)
     torch.set_rng_state(held["cpu"].clone())
     if "cuda" in held and torch.cuda.is_available():
         torch.cuda.set_rng_state(held["cuda"].clone())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
 
 MANIFEST = "manifest.json"
-_REMOVED = "removed"
+_REMOVED, _WRITING = "removed", "writing"
 
 
 def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
@@ -35,7 +35,7 @@ def write_folder(target: Path, write: Callable[[Path], None], processes: Process
     others; the temporary folder is then gone.
     """
     target = Path(os.path.abspath(target))
-    temporary = target.parent / processes.gather(f".{target.name}.writing-{secrets.token_hex(4)}")[0]
+    temporary = target.parent / processes.gather(f".{target.name}.{_WRITING}-{secrets.token_hex(4)}")[0]
     try:
         together(processes, "make the folder", lambda: _prepare(temporary, target))
         together(processes, "write its part of the folder", lambda: write(temporary))
@@ -113,6 +113,11 @@ def remove_folder(path: Path) -> None:
 def leftovers(folder: Path) -> list[Path]:
     """Hidden folders in `folder` that a removal cut short has left."""
     return sorted(folder.glob(f".*.{_REMOVED}-*"))
+
+
+def unfinished(folder: Path, name: str = "*") -> list[Path]:
+    """Hidden folders of writes that are under way or were cut short. name: a pattern of their targets"""
+    return sorted(folder.glob(f".{name}.{_WRITING}-*"))
 
 
 def together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[Any]:

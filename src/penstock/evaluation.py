@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ShapeError
+from penstock.errors import ConfigError, ShapeError
 from penstock.parts import Parts
 from penstock.runtime.executor import Collect
 from penstock.runtime.loss import NextToken
@@ -59,7 +59,17 @@ class Evaluations:
         return result, dict(sorted(found.items()))
 
     def outputs(self, given: Given, wanted: Collect | bool, everywhere: bool) -> Evaluation:
-        """wanted: True for what the last stage returned, or what takes it and the microbatch's number"""
+        """wanted: True for what the last stage returned, or what takes it and the microbatch's number
+
+        Raises ConfigError where the copies of a model on several ranks would each have a part of it.
+        """
+        schedule, processes = self._parts.schedule, self._parts.world.processes
+        if schedule.placement.replicas > 1 and processes.count > 1 and not everywhere:
+            raise ConfigError(
+                f"outputs with schedule {schedule.name!r}",
+                "two copies of the model run, and the last stage of each has the outputs of half the batch",
+                "Give everywhere=True",
+            )
         collect: Collect = wanted if callable(wanted) else lambda output, number: output
         scored = not isinstance(self._parts.loss, NextToken) or _has_labels(given)
         result, found = self.results(given, collect, scored=scored)

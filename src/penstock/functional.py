@@ -52,10 +52,11 @@ Names = Sequence[Sequence[str]]  # for each stage, of the modules that it holds
 
 
 def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
-    """The names of the model's modules with parameters, in the order in which they run.
+    """The names of the model's modules, in the order in which they run.
 
     A transformers model tells it by itself. Of any other the order is that in which modules were assigned,
-    and its layers are those of its one ModuleList, ModuleDict or Sequential.
+    and its layers are those of its one ModuleList, ModuleDict or Sequential. Activations, dropout and the
+    like are among them; modules of buffers alone (tables of positions) are not, and are on every stage.
     layers: the name of that list, where there are several; "" for the model itself
     Raises ModelError.
     """
@@ -87,7 +88,12 @@ def names_per_stage(
     """For each stage the names of the modules that it holds: layers dealt out as `partition` says, evenly by
     default; what stands before them is on the first stage, and what stands after them on the last.
 
-    layers: see `module_names`. Raises ModelError, PartitionError, ConfigError.
+    layers: see `module_names`
+
+    Only modules are divided: arithmetic that the model's own forward does between them (a scale, a residual,
+    a skip) runs on every stage, and is not seen. ``pipe.verify_against(model, batch)`` tells.
+
+    Raises ModelError, PartitionError, ConfigError.
     """
     names = module_names(model, layers)
     shares = partition(
@@ -117,10 +123,14 @@ def split(
     """A copy of `model` that holds the modules of one stage; `model` is left as it was.
 
     names: for each stage those of its modules, and of parameters that stand in no module of their own;
-        every parameter of the model is named once. Modules without parameters are on every stage.
+        every parameter of the model is named once. Modules without parameters that are not named are on
+        every stage.
     absent: what stands in the place of the others. "identity": a module that gives back its first argument,
         which suits a forward that calls one module after the other. "none": None; out of lists and
         dicts they are taken, where the rest keep their names.
+
+    Only modules are divided: arithmetic that the model's own forward does between them (a scale, a residual,
+    a skip) runs on every stage, and is not seen. ``pipe.verify_against(model, batch)`` tells.
 
     What belongs to other stages is never copied, and on the meta device (`torch.device("meta")`) nothing is.
     Raises PartitionError for names that do not fit the model, ModelError for a weight of two stages.
@@ -156,7 +166,11 @@ def split(
 def provider_of(
     model: nn.Module, names: Names, *, absent: Literal["identity", "none"] = "identity"
 ) -> Provider:
-    """For Pipeline.from_provider: each stage's part of `model`, as `split` makes it. Raises as it does."""
+    """For Pipeline.from_provider: each stage's part of `model`, as `split` makes it. Raises as it does.
+
+    Only modules are divided: arithmetic that the model's own forward does between them (a scale, a residual,
+    a skip) runs on every stage, and is not seen. ``pipe.verify_against(model, batch)`` tells.
+    """
     check_names(model, names)
 
     def provider(info: StageInfo) -> nn.Module:
@@ -292,14 +306,25 @@ def _only_list(model: nn.Module) -> str:
     return outermost[0]
 
 
+def _has_place(module: nn.Module) -> bool:
+    """Whether a module stands on one stage: not tables, which each may read, nor lists without anything."""
+    if next(module.parameters(), None) is not None:
+        return True
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return next(module.buffers(), None) is None and not isinstance(module, lists)
+
+
 def _around(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What stands before and after the list, from the outermost module inwards, and back."""
+    """What stands before and after the list, from the outermost module inwards, and back.
+
+    What is called once and had no place would be called on every stage: an activation, say.
+    """
     before: list[str] = []
     after: list[str] = []
     holder, prefix = model, ""
     for part in layers.split(".") if layers else ():
         before += [prefix + name for name, _ in holder.named_parameters(recurse=False)]
-        held = {name for name, child in holder.named_children() if next(child.parameters(), None) is not None}
+        held = {name for name, child in holder.named_children() if _has_place(child)}
         children = [name for name, _ in holder.named_children() if name in held or name == part]
         at = children.index(part)
         before += [prefix + name for name in children[:at]]

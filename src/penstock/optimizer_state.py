@@ -3,7 +3,7 @@
 Each process writes a pair of files, and whoever needs something of them reads it:
 
     optimizer-00001-of-00002.safetensors   tensors by part and name: "exp_avg.model.norm.weight"
-    optimizer-00001-of-00002.json          groups: optimizer, lr and names of the parameters;
+    optimizer-00001-of-00002.json          groups: optimizer, lr, options and parameters' names;
                                            numbers: by name and part, where a part is a plain number
 
 Checkpoints of 0.3.0 and before have the tensors alone, which are AdamW's.
@@ -12,7 +12,7 @@ Checkpoints of 0.3.0 and before have the tensors alone, which are AdamW's.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from penstock.models.weights import Ties
 Optimizers = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
 Named = Sequence[tuple[str, nn.Parameter]]
+
+# options of torch's optimizers that keep a tensor more of each parameter, and what it is called
+NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
@@ -63,6 +66,7 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
             {
                 "optimizer": type(optimizer).__name__,
                 "lr": None if lr is None else float(lr),
+                "options": {option: bool(group[option]) for option in NEEDED if option in group},
                 "parameters": [name for name, _ in members],
             }
         )
@@ -137,13 +141,21 @@ def _check_part(optimizer: Optimizer, name: str, part: object, value: object) ->
 class Entry:
     """What is stored of one parameter.
 
-    optimizer, lr: None where an older checkpoint does not tell; parts: the file of each tensor
+    optimizer, lr, options: None where an older checkpoint does not tell; parts: the file of each tensor
+    options: of NEEDED, whether each was on
     """
 
     optimizer: str | None = None
     lr: float | None = None
     parts: dict[str, Path] = field(default_factory=dict)
     numbers: dict[str, Number] = field(default_factory=dict)
+    options: dict[str, bool] | None = None
+
+    def lacks(self, option: str, part: str) -> bool:
+        """Whether there is state, and not what `option` keeps in it."""
+        if self.options is not None:
+            return not self.options.get(option, False)
+        return bool(self.parts) and part not in self.parts
 
 
 class Stored:
@@ -186,7 +198,13 @@ class Stored:
         if told is None:
             return {}
         return {
-            name: Entry(str(group["optimizer"]), group["lr"], {}, dict(told["numbers"].get(name, {})))
+            name: Entry(
+                str(group["optimizer"]),
+                group["lr"],
+                {},
+                dict(told["numbers"].get(name, {})),
+                group.get("options"),
+            )
             for group in told["groups"]
             for name in group["parameters"]
         }
@@ -203,27 +221,45 @@ class Stored:
             return None
         return list(self._opened[found[1].parts[part]].get_slice(f"{part}.{found[0]}").get_shape())
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters of which anything is stored."""
+        return frozenset(self._entries)
+
     def restore(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> None:
         """Put the state of `named` into `optimizers`, and into each group its learning rate.
 
-        Other options stay those that the optimizers were made with. Raises CheckpointError, before anything
-        is changed, where state of a trained parameter is missing or another optimizer's, or where parameters
-        of one group had several learning rates.
+        Other options stay those that the optimizers were made with. Raises, as `plan` does, before anything
+        is changed.
+        """
+        self.plan(optimizers, named, learning_rates=learning_rates)()
+
+    def plan(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
+        """What `restore` does, checked and not yet done. No tensor is read.
+
+        Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
+        lacks what an option asks for (NEEDED), or where parameters of one group had several learning rates.
         """
         found = []
         for optimizer, group, members in _groups(optimizers, named):
-            entries = [(p, *self._fitting(optimizer, name, p)) for name, p in members]
+            entries = [(p, *self._fitting(optimizer, group, name, p)) for name, p in members]
             lr = self._learning_rate([entry for *_, entry in entries]) if learning_rates else None
             found.append((optimizer, group, entries, lr))
-        for optimizer, group, entries, lr in found:
-            for parameter, name, entry in entries:
-                self._put(optimizer, group, parameter, name, entry)
-            if isinstance(group.get("lr"), Tensor) and lr is not None:
-                group["lr"].fill_(lr)
-            elif lr is not None:
-                group["lr"] = lr
 
-    def _fitting(self, optimizer: Optimizer, name: str, parameter: nn.Parameter) -> tuple[str, Entry]:
+        def put() -> None:
+            for optimizer, group, entries, lr in found:
+                for parameter, name, entry in entries:
+                    self._put(optimizer, group, parameter, name, entry)
+                if isinstance(group.get("lr"), Tensor) and lr is not None:
+                    group["lr"].fill_(lr)
+                elif lr is not None:
+                    group["lr"] = lr
+
+        return put
+
+    def _fitting(
+        self, optimizer: Optimizer, group: Mapping[str, Any], name: str, parameter: nn.Parameter
+    ) -> tuple[str, Entry]:
         kind, found = type(optimizer).__name__, self.find(name)
         if found is None:
             if parameter.requires_grad:
@@ -231,6 +267,10 @@ class Stored:
             return name, Entry(kind)
         if found[1].optimizer not in (None, kind):
             raise unfit(self._path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+        for option, part in NEEDED.items():
+            if group.get(option) and found[1].lacks(option, part):
+                rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
+                raise unfit(self._path, f"{name} was trained without {option}", rule)
         return found
 
     def _learning_rate(self, entries: Sequence[Entry]) -> float | None:

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.clip import global_norm, scale_
-from penstock.commit import write_folder
-from penstock.errors import ConfigError, ModelError, PeerError
+from penstock.commit import together, write_folder
+from penstock.errors import CheckpointError, ConfigError, ModelError, PeerError
 from penstock.evaluation import Evaluation, Evaluations
 from penstock.measured import layer_costs, step_costs
 from penstock.models.balance import LayerCosts
 from penstock.models.protocol import Provider
-from penstock.models.saved import MAX_SHARD_SIZE, SavedModel
+from penstock.models.saved import MAX_SHARD_SIZE, Layout, SavedModel
 from penstock.options import Options, Shapes
 from penstock.parts import Parts, StageFacts, names_in, stage_facts
 from penstock.provided import provided_parts, taking
@@ -61,6 +61,7 @@ class Pipeline:
         self._last: Told | None = None
         placement, processes = parts.schedule.placement, parts.world.processes
         self._info = stage_facts(parts.stages, parts.layers, placement, processes)
+        self._weights: int = sum(processes.gather(sum(p.numel() for _, p in self.owned_parameters())))
 
     @classmethod
     @taking(Options)
@@ -73,8 +74,8 @@ class Pipeline:
         what came over the edge (a mapping by name, a tuple by position), and by name each entry of the
         microbatch that it has a parameter for.
 
-        The options are keywords: penstock.options.Options tells of each. Activation checkpointing is of the
-        layers in the module lists of each stage.
+        The options are keywords: penstock.options.Options tells of each. Raises TypeError for any other.
+        Activation checkpointing is of the layers in the module lists of each stage.
         """
         pipe = cls(provided_parts(provider, options))
         pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
@@ -94,6 +95,9 @@ class Pipeline:
             raise ConfigError(
                 f"step() with schedule {self.schedule.name!r}", "it holds no backward", "Call evaluate()"
             )
+        if not any(stage.trainable for stage in self._info):
+            rule = "no parameter of it requires a gradient"
+            raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
         self._shared.begin_step()
         try:
             with torch.enable_grad():
@@ -128,7 +132,9 @@ class Pipeline:
             stage returned, number of the microbatch) to have a list of its results in their place, so that
             logits need not be kept. Labels are not needed then; without them there is no loss.
         everywhere: whether every rank has the outputs, and not just the one that hosts the last stage: the
-            last rank, or rank 0 where the placement goes out and back
+            last rank, or rank 0 where the placement goes out and back. Where two copies of the model run
+            (dualpipe), no rank hosts all of it: outputs over several processes then ask for everywhere=True
+        Raises ConfigError without it.
         """
         given = self._with(batch, entries)
         if outputs is False:
@@ -221,7 +227,8 @@ class Pipeline:
     def summary(self) -> str:
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         measured = None if self._last is None else self.memory
-        return summary(self.schedule, self._info, measured, None if self._last is None else self.timeline)
+        timeline = None if self._last is None else self.timeline
+        return summary(self.schedule, self._info, self._weights, measured, timeline)
 
     __str__ = summary
 
@@ -290,12 +297,17 @@ class Pipeline:
         max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
         """
         self._check_names()
+        self._check_whole()
         depth = self.schedule.placement.depth
         first = {index: stage for index, stage in self._stages.items() if index < depth}
-        self._needs_saved().write(folder, first, self.processes, max_shard_size)
+        layouts = laid_out(self._needs_saved(), first, self.processes)
+        self._needs_saved().write(folder, layouts, self.processes, max_shard_size)
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read this process's weights back from a folder that write_weights or save_pretrained wrote."""
+        """Read this process's weights back from a folder that write_weights or save_pretrained wrote.
+
+        Raises CheckpointError for a folder that is not there or holds other weights.
+        """
         self._needs_saved().load(folder, self._stages)
 
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -331,6 +343,19 @@ class Pipeline:
                     "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
                 )
 
+    def _check_whole(self) -> None:
+        """Raises CheckpointError, on every rank, where a weight is spread over ranks of another mesh."""
+        from torch.distributed.tensor import DTensor
+
+        mine = min((name for name, p in self.named_parameters() if isinstance(p, DTensor)), default=None)
+        for name in self.processes.gather(mine):
+            if name is not None:
+                raise CheckpointError(
+                    f"{name}, a DTensor",
+                    "its weights are sharded over another mesh; gather them first",
+                    "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
+                )
+
     def _needs_saved(self) -> SavedModel:
         if self._saved is None:
             raise ModelError(
@@ -339,3 +364,15 @@ class Pipeline:
                 "Save `modules` yourself",
             )
         return self._saved
+
+
+def laid_out(
+    saved: SavedModel,
+    stages: Mapping[int, Stage],
+    processes: Processes,
+    states: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> dict[int, Layout]:
+    """SavedModel.lay_out, or an error on all processes where it fails on any. Collective."""
+    layouts: dict[int, Layout] = {}
+    together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, states)))
+    return layouts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import update_wrapper
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
@@ -33,12 +34,17 @@ def taking(
     [Callable[[type[Pipeline], Provider, Options], Pipeline]],
     Callable[Concatenate[type[Pipeline], Provider, P], Pipeline],
 ]:
-    """Let a method that takes Options take, in their place, what `make` makes them of."""
+    """Let a method that takes Options take, in their place, the keywords that `make` makes them of.
+
+    Raises TypeError for others, with the nearest that there is.
+    """
+    known = [*signature(make).parameters]
 
     def decorate(
         method: Callable[[type[Pipeline], Provider, Options], Pipeline],
     ) -> Callable[Concatenate[type[Pipeline], Provider, P], Pipeline]:
         def take(cls: type[Pipeline], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> Pipeline:
+            _check_keywords(f"{cls.__name__}.{method.__name__}()", known, args, kwargs)
             return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(take, method)
@@ -48,6 +54,18 @@ def taking(
         return take
 
     return decorate
+
+
+def _check_keywords(
+    name: str, known: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    if args:
+        raise TypeError(f"{name} takes its options by keyword, such as {known[0]}={args[0]!r}")
+    for key in kwargs:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}"
+            raise TypeError(f"{name} has no option {key!r}. {remedy}")
 
 
 def provided_parts(provider: Provider, options: Options) -> Parts:

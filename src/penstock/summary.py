@@ -14,11 +14,14 @@ _HEAD = ("stage", "rank", "layers", "parameters", "memory", "time")
 def summary(
     schedule: Schedule,
     info: Sequence[StageFacts],
+    weights: int,
     memory: Sequence[Held] | None = None,
     timeline: Timeline | None = None,
 ) -> str:
     """A line for each stage. memory, by rank, and timeline: of a step, None before the first.
 
+    weights: how many parameters there are, one that several stages hold (of copies of the model, or tied)
+        counted once
     memory: of all of a rank's stages, shown beside its first: weights, gradients and the most that the step
         held; before a step without the last
     time: the stage's share of the time in which all ranks computed
@@ -33,8 +36,9 @@ def summary(
         rows.append(
             (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", held, share)
         )
-    rows.append(("all", str(schedule.ranks), "", f"{sum(facts.parameters for facts in info):,}", "", ""))
-    return "\n".join([_title(schedule, timeline), *_aligned(rows), _legend(timeline is not None)])
+    rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
+    shared = sum(facts.parameters for facts in info) > weights
+    return "\n".join([_title(schedule, timeline), *_aligned(rows), *_legend(timeline is not None, shared)])
 
 
 def _title(schedule: Schedule, timeline: Timeline | None) -> str:
@@ -45,10 +49,11 @@ def _title(schedule: Schedule, timeline: Timeline | None) -> str:
     return f"{said}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
 
 
-def _legend(measured: bool) -> str:
-    if measured:
-        return "memory: a rank's weights, gradients and the most that the last step held"
-    return "memory: a rank's weights and gradients; more is known after a step"
+def _legend(measured: bool, shared: bool) -> list[str]:
+    known = "weights, gradients and the most that the last step held"
+    unknown = "weights and gradients; more is known after a step"
+    lines = [f"memory: a rank's {known if measured else unknown}"]
+    return [*lines, "all: a weight that several stages hold is counted once"] if shared else lines
 
 
 def _times(timeline: Timeline | None, stages: int) -> list[float] | None:

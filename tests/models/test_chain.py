@@ -1,21 +1,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, T5Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock import AutoPipeline
-from penstock.errors import ModelError, PartitionError
+from penstock.errors import BatchError, ModelError, PartitionError
 from penstock.models.chain import find_chain
 from penstock.models.doors import Door, LayerDoor
 from penstock.models.estimates import stage_sizes
 from penstock.models.hf import HFCall, HFEdges, cut
 from penstock.models.layer_list import register_chain
 from penstock.models.protocol import StageInfo
+from support import zoo
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
 
@@ -109,29 +113,196 @@ def test_a_weight_that_is_used_without_a_gradient() -> None:
     pipe.verify_against(model, ragged_batch())
 
 
-def test_what_reaches_the_head_past_the_layers() -> None:
-    """0.3.0: on the last stage the embeddings were those of a dummy, and the loss was silently another."""
-    for wire, told in (
-        (lambda self, x, h: h[-1] + x, "what comes before the layers reaches the head past them"),
-        (lambda self, x, h: h[-1] + h[1], "what layer 1 returned reaches the head past the layers after it"),
-        (
-            lambda self, x, h: h[-1] @ self.embed_tokens.weight.T @ self.embed_tokens.weight,
-            "model.embed_tokens.weight is used both before and after the layers",
-        ),
-    ):
-        model = tiny_model("llama")
+Forward = Callable[..., torch.Tensor]
 
-        def forward(
-            self: Any, input_ids: torch.Tensor, wire: Any = wire, **_: Any
-        ) -> BaseModelOutputWithPast:
-            hidden = [self.embed_tokens(input_ids)]
-            for layer in self.layers:
-                hidden.append(layer(hidden[-1]))
-            return BaseModelOutputWithPast(last_hidden_state=wire(self, hidden[0], hidden[1:]))
 
-        model.model.__class__ = type("Rewired", (type(model.model),), {"forward": forward})
-        with pytest.raises(ModelError, match=told):
-            find_chain(model)
+def residual(layer: Any, hidden: torch.Tensor, bias: torch.Tensor | float = 0.0) -> torch.Tensor:
+    return hidden + layer.mlp(hidden + bias)  # type: ignore[no-any-return]
+
+
+def rewired(forward: Forward, layer: Callable[..., torch.Tensor] = residual) -> Any:
+    """A Llama whose last hidden states `forward`(model, embeddings) gives, with `layer` for its layers'."""
+    model = tiny_model("llama")
+    inner: Any = model.model
+    inner.scales = torch.nn.Parameter(torch.tensor([1.0, 0.9, 0.8, 1.1]))
+    inner.table = torch.nn.Embedding(64, 32)
+
+    def whole(self: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=forward(self, self.embed_tokens(input_ids)))
+
+    for each in inner.layers:
+        own = {"forward": lambda self, *args: layer(self, *args)}
+        each.__class__ = type("Rewired", (type(each),), own)
+    inner.__class__ = type("Rewired", (type(inner),), {"forward": whole})
+    return model
+
+
+def through(layers: Any, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
+    for layer in layers:
+        hidden = layer(hidden, *more)
+    return hidden
+
+
+def looked_up(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        bias = model.table(torch.arange(hidden.shape[1]))
+    return through(model.layers, hidden, bias)
+
+
+def size_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return through(model.layers, hidden, hidden.detach().pow(2).mean(-1, keepdim=True))
+
+
+def compared(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    return through(model.layers, hidden, (hidden.sum(-1, keepdim=True) > 0).to(hidden.dtype))
+
+
+@pytest.mark.parametrize("forward", [looked_up, size_of, compared])
+def test_what_layers_take_without_a_gradient(forward: Forward) -> None:
+    """0.3.0: made of a dummy on later stages (roformer's table of positions is such a one)."""
+    model = rewired(forward)
+    AutoPipeline(ranks=4, microbatches=2).build(model).verify_against(model, ragged_batch())
+
+
+def scaled(scale: Callable[[Any, int], Any]) -> Forward:
+    def forward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(model.layers):
+            hidden = layer(hidden) * scale(model, index)
+        return hidden
+
+    return forward
+
+
+def skips(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+    first = model.layers[0](hidden)
+    share: torch.Tensor = first.detach().abs()
+    return through(model.layers[1:], first) * share
+
+
+def left_on(box: Any, made: torch.Tensor) -> None:
+    box.x = made
+
+
+def stored(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Callable[[Any], Any]) -> Any:
+    def forward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return through(model.layers, hidden, box())
+
+    def layer(layer: Any, hidden: torch.Tensor, box: Any) -> torch.Tensor:
+        before, made = get(box), layer.mlp(hidden)
+        put(box, made)
+        return made if before is None else made + before  # type: ignore[no-any-return]
+
+    return forward, layer
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (lambda model, h: through(model.layers, h) + h, "what comes before the layers reaches the head"),
+        (skips, "what layer 0 returned reaches the head past the layers after it"),
+        (lambda model, h: through(model.layers, h) @ model.embed_tokens.weight.T @ model.embed_tokens.weight,
+         "model.embed_tokens.weight is used both before and after the layers"),
+        (scaled(lambda model, index: model.scales.data[index]), "scales is used between layers"),
+        (lambda model, h: through(model.layers, h) + (h if model.training else 0),
+         "what comes before the layers reaches the head"),
+        (lambda model, h: through(model.layers, h) * (model.norm(h * 0) if model.training else 1),
+         "runs both before and after|another way in training|reaches the head"),
+    ],
+)  # fmt: skip
+def test_values_that_go_other_ways(forward: Forward, told: str) -> None:
+    """0.3.0: made of a dummy on the last stage, in silence."""
+    with pytest.raises(ModelError, match=told):
+        find_chain(rewired(forward))
+
+
+@pytest.mark.parametrize(
+    ("wires", "told"),
+    [
+        (stored(dict, lambda box, made: box.update(x=made), lambda box: box.get("x")), "left in a dict"),
+        (stored(list, lambda box, made: box.append(made), lambda box: box[-1] if box else None), "in a list"),
+        (stored(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
+         "layer 1 takes something of the embeddings that it is not given"),
+    ],
+)  # fmt: skip
+def test_values_that_layers_leave_for_each_other(wires: tuple[Forward, Any], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        find_chain(rewired(*wires))
+
+
+def test_hidden_states_wider_than_the_weights() -> None:
+    """0.4.0: mamba in bfloat16 keeps a stream in float32, and the next rank expected bfloat16."""
+    model = zoo.tiny_model("mamba2", torch.bfloat16)
+    assert find_chain(model).dtype == torch.float32
+    AutoPipeline(ranks=4, microbatches=2).build(model).verify_against(model, zoo.tiny_batch("mamba2"))
+
+
+def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:
+    """0.3.0: the first stage's was, which nothing had written."""
+
+    class Mean(torch.nn.Module):
+        mean: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.mean += hidden.detach().mean()
+            return hidden
+
+    model = rewired(lambda model, hidden: model.running(through(model.layers, hidden)))
+    model.model.running = Mean()
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    pipe.step(ragged_batch())
+    pipe.save_pretrained(tmp_path / "saved")
+    held = {
+        key: value
+        for file in (tmp_path / "saved").glob("*.safetensors")
+        for key, value in load_file(file).items()
+    }
+    assert float(held["model.running.mean"]) == float(pipe.modules[1].state_dict()["model.running.mean"]) != 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"use_cache": True}, "'use_cache' in a batch: the pipeline sets it itself"),
+        ({"output_router_logits": True}, "the pipeline sets it itself, alike on every stage"),
+    ],
+)
+def test_entries_that_are_the_pipelines_own(entry: dict[str, Any], told: str) -> None:
+    """0.4.0: a mixture's auxiliary loss was that of the last stage's routers alone."""
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("mixtral"))
+    with pytest.raises(BatchError, match=told):
+        pipe.step({**ragged_batch(), **entry})
+
+
+def test_an_entry_that_the_model_does_not_take() -> None:
+    model: Any = tiny_model("llama")
+    llama = type(model)
+
+    def forward(self: Any, input_ids: Any = None, attention_mask: Any = None, use_cache: Any = None) -> Any:
+        return llama.forward(self, input_ids, attention_mask, use_cache=use_cache)
+
+    model.__class__ = type("Strict", (llama,), {"forward": forward})
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    pipe.step(ragged_batch())
+    with pytest.raises(BatchError, match=r"takes no such argument\. Did you mean 'attention_mask'"):
+        pipe.step({**ragged_batch(), "atention_mask": ragged_batch()["input_ids"]})
+
+
+def test_a_model_without_anything_to_train() -> None:
+    model = tiny_model("llama").requires_grad_(False)
+    with pytest.raises(ModelError, match="no parameter of it requires a gradient"):
+        AutoPipeline(ranks=2, microbatches=2).build(model).step(ragged_batch())
+
+
+def test_positions_of_three_dimensions_are_cut_by_rows() -> None:
+    model = zoo.tiny_model("qwen3_5_text")
+    batch = zoo.tiny_batch("qwen3_5_text", rows=3)
+    positions = torch.arange(batch["input_ids"].shape[1]).expand(3, 3, -1)
+    pipe = AutoPipeline(ranks=2, microbatches=3).build(model)
+    pipe.verify_against(model, {**batch, "position_ids": positions})
 
 
 def test_a_rule_for_a_model_of_ones_own() -> None:

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from penstock import AutoPipeline
 from penstock.errors import ConfigError, ModelError
 from penstock.models.chain import find_chain
 from penstock.models.checkpointing import Checkpointing, checkpointing, install
@@ -652,3 +653,24 @@ def test_other_forms_are_refused(given: Any) -> None:
 def test_refusals(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Checkpointing(**options)
+
+
+def test_selective_where_a_product_is_written_into() -> None:
+    """0.3.0: of three dimensions its view has a version of its own, and what was kept was another value."""
+    model: Any = tiny_model("llama")
+
+    class Shifted(type(model.model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, hidden: Tensor) -> Tensor:
+            up = self.up_proj(hidden)
+            up += 1.0
+            made: Tensor = self.down_proj(torch.sigmoid(self.gate_proj(hidden)) * up)
+            return made
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Shifted
+    batch = ragged_batch()
+    loss, expected = plain_step(model, batch)
+    pipe = AutoPipeline(ranks=2, microbatches=2, activation_checkpointing="selective").build(model)
+    assert pipe.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    found = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert_gradients(found, expected, 1e-5)

@@ -70,6 +70,12 @@ def test_exact_where_backwards_are_split(model_type: str, schedule: str) -> None
     assert census.judge(model_type, (2,), schedule=settings, **options).chain is not None
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "zamba2", "zaya", "qwen3_next"])
+def test_exact_where_layers_run_again(model_type: str, how: str) -> None:
+    assert census.judge(model_type, (2,), checkpointing=how, schedule="zb_h1").chain is not None
+
+
 @pytest.mark.parametrize("model_type", ["mixtral", "jamba", "qwen3_next"])
 def test_exact_with_the_routers_auxiliary_loss(model_type: str) -> None:
     check_routed(model_type)
@@ -113,6 +119,14 @@ def test_every_type(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", [t for t in zoo.TYPES if t not in REFUSED and t not in NO_FLOAT64])
 def test_every_type_in_float64(model_type: str) -> None:
     verdict = census.judge(model_type, dtype=torch.float64)
+    assert verdict.chain is not None, verdict.refusal
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("model_type", [t for t in zoo.TYPES if t not in REFUSED])
+def test_every_type_where_layers_run_again(model_type: str, how: str) -> None:
+    verdict = census.judge(model_type, (2,), checkpointing=how)
     assert verdict.chain is not None, verdict.refusal
 
 

@@ -21,8 +21,9 @@ from models.test_every_model import REFUSED
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
 from penstock.models import weights
-from penstock.models.saved import DTYPES, Layout, SavedModel
+from penstock.models.saved import Layout, SavedModel
 from penstock.models.source import beside
+from penstock.models.weights import DTYPES
 from penstock.runtime.stage import Stage
 from penstock.train.tokenizer import byte_level_tokenizer
 from support import zoo
@@ -122,6 +123,21 @@ def test_every_type_in_and_out_in_bfloat16(model_type: str, tmp_path: Path) -> N
     check(model_type, tmp_path, torch.bfloat16)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "mixtral", "zamba2"])
+def test_weights_come_back_in_place(model_type: str, tmp_path: Path) -> None:
+    """Tied, put together from pieces and shared; checked first, and read into what an optimizer holds."""
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(zoo.tiny_model(model_type))
+    pipe.save_pretrained(tmp_path / "ours")
+    held = list(pipe.parameters())
+    expected = [parameter.detach().clone() for parameter in held]
+    with torch.no_grad():
+        for parameter in held:
+            parameter.add_(1)
+    pipe.load_weights(tmp_path / "ours")
+    assert all(mine is other for mine, other in zip(held, pipe.parameters(), strict=True))
+    assert all(map(torch.equal, expected, held))
+
+
 def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
     """A tokenizer's files, chat templates and generation config are those of the folder, byte for byte."""
     model = zoo.tiny_model("llama")
@@ -173,7 +189,7 @@ def test_shards_of_a_stage(model_type: str, tmp_path: Path) -> None:
     saved = SavedModel(model.config, None, weights.tied_names(model), 2)
     for folder, limit in (("small", 20_000), ("text", "20KB"), ("one", "1GB")):
         (tmp_path / folder).mkdir()
-        saved.write(tmp_path / folder, stages, pipe.processes, limit)
+        saved.write(tmp_path / folder, saved.lay_out(stages), pipe.processes, limit)
         assert torch.equal(logits(whole(tmp_path / folder), model_type), logits(model, model_type))
     files = weights.weight_files(tmp_path / "small")
     assert [file.name for file in files] == [file.name for file in weights.weight_files(tmp_path / "text")]
@@ -183,7 +199,7 @@ def test_shards_of_a_stage(model_type: str, tmp_path: Path) -> None:
     assert len(files) > 4
     for limit in (0, "5 apples", -1):
         with pytest.raises(ConfigError, match="it is a number of bytes"):
-            saved.write(tmp_path / "none", stages, pipe.processes, limit)
+            saved.write(tmp_path / "none", saved.lay_out(stages), pipe.processes, limit)
 
 
 def stored_bytes(file: Path) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def judge(
     *,
     schedule: Any = "1f1b",
     dtype: torch.dtype = torch.float32,
+    checkpointing: Any = False,
     **changes: Any,
 ) -> Verdict:
     """Raises AssertionError where a split model is accepted and differs, in training mode."""
@@ -46,9 +47,10 @@ def judge(
     kind, batch = type(model).__name__, zoo.tiny_batch(model_type)
     try:
         chain = find_chain(model)
-        pipes = [
-            AutoPipeline(ranks=n, schedule=schedule, microbatches=MICROBATCHES).build(model) for n in stages
-        ]
+        auto = AutoPipeline(
+            schedule=schedule, microbatches=MICROBATCHES, activation_checkpointing=checkpointing
+        )
+        pipes = [replace(auto, ranks=count).build(model) for count in stages]
         results = [pipe.step(batch) for pipe in pipes]
     except ModelError as refused:
         return Verdict(kind, None, refused.rule)

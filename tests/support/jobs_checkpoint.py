@@ -16,8 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
-from penstock.checkpoint import CheckpointWriter, load_checkpoint
-from penstock.errors import RunError
+from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
+from penstock.errors import CheckpointError, RunError
+from penstock.models.saved import Layout
 from penstock.optimizer_state import OptimizerState
 from support.families import ragged_batch, tiny_model
 
@@ -158,3 +159,58 @@ def failure_in_the_background(path: str) -> list[str]:
     load_checkpoint(path, pipe, optimizers)
     pipe.close()
     return told
+
+
+def dropped(path: str) -> list[str]:
+    """Rank 1 gives a write up; what each rank is told when the writer is to write again, and of a new one."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    writer = CheckpointWriter(pipe)
+    writer.save(f"{path}/first", optimizers)
+    if dist.get_rank() == 1:
+        writer.drop()
+    told = []
+    for _ in range(2):
+        try:
+            writer.save(f"{path}/second", optimizers)
+        except RunError as error:
+            told.append(str(error))
+    with CheckpointWriter(pipe) as another:
+        another.save(f"{path}/third", optimizers)
+    pipe.close()
+    return told
+
+
+def unfit_on_one(path: str) -> tuple[str, bool]:
+    """What rank 1's optimizer alone cannot take is told on all ranks, and none has changed."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    save_checkpoint(path, pipe, optimizers)
+    advance(pipe, optimizers, 1, 1)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    given = optimizers if dist.get_rank() == 0 else SGD(pipe.parameters(), lr=0.1)
+    try:
+        load_checkpoint(path, pipe, given)
+    except (CheckpointError, RunError) as error:
+        same = all(map(torch.equal, before, (parameter.detach() for parameter in pipe.parameters())))
+        pipe.close()
+        return str(error), same
+    raise AssertionError("it was loaded")
+
+
+def failing_layout(path: str) -> str:
+    """Rank 1 cannot tell what its weights are called in files."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    of = Layout.of
+
+    def failing(*arguments: Any) -> Layout:
+        if dist.get_rank() == 1:
+            raise ValueError("cannot tell")
+        return of(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layout, "of", failing)
+        try:
+            save_checkpoint(path, pipe, optimizers)
+        except (ValueError, RunError) as error:
+            pipe.close()
+            return f"{type(error).__name__}: {error}"
+    raise AssertionError("it was saved")

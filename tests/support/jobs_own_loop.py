@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock import AutoPipeline, Pipeline
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from support.families import ragged_batch, tiny_model
 from support.own_chain import Piece, squares, x_batch
 
@@ -45,8 +45,13 @@ def evaluated(schedule: str) -> list[Any]:
     def best(logits: torch.Tensor, number: int) -> dict[str, Any]:
         return {"number": number, "best": logits.argmax(-1), "above": logits[:, 0] > 0}
 
+    alone: Any
+    try:
+        alone = pipe.evaluate(batch, outputs=True)
+    except ConfigError as error:
+        alone = str(error)
     return [
-        pipe.evaluate(batch, outputs=True),
+        alone,
         pipe.evaluate(batch, outputs=True, everywhere=True),
         pipe.evaluate(batch, outputs=best, everywhere=True),
         pipe.evaluate(unlabelled, outputs=True, everywhere=True),

@@ -108,6 +108,32 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
     assert [path.name for path in written.parent.iterdir()] == ["step-00000002"]
 
 
+def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
+    written = write(tmp_path, 1, 2)
+    unfinished = written.parent / ".step-00000002.writing-0a1b2c3d"
+    for folder in (unfinished, written.parent / ".notes.writing-0a1b2c3d"):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("torn")
+    assert newest(tmp_path).torn == (f"{unfinished} was never finished",)
+    prune(written, KeepSection(last=1))
+    left = {path.name for path in written.parent.iterdir()}
+    assert left == {"step-00000002", ".notes.writing-0a1b2c3d"}
+
+
+def test_a_pruning_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the run in 0.4.0, and said that the checkpoint was not written."""
+
+    def failing(path: Path) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("penstock.train.checkpoint.remove_folder", failing)
+    run(preflight(kept(tmp_path, last=1)))
+    assert standing(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
+    assert "were not removed: read-only file system" in capsys.readouterr().out
+
+
 def kept(folder: Path, **keep: Any) -> TrainConfig:
     made = config(folder, steps=6, checkpoint_every=1)
     return made.model_copy(update={"output": made.output.model_copy(update={"keep": KeepSection(**keep)})})

@@ -9,14 +9,15 @@ names is consulted. Where a model cannot tell, `register_chain` lets a rule say 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from penstock.models.layer_list import layer_list, no_chain, siblings
-from penstock.models.probe import FORMS, NoChainError, Seen, probe
+from penstock.models.probe import FORMS, NoChainError, Seen, probe, run_layers
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Chain:
     hands: whether a layer returns something for the next one beside the hidden states
     shares: whether layers leave something for others in a mapping that all get
     records: names of what the model's own head collects from the layers, such as router_logits
-    plain: whether all that goes over an edge is hidden states of (rows, sequence, width)
+    plain: whether all that goes over an edge is hidden states of (rows, sequence, width), of `dtype`
+    late: names of modules after the layers that have buffers to save and no parameters
     """
 
     layers: str
@@ -47,6 +49,8 @@ class Chain:
     records: tuple[str, ...] = ()
     plain: bool = True
     width: int = 0
+    dtype: torch.dtype = torch.float32
+    late: tuple[str, ...] = ()
 
     def given_from(self, layer: int) -> tuple[int, ...]:
         """The values that layers from this one on take, beside the hidden states."""
@@ -59,7 +63,13 @@ def find_chain(model: PreTrainedModel) -> Chain:
     refusal = ""
     for form in FORMS:
         try:
-            return _chain(model, name, form, probe(model, name, len(layers), form))
+            chain, training = (
+                _chain(model, name, form, probe(model, name, len(layers), form, training=mode))
+                for mode in (False, True)
+            )
+            if chain != training:
+                raise NoChainError("the forward takes another way in training than in evaluation")
+            return replace(chain, dtype=run_layers(model, name, form) or chain.dtype)
         except NoChainError as reason:
             refusal = str(reason)
         except Exception as reason:  # whatever the model's own code raises on a wrong form
@@ -84,6 +94,8 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Seen) -> Chain:
         records=records,
         plain=seen.plain and not (any(given) or seen.hands or seen.shares or records),
         width=seen.width,
+        dtype=model.dtype,
+        late=tuple(_late(model, layers, seen)),
     )
 
 
@@ -103,6 +115,14 @@ def _sides(model: nn.Module, layers: str, seen: Seen) -> tuple[tuple[str, ...], 
             raise NoChainError(f"a part of {name} is used before the layers, and another after them")
         (before if is_before else after).append(name)
     return tuple(before), tuple(after)
+
+
+def _late(model: nn.Module, layers: str, seen: Seen) -> Iterator[str]:
+    for name, module in siblings(model, layers):
+        inside = {inner for inner, _ in module.named_modules(prefix=name)}
+        runs_after = inside & seen.after and not inside & seen.before
+        if runs_after and module.state_dict() and next(module.parameters(), None) is None:
+            yield name
 
 
 def _loose(model: nn.Module, layers: str, seen: Seen) -> dict[str, bool]:

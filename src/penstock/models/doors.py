@@ -251,7 +251,7 @@ class Absent(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_module"], name)
         if isinstance(value, nn.Module):
-            value = type(self)(value)
+            value = Absent(value)
             value.to(self._here.device)
         elif isinstance(value, Tensor):
             value = torch.zeros((), dtype=value.dtype, device=self._here.device).expand(value.shape)
@@ -298,8 +298,16 @@ class Shape:
 class After(Absent):
     """Of a module that runs after the layers, or never, on a stage whose forward does not get there."""
 
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__(module)
+        self.__dict__["_name"] = name
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        raise skipped("a stage before the last")
+        raise ModelError(
+            f"{self._name}, called on a stage that does not hold it",
+            "the last stage alone holds what runs after the layers, and what no text goes through",
+            "Set the config's layer dropping to 0; give images and sounds as inputs_embeds",
+        )
 
 
 def skipped(where: str) -> ModelError:

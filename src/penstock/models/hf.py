@@ -9,6 +9,8 @@ the model passes on what it received.
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +40,9 @@ def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) ->
     if not info.is_first:
         memo |= _without(model, chain.before, chain.embeds)
     if not info.is_last:
-        memo |= {id(m): After(m) for m in map(model.get_submodule, chain.after)}
+        memo |= {
+            id(model.get_submodule(n)): After(model.get_submodule(n), n) for n in (*chain.after, *chain.late)
+        }
     dropped = [
         n for n, is_before in chain.loose.items() if not (info.is_first if is_before else info.is_last)
     ]
@@ -72,7 +76,7 @@ def _without(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> d
             if inner in called:
                 memo[id(module)] = Before(module)
             elif not any(_in(inner, other) or _in(other, inner) for other in called):
-                memo[id(module)] = After(module)
+                memo[id(module)] = After(module, inner)
     return memo
 
 
@@ -132,7 +136,7 @@ class HFEdges:
     """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
 
     def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
-        self._hidden, self._dtype = chain.width, model.dtype
+        self._hidden, self._dtype = chain.width, chain.dtype
         self.known = chain.plain  # else only the stages themselves can tell what they give
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
@@ -143,26 +147,49 @@ class HFEdges:
         return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
 
 
+_OURS = ("use_cache", "past_key_values", "return_dict", "output_router_logits")
+
+
 class Completed:
     """Adds to a microbatch what the model's forward needs to keep packed documents apart.
 
-    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them.
+    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
+    an entry that the model's forward does not take, or that has to be alike on every stage.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._keeps_apart = False  # not known before it is asked
+        taken = inspect.signature(model.forward).parameters.values()
+        self._takes = {parameter.name for parameter in taken} | {"labels"}
+        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
+        for name in microbatch:
+            self._check(name)
         whole = with_positions(microbatch)
         if not self._keeps_apart and is_packed(whole):
             refuse_packed(self._model)
             self._keeps_apart = True
         return whole
 
+    def _check(self, name: str) -> None:
+        if name in _OURS:
+            rule = "the pipeline sets it itself, alike on every stage"
+            raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
+        if name not in self._takes and not self._takes_any:
+            near = difflib.get_close_matches(name, self._takes, n=1)
+            raise BatchError(
+                f"{name!r} in a batch",
+                f"the forward of {type(self._model).__name__} takes no such argument",
+                f"Did you mean {near[0]!r}?" if near else "Take it out",
+            )
+
 
 def refuse_what_would_not_show(model: PreTrainedModel) -> None:
     """Refuse what would change loss or gradients in silence. Raises ModelError."""
+    if model.config.return_dict is False:
+        raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
     for name in ("layerdrop", "decoder_layerdrop"):
         if value := getattr(model.config.get_text_config(), name, 0):
             raise ModelError(

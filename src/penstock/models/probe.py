@@ -1,13 +1,18 @@
-"""One forward of a model without values, in which every layer is a placeholder: what it shows of the chain.
+"""A forward of a model without values, in which every layer is a placeholder: what it shows of the chain.
 
-Each placeholder returns fresh tensors, and so do the modules before the layers. What a later value was made
-of is then read off autograd's graph: the hidden states of a layer may hang on the layer just before and on
-nothing else; what else a layer takes was made before all layers, or is no function of trained weights.
+What the placeholders return is marked, and so are the model's weights and what modules before the layers
+return; marks follow values (trail.py). The hidden states of a layer may hang on the layer just before and on
+nothing else; what else a layer takes was made before all layers, or of no weight.
+
+A second forward, with the real layers, shows what layers hand to each other in ways that no argument tells,
+and in which dtype they return hidden states. It is left out where layers look at values, as some experts do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +24,12 @@ from transformers import PreTrainedModel
 from penstock.models.doors import Placeholder, hidden_of, is_shared, places
 from penstock.models.layer_list import siblings
 from penstock.models.shadow import shadow
+from penstock.models.trail import Trail, layers_in, names_in
 
 # what a layer may return: h; (h,); (h, something for the next layer); (h, None)
 FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")
 _SHAPE = (2, 5)  # rows and sequence
+_OF_A_KIND = 4  # layers
 
 
 class NoChainError(Exception):
@@ -33,13 +40,13 @@ class NoChainError(Exception):
 class Seen:
     """What placeholders and hooks saw.
 
-    made: the fresh tensors by id, each with the layer that made it; -1: a module before the layers
+    trail: a layer's number marks what was made of what it returned, -1 what was made of the modules before
+        the layers, a name what was made of that parameter
     given: what layers take beside the hidden states, by layer and place; kept, so that ids stay theirs
     """
 
+    trail: Trail = field(default_factory=Trail)
     calls: list[int] = field(default_factory=list)
-    made: dict[int, int] = field(default_factory=dict)
-    parameters: dict[int, str] = field(default_factory=dict)
     before: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)
     given: list[dict[str, Tensor]] = field(default_factory=list)
@@ -50,25 +57,16 @@ class Seen:
     shares: bool = False
     plain: bool = True
     width: int = 0
-    kept: list[Any] = field(default_factory=list)
 
     def fresh(self, tensor: Tensor, layer: int) -> Tensor:
-        new = tensor.detach().clone().requires_grad_()
-        self.made[id(new)] = layer
-        self.made[id(new)] = layer
-        self.kept.append(new)
-        return new.clone()  # which the model may write into
+        new = tensor.clone()  # which the model may write into
+        self.trail.mark(new, {layer})
+        return new
 
     def reach(self, tensor: Tensor) -> tuple[set[int], set[str]]:
         """The layers, and the parameters, that `tensor` was made of."""
-        layers: set[int] = set()
-        names: set[str] = set()
-        for leaf in _leaves(tensor):
-            if id(leaf) in self.made:
-                layers.add(self.made[id(leaf)])
-            elif id(leaf) in self.parameters:
-                names.add(self.parameters[id(leaf)])
-        return layers, names
+        marks = self.trail.marks(tensor)
+        return layers_in(marks), names_in(marks)
 
 
 class _Probe(Placeholder):
@@ -98,14 +96,14 @@ class _Probe(Placeholder):
         return self.give(seen.fresh(hidden, index), (seen.handed[-1],))
 
     def _beside(self, hidden: Tensor, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """What of its arguments was made of trained weights before the layers, by their places."""
+        """What of its arguments was made of weights before the layers, by their places."""
         seen = self._seen
         for place, value in places(args, kwargs):
             if is_shared(value):
                 seen.shares = True
             elif seen.handed and value is seen.handed[-1]:
                 seen.hands = True
-            elif isinstance(value, Tensor) and value is not hidden and value.requires_grad:
+            elif isinstance(value, Tensor) and value is not hidden and seen.trail.marks(value):
                 self._check_made_before(value)
                 yield place, value
 
@@ -115,27 +113,9 @@ class _Probe(Placeholder):
             layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
             raise NoChainError(f"{layer} and what it hands to the next")
         self._seen.used_before |= names
-        self._seen.kept.append(value)
 
 
-def _leaves(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that autograd would give a gradient for `tensor`."""
-    if tensor.grad_fn is None:
-        if tensor.requires_grad:
-            yield tensor
-        return
-    seen, waiting = set(), [tensor.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
-        waiting += [following for following, _ in node.next_functions if following is not None]
-
-
-def probe(model: PreTrainedModel, layers: str, count: int, form: str) -> Seen:
+def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Seen:
     """What a forward shows in which `count` layers return `form`.
 
     Raises NoChainError, or what the model raises.
@@ -143,18 +123,92 @@ def probe(model: PreTrainedModel, layers: str, count: int, form: str) -> Seen:
     seen = Seen()
     children = enumerate(model.get_submodule(layers).children())
     probes = {id(layer): _Probe(layer, form, index, seen) for index, layer in children}
-    with shadow(model, probes) as without_values, torch.enable_grad():
-        _untie(without_values)
-        _ask_no_routers(without_values)
-        for name, parameter in without_values.named_parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-            seen.parameters[id(parameter)] = name
-        _watch(without_values, layers, seen)
-        output = without_values.eval()(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
+    with _without_values(model, training, probes) as whole:
+        _untie(whole)
+        for name, parameter in whole.named_parameters():
+            seen.trail.mark(parameter, {name})
+        _watch(whole, layers, seen)
+        with seen.trail:
+            output = whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
         if seen.calls != list(range(count)):
             raise NoChainError(f"the layers run in the order {seen.calls}, not once each from first to last")
         seen.used_after = _of_the_head(output.logits, seen, count)
     return seen
+
+
+@contextmanager
+def _without_values(
+    model: PreTrainedModel, training: bool, replaced: dict[int, Any] | None = None
+) -> Iterator[PreTrainedModel]:
+    with shadow(model, replaced) as whole, torch.no_grad():
+        for module in whole.modules():
+            if isinstance(
+                module, PreTrainedModel
+            ):  # placeholders hold no routers, and the head would miss them
+                module.config.get_text_config().output_router_logits = False
+        yield whole.train(training)
+
+
+class _PassingBy(Placeholder):
+    """Gives what it gets."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.give(hidden_of(args, kwargs))
+
+
+def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
+    """The dtype of the hidden states that the real layers return; None where it varies, or cannot be told.
+
+    Of layers that are built alike the first few run: a deep model would take seconds.
+    Raises NoChainError where a layer takes something of another one that is not among its arguments.
+    """
+    trail, dtypes, met = Trail(), set[torch.dtype](), Counter[object]()
+    passing: dict[int, Any] = {}
+    for layer in model.get_submodule(layers).children():
+        met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
+        if met[kind] > _OF_A_KIND:
+            passing[id(layer)] = _PassingBy(layer, form)
+    with _without_values(model, training=False, replaced=passing) as whole:
+        for index, layer in enumerate(whole.get_submodule(layers).children()):
+            _accompany(layer, index, trail, dtypes)
+        try:
+            with trail:
+                whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
+        except NoChainError:
+            raise
+        except Exception:  # whatever a layer does that looks at values
+            return None
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _accompany(layer: nn.Module, index: int, trail: Trail, dtypes: set[torch.dtype]) -> None:
+    """Look at what comes into the layer and what goes out, and mark the latter as its own."""
+    given: set[int] = set()
+
+    def comes(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index == 0:
+            trail.mark(hidden_of(args, kwargs), {-1})
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, list | dict) and layers_in(trail.marks(value)) - {-1}:
+                raise NoChainError(f"layer {index} takes what others left in a {type(value).__name__}")
+            shared = [dict(value)] if isinstance(value, MutableMapping) else [value]
+            given.update(layers_in(trail.marks(shared)))
+
+    def goes(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        if unseen := layers_in(trail.marks(result)) - given:
+            whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
+            raise NoChainError(f"layer {index} takes something of {whose} that it is not given")
+        if not isinstance(module, _PassingBy):
+            dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
+        return tree_map_only(Tensor, own, result)
+
+    def own(tensor: Tensor) -> Tensor:
+        new = tensor.clone()
+        trail.mark(new, {index})
+        return new
+
+    layer.register_forward_pre_hook(comes, with_kwargs=True)
+    layer.register_forward_hook(goes, with_kwargs=True)
 
 
 def _untie(model: nn.Module) -> None:
@@ -165,13 +219,6 @@ def _untie(model: nn.Module) -> None:
             if parameter is not None and id(parameter) in met:
                 module._parameters[name] = parameter = nn.Parameter(parameter.detach().clone())
             met.add(id(parameter))
-
-
-def _ask_no_routers(model: nn.Module) -> None:
-    """Placeholders hold none, and the head would miss their logits."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.config.get_text_config().output_router_logits = False
 
 
 def _watch(model: nn.Module, layers: str, seen: Seen) -> None:
@@ -191,14 +238,12 @@ def _note(name: str, seen: Seen) -> Callable[..., None]:
 
 
 def _freshen(name: str, seen: Seen) -> Callable[..., Any]:
-    """Also what has no gradient is told apart by one: a table of positions, say, that is a frozen weight."""
-
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         if seen.calls:
             return output
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                raise NoChainError(f"{name} returns integers, and where these go no gradient tells")
+                raise NoChainError(f"{name} returns integers, which no stand-in can give")
             if isinstance(leaf, Tensor):
                 seen.used_before |= seen.reach(leaf)[1]
         return tree_map_only(Tensor, lambda tensor: seen.fresh(tensor, -1), output)

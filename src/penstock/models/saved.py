@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +17,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import weights
-from penstock.models.weights import Ties
+from penstock.models.weights import DTYPES, Ties
 from penstock.runtime.processes import Processes
 from penstock.runtime.stage import Stage
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own
 GENERATION = "generation_config.json"
-
-# what safetensors calls torch's dtypes
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
-    torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
 
 
 class Shard(NamedTuple):
@@ -61,10 +51,22 @@ class SavedModel:
         """Names under which a weight appears that is saved under another."""
         return frozenset(name for names in self.ties for name in names[1:])
 
+    def lay_out(
+        self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> dict[int, Layout]:
+        """What `write` takes, of this process's stages.
+
+        states: by stage, what is written in place of the values that its module has then
+        """
+        return {
+            index: Layout.of(stage.module, self.copies, (states or {}).get(index))
+            for index, stage in stages.items()
+        }
+
     def write(
         self,
         folder: Path,
-        stages: Mapping[int, Stage],
+        layouts: Mapping[int, Layout],
         processes: Processes,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> None:
@@ -74,13 +76,12 @@ class SavedModel:
         single weight may be larger). Beside the stage itself never more than a layer is held.
         """
         limit = _bytes(max_shard_size)
-        layouts = {index: Layout.of(stage.module, self.copies) for index, stage in stages.items()}
         mine = [(index, layout.sizes) for index, layout in layouts.items()]
         told = processes.gather(mine)  # before anything that can fail on one process alone
         sizes = {int(index): held for part in told for index, held in part}
         shards = make_shards(sizes, limit)
         for file, shard in shards.items():
-            if shard.stage in stages:
+            if shard.stage in layouts:
                 layouts[shard.stage].write(folder / file, shard.names)
         if processes.index == 0:
             self._write_rest(folder, shards, sizes)
@@ -103,50 +104,117 @@ class SavedModel:
             (folder / name).write_bytes(content)
 
     def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
-        """Read the stages' weights back, in place. Raises CheckpointError."""
-        folder = Path(folder)
-        files = weights.weight_files(folder)
-        if not files:
-            raise CheckpointError(
-                str(folder), "it holds no weights", "Give a folder that save_pretrained wrote"
-            )
+        """Read the stages' weights back, in place, one tensor after the other.
+
+        Raises CheckpointError, before any of this process is changed.
+        """
+        self.check(folder, stages)
         for stage in stages.values():
-            memo: dict[int, Any] = {
-                id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in stage.module.parameters()
-            }
-            fresh = copy.deepcopy(stage.module, memo)
-            weights.load(fresh, files, self.ties)
-            read = fresh.state_dict()
+            weights.load(_outline(stage.module), _weight_files(Path(folder)), self.ties)
+
+    def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
+        """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
+        files = _weight_files(Path(folder))
+        for stage in stages.values():
+            weights.check(_outline(stage.module), files, self.ties)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    remedy = "Give a folder that save_pretrained wrote"
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "there is no such folder", remedy)
+    files = weights.weight_files(folder)
+    if not files:
+        raise CheckpointError(str(folder), "it holds no weights", remedy)
+    return files
+
+
+def _outline(module: PreTrainedModel) -> PreTrainedModel:
+    """The same modules with parameters on the meta device; what they are given, those of `module` get.
+
+    Not a deep copy: hooks and what users hang on a module (locks, open files, kept outputs) cannot always be
+    copied. Hooks are left out, and what is no module, parameter or buffer is shared.
+    """
+    made: dict[int, Any] = {}
+    own = nn.Module().__dict__
+
+    def outlined(value: Any, make: Callable[[Any], Any]) -> Any:
+        if value is not None and id(value) not in made:
+            made[id(value)] = make(value)
+        return made.get(id(value))
+
+    def of(module: nn.Module) -> nn.Module:
+        fresh: nn.Module = object.__new__(type(module))
+        made[id(module)] = fresh
+        held = dict(module.__dict__)
+        hooks = {name: type(held[name])() for name in own if name.endswith("_hooks") and name in held}
+        tables = {
+            "_parameters": _Passing(
+                module._parameters,
+                {name: outlined(p, _empty_parameter) for name, p in module._parameters.items()},
+            ),
+            "_buffers": _Passing(module._buffers, module._buffers),
+            "_modules": {name: outlined(child, of) for name, child in module._modules.items()},
+        }
+        fresh.__dict__.update(held | hooks | tables)
+        return fresh
+
+    return cast(PreTrainedModel, of(module))
+
+
+class _Passing(dict[str, Any]):
+    """A module's table of tensors: values that are put in go into `live`, which stand there then."""
+
+    def __init__(self, live: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None]) -> None:
+        super().__init__(held)
+        self._live = live
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        own = self._live.get(name)
+        if own is None or value is None or value.is_meta:
+            super().__setitem__(name, value)
+            return
+        if own is not value:
             with torch.no_grad():
-                for name, own in stage.module.state_dict().items():
-                    own.copy_(read[name])
+                own.copy_(value)
+        super().__setitem__(name, own)
+
+
+def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 @dataclass(frozen=True)
 class Layout:
     """What a stage's weights are in the model's files, told without their values.
 
+    state: the values by its own names
     groups: its own names, in groups that are converted together; most often a layer's
     files: by group, what is made of it, on the meta device, by name
     """
 
     stage: PreTrainedModel
+    state: Mapping[str, Tensor]
     groups: Sequence[Sequence[str]]
     files: Sequence[Mapping[str, Tensor]]
 
     @classmethod
-    def of(cls, stage: PreTrainedModel, left_out: Collection[str]) -> Layout:
+    def of(
+        cls, stage: PreTrainedModel, left_out: Collection[str], state: Mapping[str, Tensor] | None = None
+    ) -> Layout:
+        """state: the values, where they are not those that the stage has now"""
+        values = stage.state_dict() if state is None else state
         left_out = {*left_out, *(stage._keys_to_ignore_on_save or ())}
-        state = {name: value.to("meta") for name, value in stage.state_dict().items() if name not in left_out}
-        whole = revert_weight_conversion(stage, state)
+        outline = {name: value.to("meta") for name, value in values.items() if name not in left_out}
+        whole = revert_weight_conversion(stage, outline)
         by_layer: dict[str, list[str]] = {}
-        for name in state:
+        for name in outline:
             by_layer.setdefault(_layer(name), []).append(name)
         groups = list(by_layer.values())
-        parts = [revert_weight_conversion(stage, {name: state[name] for name in group}) for group in groups]
+        parts = [revert_weight_conversion(stage, {name: outline[name] for name in group}) for group in groups]
         if _shapes(*parts) != _shapes(whole):  # a conversion that puts several layers' weights together
-            return cls(stage, [list(state)], [whole])
-        return cls(stage, groups, parts)
+            return cls(stage, values, [list(outline)], [whole])
+        return cls(stage, values, groups, parts)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -163,11 +231,10 @@ class Layout:
                 opened.write(_content(value))
 
     def _converted(self, chosen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        own = self.stage.state_dict()
         for group, part in zip(self.groups, self.files, strict=True):
             if chosen.keys().isdisjoint(part):
                 continue
-            made = revert_weight_conversion(self.stage, {name: own[name] for name in group})
+            made = revert_weight_conversion(self.stage, {name: self.state[name] for name in group})
             yield from ((name, value) for name, value in made.items() if name in chosen)
 
 

@@ -91,19 +91,24 @@ def contexts_for_compiler(save: tuple[str, ...]) -> Any:
 
 
 class _Kept(NamedTuple):
-    """The outputs of one call, with the versions that they had then."""
+    """The outputs of one call, with the versions that they had then.
+
+    views: made of them by an op that gives a view a version counter of its own, with their versions
+    """
 
     values: Any
     versions: list[int]
+    views: list[tuple[Tensor, int]]
 
     @classmethod
     def of(cls, result: Any) -> _Kept:
         values = tree_map(_detached, result)
-        return cls(values, _versions(values))
+        return cls(values, _versions(values), [])
 
     @property
     def is_unchanged(self) -> bool:
-        return _versions(self.values) == self.versions
+        unwritten = all(view._version == version for view, version in self.views)
+        return unwritten and _versions(self.values) == self.versions
 
 
 class _Counting(TorchDispatchMode):
@@ -141,10 +146,32 @@ class _Counting(TorchDispatchMode):
 class _Keeping(_Counting):  # type: ignore[no-untyped-call]
     """In the forward."""
 
+    def __init__(self, policy: Policy, kept: dict[tuple[OpOverload, int], _Kept]) -> None:
+        super().__init__(policy, kept)
+        self._by_storage: dict[int, _Kept] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        self._by_storage.clear()  # or what is given away later would be held here
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # a matmul of three dimensions is one of two, and this: who writes into it writes into what was kept
+        if func is torch.ops.aten._unsafe_view.default:
+            kept = self._by_storage.get(result.untyped_storage()._cdata)
+            if kept is not None:
+                kept.views.append((_detached(result), result._version))
+        return result
+
     def _run(self, op: OpOverload, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = op(*args, **kwargs)
         if self._policy.keeps(op, result, args, kwargs):
-            self._kept[op, number] = _Kept.of(result)
+            kept = self._kept[op, number] = _Kept.of(result)
+            for value in tree_leaves(kept.values):
+                if isinstance(value, Tensor):
+                    self._by_storage[value.untyped_storage()._cdata] = kept
         return result
 
 

@@ -27,10 +27,20 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     """
     with FakeTensorMode():
         memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
-            memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+        for module in _kept(model, replaced or {}):
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in memo:
+                    values = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            for buffer in module.buffers(recurse=False):
+                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
         memo |= replaced or {}
         yield copy.deepcopy(model, memo)
+
+
+def _kept(module: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """Its modules, but for those that are replaced and what is in them."""
+    if id(module) not in replaced:
+        yield module
+        for child in module.children():
+            yield from _kept(child, replaced)

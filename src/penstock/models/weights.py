@@ -40,6 +40,15 @@ from penstock.models.doors import Absent, Placeholder
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+# what safetensors calls torch's dtypes
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
 Ties = tuple[
     tuple[str, ...], ...
 ]  # each the names under which one weight appears, first the one it is saved by
@@ -110,6 +119,17 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     the files' dtype, or the pieces of one that transformers puts together.
     Raises CheckpointError where a parameter is in no file or has another shape.
     """
+    _fill(stage, files, ties, Unread, "cpu")
+
+
+def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
+    """Raise as `load` would, from the files' headers: no tensor is read, and `stage` stays without values."""
+    _fill(stage, files, ties, Outlined, "meta")
+
+
+def _fill(
+    stage: PreTrainedModel, files: Sequence[Path], ties: Ties, reader: type[Unread], device: str
+) -> None:
     if next(stage.parameters(), None) is None:  # a stage that only passes on what it gets
         return
     unread: dict[str, Any] = {}
@@ -120,12 +140,13 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     except SafetensorError as cause:
         raise CheckpointError(str(files), f"unreadable: {cause}", "Copy or write it again") from cause
     for file in opened:
-        unread |= {key: Unread(file, key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
+        unread |= {key: reader(file, key) for key in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
     mapping = get_model_conversion_mapping(stage)
     _alias_ties(unread, stage, ties, mapping)
     config = LoadStateDictConfig(
         weight_mapping=mapping,
         dtype=stage.dtype,
+        device_map={"": device},
         dtype_plan=stage._get_dtype_plan(stage.dtype),  # what some families keep in float32
     )
     with _quiet(), _one_by_one():
@@ -138,7 +159,11 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
             f"the model's config asks for {list(wanted)}",
             "Use the config that the checkpoint was written with",
         )
-    missing = sorted(name for name, p in stage.named_parameters() if p.is_meta)
+    lacking = info.missing_keys - {name for names in ties if not info.missing_keys.issuperset(names)
+                                   for name in names}  # fmt: skip
+    missing = sorted(
+        name for name, p in stage.named_parameters() if (name in lacking if device == "meta" else p.is_meta)
+    )
     if missing:
         raise CheckpointError(
             f"{files[0].parent}",
@@ -156,6 +181,17 @@ class Unread:
     def __getitem__(self, index: object) -> Tensor:
         read: Tensor = self._file.get_tensor(self._name)
         return read
+
+
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Outlined(Unread):
+    """The same without its values."""
+
+    def __getitem__(self, index: object) -> Tensor:
+        found = self._file.get_slice(self._name)
+        return torch.empty(found.get_shape(), dtype=_OF_NAME[found.get_dtype()], device="meta")
 
 
 @contextmanager

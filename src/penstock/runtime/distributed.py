@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +129,7 @@ class DistributedTransport:
         everyone = list(mine.new_empty((self._groups.size, *mine.shape)).unbind())
         work = dist.all_gather(everyone, mine, self._groups.whole, async_op=True)
         assert work is not None
+        _LATEST.append((mine, everyone))
         return work, everyone
 
     def gather(self, value: Any) -> list[Any]:
@@ -223,6 +225,7 @@ class Apart:
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
         work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        _LATEST.append((mine, everyone))
         assert work is not None
         work.wait(_SLOW)
         return everyone
@@ -243,6 +246,9 @@ def _gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]
     return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
 
 
+# Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over. If
+# it were the last to do so it would need Python, which may be ending by then, and that aborts the process.
+_LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 _SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 

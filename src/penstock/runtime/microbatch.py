@@ -19,7 +19,7 @@ Batch = Mapping[str, Any]
 # how one entry of a batch is cut: along a dimension, not at all (None), or by a function of (entry, number of
 # microbatches) that returns one part for each
 Split = int | None | Callable[[Any, int], Sequence[Any]]
-Sharding = Mapping[str, Split]  # by entry; along dimension 0 where it says nothing
+Sharding = Mapping[str, Split]  # by entry; along the rows, dimension 0, where it says nothing
 # of packed documents, as transformers names them: they run over all rows, and are cut where the rows are
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
@@ -31,7 +31,7 @@ def batch_rows(batch: Batch, sharding: Sharding) -> int:
     """
     lengths: dict[str, int] = {}
     for name, value in batch.items():
-        dim = sharding.get(name, 0)
+        dim = _cut_along(name, value, sharding)
         if not isinstance(dim, int) or (name in _PACKED and name not in sharding):
             continue
         for tensor in _leaves(value):
@@ -53,6 +53,12 @@ def batch_rows(batch: Batch, sharding: Sharding) -> int:
             "Mend the batch, or name each tensor's dimension in sharding (None: not split)",
         )
     return next(iter(lengths.values()))
+
+
+def _cut_along(name: str, value: Any, sharding: Sharding) -> Split:
+    """Along rows. Of positions with three dimensions (time, height, width) these are the second."""
+    of_three = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3
+    return sharding.get(name, 1 if of_three else 0)
 
 
 def with_entries(
@@ -96,7 +102,7 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
             f"it is to be split into {count} microbatches of at least one row each",
             f"Give {count} rows or more, or set microbatches to at most {rows}",
         )
-    cut = {name: _parts(name, value, count, sharding.get(name, 0))
+    cut = {name: _parts(name, value, count, _cut_along(name, value, sharding))
            for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
     cut |= _documents(batch, rows, count, sharding)
     return [{name: parts[number] for name, parts in cut.items()} for number in range(count)]

@@ -99,11 +99,11 @@ class Stage:
         inputs = () if received is None else leaves(received)
         with self._run(split, recompute) as tape:
             total = loss.total(self._call(_given(inputs, received), microbatch), microbatch)
-        if not total.requires_grad and any(p.requires_grad for p in self.module.parameters()):
+        if not total.requires_grad:
             raise ModelError(
-                f"a loss of stage {self.index} that hangs on none of its weights",
+                f"a loss of stage {self.index} that hangs on no weight that is trained",
                 "nothing would be trained by it, on this stage or before",
-                "Do not detach what the loss is made of; freeze weights that are not to be trained",
+                "Do not detach what the loss is made of; freeze only a part of the model, or call evaluate()",
             )
         self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step, and its graph would keep the inputs

@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from penstock.checkpoint import STATE
-from penstock.commit import check_folder, check_folder_quickly, leftovers, remove_folder
+from penstock.checkpoint import STATE, check_config
+from penstock.commit import check_folder, check_folder_quickly, leftovers, remove_folder, unfinished
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties
 from penstock.optimizer_state import Stored, unfit
 from penstock.train.config import KeepSection, TrainConfig
-
-_INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "use_cache"}
 
 
 @dataclass(frozen=True)
@@ -67,12 +65,13 @@ def prune(written: Path, keep: KeepSection) -> None:
     """Remove those older than `written`, the checkpoint that was just published, that no rule keeps.
 
     Left alone, and not counted: later steps, which another run wrote, and what is not whole. A checkpoint
-    into which somebody put files of their own stays. To be called on one process. Cut short it leaves hidden
-    folders, which the next call removes.
+    into which somebody put files of their own stays. To be called on one process, while nothing is written
+    to the folder. Cut short it leaves hidden folders, which the next call removes, as it does those of runs
+    that were killed in a write.
     """
     if keep.last is None:
         return
-    for path in leftovers(written.parent):
+    for path in (*leftovers(written.parent), *unfinished(written.parent, "step-*")):
         shutil.rmtree(path)
     last = int(written.name.removeprefix("step-"))
     older = sorted(((step, path) for step, path in _standing(written.parent) if step < last), reverse=True)
@@ -113,10 +112,7 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties) -> None:
 
     model: the whole model, on the meta device. Headers are read and no tensor.
     """
-    theirs = AutoConfig.from_pretrained(path, local_files_only=True).to_dict()
-    for key, ours in model.config.to_dict().items():
-        if key not in _INCIDENTAL and theirs.get(key) != ours:
-            raise unfit(path, f"model config {key}={theirs.get(key)}", f"the model has {ours}")
+    check_config(path, model.config)
     stored = Stored(path, ties)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and stored.find(name) is None:

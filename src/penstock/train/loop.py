@@ -72,12 +72,20 @@ def train(run: Run) -> Outcome:
 
 
 def _save(run: Run, step: int) -> Path:
-    path, keep = checkpoint_folder(run.output, step), run.config.output.keep
+    path = checkpoint_folder(run.output, step)
     state = state_after(step, run.config)
     run.writer.save(
-        path, run.optimizer, state, extra=partial(_save_tokenizer, run), then=lambda: prune(path, keep)
+        path, run.optimizer, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
     return path
+
+
+def _prune(run: Run, written: Path) -> None:
+    """What cannot be removed costs room on the disk, and no run."""
+    try:
+        prune(written, run.config.output.keep)
+    except OSError as error:
+        run.display.say(f"penstock: warning: older checkpoints of {written.parent} were not removed: {error}")
 
 
 def _save_tokenizer(run: Run, folder: Path) -> None:

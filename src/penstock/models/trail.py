@@ -1,0 +1,68 @@
+"""What tensors were made of: marks that follow values through every op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Mark = int | str
+
+# these look at shape, dtype and device of what they are given, and at no value
+_OF_SHAPE = frozenset(
+    {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like",
+     "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided"}
+)  # fmt: skip
+
+
+class Trail(TorchDispatchMode):
+    """Follows marks by storage, so that what is detached, compared, made without gradients or written in
+    place bears them too. Numbers that a model reads out of a tensor do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._marks: dict[int, frozenset[Mark]] = {}
+        self._kept: list[Any] = []  # so that a storage's address stays its own
+
+    def mark(self, tensor: Tensor, marks: Iterable[Mark]) -> None:
+        """In place of the marks that it had."""
+        storage = tensor.untyped_storage()
+        self._marks[storage._cdata] = frozenset(marks)
+        self._kept.append(storage)
+
+    def marks(self, *values: Any) -> frozenset[Mark]:
+        """Of all tensors in these."""
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        found = (self._marks.get(tensor.untyped_storage()._cdata, frozenset()) for tensor in tensors)
+        return frozenset[Mark]().union(*found)
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _OF_SHAPE:
+            return result
+        if marks := self.marks(args, kwargs):
+            schema = func._schema.arguments
+            written = [value for value, of in zip(args, schema, strict=False) if _is_written(of)]
+            for tensor in tree_leaves((result, written)):
+                if isinstance(tensor, Tensor):
+                    self.mark(tensor, self.marks(tensor) | marks)
+        return result
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def layers_in(marks: Iterable[Mark]) -> set[int]:
+    return {mark for mark in marks if isinstance(mark, int)}
+
+
+def names_in(marks: Iterable[Mark]) -> set[str]:
+    return {mark for mark in marks if isinstance(mark, str)}
