@@ -246,8 +246,8 @@ def _gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]
     return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
 
 
-# Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over. If
-# it were the last to do so it would need Python, which may be ending by then, and that aborts the process.
+# Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over.
+# If it were the last to do so it would need Python, which may be ending by then: that aborts the process.
 _LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 _SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
