@@ -36,9 +36,9 @@ REFUSED = {
     "gemma4_assistant": "another model's embeddings",
     "gemma4_unified_assistant": "another model's embeddings",
     "git": "the next-token loss compares each with its label",  # logits of image tokens too
-    "hrm_text": "layer 1 does not take what layer 0 returned",  # runs its layers in turns, many times
+    "hrm_text": "the layers run in the order",  # runs its layers in turns, many times
     "inkling2_text": "could not be followed",  # each layer takes the outputs of all before
-    "mllama": "layer 2 does not take what layer 1 returned",  # without an image some layers do not run
+    "mllama": "the layers run in the order",  # without an image some layers do not run
     "prophetnet": "returns integers",
     "reformer": "could not be followed",  # reversible layers, with a backward of their own
     "rwkv": "could not be followed",  # rescales its layers' weights from outside

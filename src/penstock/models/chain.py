@@ -57,14 +57,53 @@ class Chain:
         return tuple(sorted({value for taken in self.given[layer:] for value in taken.values()}))
 
 
+_MOST = 64  # chains that are remembered
+_found: dict[object, Chain] = {}
+
+
 def find_chain(model: PreTrainedModel) -> Chain:
-    """The chain of `model` (weights may be on the meta device). Raises ModelError where there is none."""
+    """The chain of `model` (weights may be on the meta device). Raises ModelError where there is none.
+
+    Remembered for models that are built alike: a trial of several settings looks at its model once.
+    """
     name, layers = layer_list(model)
+    kind = _built(model, name)
+    if kind is None or kind not in _found:
+        chain = _find(model, name, len(layers))
+        if kind is None:
+            return chain
+        if len(_found) >= _MOST:
+            _found.pop(next(iter(_found)))
+        _found[kind] = chain
+    return _found[kind]
+
+
+def _built(model: PreTrainedModel, layers: str) -> object | None:
+    """Equal for two models whose forwards take the same way; None where hooks take one that no class tells."""
+    parts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
+    for name, module in model.named_modules():
+        own = vars(module)
+        if "forward" in own or any(own[hooks] for hooks in _HOOKS):
+            return None
+        plain = tuple(
+            (key, value) for key, value in own.items() if isinstance(value, _PLAIN) and key != "training"
+        )
+        parts.append((name, type(module), plain))
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    parts += [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+    return tuple(parts)
+
+
+_PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def _find(model: PreTrainedModel, name: str, count: int) -> Chain:
     refusal = ""
     for form in FORMS:
         try:
             chain, training = (
-                _chain(model, name, form, probe(model, name, len(layers), form, training=mode))
+                _chain(model, name, form, probe(model, name, count, form, training=mode))
                 for mode in (False, True)
             )
             if chain != training:
