@@ -79,7 +79,7 @@ def find_chain(model: PreTrainedModel) -> Chain:
 
 
 def _built(model: PreTrainedModel, layers: str) -> object | None:
-    """Equal for two models whose forwards take the same way; None where hooks take one that no class tells."""
+    """Equal for two models whose forwards take the same way; None where hooks may make another."""
     parts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
     for name, module in model.named_modules():
         own = vars(module)
