@@ -57,8 +57,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("mixtral", torch.float32),
+        ("llama", torch.bfloat16),
+        pytest.param("llama", torch.float32, marks=pytest.mark.sweep),
+        pytest.param("mixtral", torch.bfloat16, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_ranks_peak_is_its_stage_and_one_tensor(
     kind: str, dtype: torch.dtype, folders: dict[str, Path]
 ) -> None:

@@ -16,8 +16,8 @@ from support.families import tiny_model
 from support.ragged import Microbatches, tokens
 
 LARGEST_MESSAGE = 2 * 48 * 64 * 4  # bytes: rows, tokens, hidden
-# told by the rank, predicted, counted
-Peaks = tuple[int, float, int]
+# told by the rank, predicted, counted, and how many stages the rank hosts
+Peaks = tuple[int, float, int, int]
 
 
 def large(count: int, ragged: bool) -> Microbatches:
@@ -42,8 +42,9 @@ def peaks(ranks: int, schedule: Any, ragged: bool, how: Any) -> Peaks:
     counted = count_bytes(executor, pipe, batch)
     predicted = simulate(pipe.schedule, pipe.costs()).peak_memory[dist.get_rank()]
     told = pipe.memory[dist.get_rank()].total
+    hosted = len(pipe.stages)
     pipe.close()
-    return told, predicted, counted
+    return told, predicted, counted, hosted
 
 
 def forget_buffers(pipe: Pipeline) -> None:

@@ -28,7 +28,14 @@ def tree(folder: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
         "model": {"config": model or QWEN3},
         "data": {"path": str(folder / "text"), "tokenizer": "bytes", "sequence_length": 16},
         "pipeline": {"ranks": 2, "microbatches": 2},
-        "train": {"steps": 4, "batch_size": 4, "evaluate_every": 2, "log_every": 1, "device": "cpu"},
+        "train": {
+            "steps": 4,
+            "batch_size": 4,
+            "evaluate_every": 2,
+            "log_every": 1,
+            "device": "cpu",
+            "check": "off",
+        },  # tests/train/test_check.py has it on
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "output": {"folder": str(folder / "out")},
     }

@@ -20,10 +20,15 @@ from penstock.train.check import TOKENS, Digest, Whole, check_split, digest, sho
 from penstock.train.config import PipelineSection, TrainConfig
 from support import jobs_check as jobs
 from support.pool import Pool
-from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
+from support.tiny import GPT2_WITH_DROPOUT, QWEN3
+from support.tiny import config as plain_config
 
 # the schedules on which a weight has several copies, or backwards are split, besides the plain one
 SCHEDULES = ["1f1b", "zb_v", "dualpipe"]
+
+
+def config(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> TrainConfig:
+    return plain_config(folder, model, **{"check": "auto", **train})
 
 
 def with_pipeline(made: TrainConfig, **changes: Any) -> TrainConfig:
