@@ -36,8 +36,14 @@ def assert_equal(model: PreTrainedModel, pipe: Pipeline, batch: dict[str, Tensor
     assert_gradients(gradients, expected, tolerance)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), [
+    pytest.param(
+        family, tied, id=f"{family}-{'tied' if tied else 'untied'}",
+        # in every run the families are untied in `test_gloo_families`
+        marks=() if tied or family == "llama" else pytest.mark.sweep,
+    )
+    for family, tied in product(FAMILIES, (False, True))
+])  # fmt: skip
 def test_float32(family: str, tied: bool) -> None:
     """gpipe and 1f1b, P 1 to 4, m 1 to 8 and m < P, all ranks in this process."""
     model, batch = tiny_model(family, tied=tied), ragged_batch()
@@ -62,8 +68,11 @@ def test_float64(family: str) -> None:
         pipe.verify_against(model, batch)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("ranks", "tied"),  # the others are in `test_gloo_everything`
+    [(2, True), (3, True), (4, True), (4, False)],
+    ids=["2-tied", "3-tied", "4-tied", "4-untied"],
+)
 def test_gloo_all_sizes(pool: Pool, ranks: int, tied: bool) -> None:
     wrong = pool.run(ranks, jobs.equivalence, "llama", tied, ranks, ALL)
     assert [line for rank in wrong for line in rank] == []

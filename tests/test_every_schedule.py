@@ -21,7 +21,7 @@ from support.schedules import FORMS, takes
 
 WIDTH = 4
 SIZES = [(ranks, m) for ranks in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8, 9)]
-LARGE = [(5, 7), (6, 12), (8, 4), (8, 20), (16, 8), (16, 36)]
+LARGE = [(5, 7), (6, 12), (8, 4), (8, 20), (16, 8)]
 
 
 class Part(nn.Module):
@@ -87,9 +87,10 @@ def test_in_process(form: str) -> None:
             assert_runs_exactly(schedule(form, ranks, microbatches))
 
 
+@pytest.mark.parametrize("sizes", [LARGE, pytest.param([(16, 36)], marks=pytest.mark.sweep)], ids=str)
 @pytest.mark.parametrize("form", [form for form in FORMS if "searched" not in form])
-def test_many_ranks_in_process(form: str) -> None:
-    for ranks, microbatches in LARGE:
+def test_many_ranks_in_process(form: str, sizes: list[tuple[int, int]]) -> None:
+    for ranks, microbatches in sizes:
         if takes(form, ranks, microbatches):
             assert_runs_exactly(schedule(form, ranks, microbatches), steps=1)
 
@@ -105,7 +106,11 @@ def test_one_that_was_written_to_a_file(form: str, ending: str, tmp_path: Path) 
     assert_runs_exactly(build("file", ranks=3, microbatches=7, path=str(tmp_path / f"own{ending}")))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [
+    # in every run each schedule has untied models in test_ragged
+    pytest.param(False, id="untied", marks=pytest.mark.sweep),
+    pytest.param(True, id="tied"),
+])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 def test_a_hugging_face_model_in_process(form: str, tied: bool) -> None:
     model, batch = tiny_model("llama", layers=8, tied=tied), ragged_batch()
@@ -145,5 +150,6 @@ def test_a_split_backward_in_every_family(family: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_gloo(pool: Pool, form: str, ranks: int) -> None:
     cases = [(FORMS[form], microbatches) for microbatches in (2, 4, 8)]
-    wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, 4 * ranks)
+    layers = max(schedule(form, ranks, 2).placement.depth, 2 * ranks)
+    wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, layers)
     assert [line for rank in wrong for line in rank] == []

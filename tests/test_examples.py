@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,12 +39,19 @@ def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
     "options",
     [("--microbatches", "0"), ("--ranks", "0"), ("--ranks", "two"), ("--pseudo-computation-time", "-1")],
 )
-def test_wrong_options_end_in_one_line(options: tuple[str, str]) -> None:
-    done = run("afab.py", *options)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1
-    assert options[0] in done.stderr
-    assert options[1] in done.stderr
+def test_wrong_options_end_in_one_line(
+    options: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script in this process."""
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "afab.py"), *options])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert options[0] in err
+    assert options[1] in err
 
 
 def test_a_model_of_ones_own_learns() -> None:

@@ -174,7 +174,7 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
 @pytest.mark.parametrize(("ranks", "shapes"), [(2, "exchanged"), (2, "buckets"), (4, "inferred")])
 def test_gloo(pool: Pool, ranks: int, shapes: str) -> None:
     forms = [FORMS[form] for form in ("1f1b", "interleaved_zero_bubble", "zb_v", "dualpipe")]
-    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes])
+    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 2 * ranks)
     assert [line for rank in wrong for line in rank] == []
 
 
@@ -183,5 +183,5 @@ def test_gloo(pool: Pool, ranks: int, shapes: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gloo_everything(pool: Pool, ranks: int, shapes: str) -> None:
     forms = [FORMS[form] for form in FORMS if "searched" not in form]
-    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes])
+    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 4 * ranks)
     assert [line for rank in wrong for line in rank] == []

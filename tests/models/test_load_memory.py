@@ -47,14 +47,11 @@ def config_of(kind: str) -> PreTrainedConfig:
     return MixtralConfig(**sizes, intermediate_size=768, num_hidden_layers=6, num_local_experts=4)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture
+def folder(kind: str, tmp_path: Path) -> Path:
     """Weights of about 100 MiB in several shards, in float32."""
-    made = {}
-    for kind in ("llama", "mixtral"):
-        made[kind] = tmp_path_factory.mktemp(kind)
-        AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(made[kind], max_shard_size="20MB")
-    return made
+    AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(tmp_path, max_shard_size="20MB")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -66,14 +63,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         pytest.param("mixtral", torch.bfloat16, marks=pytest.mark.sweep),
     ],
 )
-def test_a_ranks_peak_is_its_stage_and_one_tensor(
-    kind: str, dtype: torch.dtype, folders: dict[str, Path]
-) -> None:
+def test_a_ranks_peak_is_its_stage_and_one_tensor(kind: str, dtype: torch.dtype, folder: Path) -> None:
     """All of the process's memory counts, files mapped into it as well: VmHWM.
 
     The one tensor is in the files' float32, and may be the experts of a layer, put together of many.
     """
-    command = [sys.executable, "-c", SCRIPT, str(folders[kind]), "0", str(dtype).removeprefix("torch.")]
+    command = [sys.executable, "-c", SCRIPT, str(folder), "0", str(dtype).removeprefix("torch.")]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 0, run.stderr
     peak, stage, largest = json.loads(run.stdout)

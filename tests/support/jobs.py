@@ -51,9 +51,9 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case], laye
     return wrong
 
 
-def any_shape(ranks: int, schedules: Sequence[ScheduleLike], shapes: Any) -> list[str]:
+def any_shape(ranks: int, schedules: Sequence[ScheduleLike], shapes: Any, layers: int) -> list[str]:
     """Ragged microbatches, packed documents, and both checkpointed, of each schedule; what went wrong."""
-    model, rows = tiny_model("llama", layers=4 * ranks, tied=True), documents(8)
+    model, rows = tiny_model("llama", layers=layers, tied=True), documents(8)
     cases: list[tuple[str, Microbatches, Microbatches, bool | Checkpointing]]
     cases = [("ragged", ragged(8), ragged(8), False), ("packed", packed(rows), apart(rows), False),
              ("checkpointed", ragged(8, 1), ragged(8, 1), Checkpointing(in_flight=2))]  # fmt: skip
