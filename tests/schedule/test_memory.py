@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, build, simulate
+from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, build, simulate
 from penstock.schedule.ahead import posts, received
 from support.programs import valid
 
@@ -42,6 +42,15 @@ def test_what_the_graph_keeps_anyway_is_not_counted_twice() -> None:
         simulate(schedule, costs).peak_memory[0] == 3 * 4 + 3 + 2
     )  # all are on their way when two are posted
     assert simulate(schedule, replace(costs, sent=0)).peak_memory[0] == 3 * 4 + 2
+
+
+def test_what_nobody_waits_for_yet_stays_with_its_sender() -> None:
+    """The second rank posts two ahead: 0F3, made at 4, when 1F0 has run, from 1.5 to 10.5."""
+    schedule = build("gpipe", ranks=2, microbatches=4)
+    first, _ = simulate(schedule, Costs(forward=[1, 9], communication=0.5, buffer=1)).memory
+    activations, gradients_awaited = 4, 2
+    assert (4.0, activations + gradients_awaited + 1) in first
+    assert (11.0, activations + gradients_awaited) in first
 
 
 def test_stages_of_one_rank_use_no_buffers() -> None:
@@ -105,7 +114,8 @@ def held(
             found.append((span[op].end, last["W"].end, 1.5, False))
         if op in users:
             size = sent if op.kind == "F" else BUFFER
-            found.append((span[op].end, span[op].end + 0.443, size, True))
+            leaves = max(span[op].end, awaited(schedule, span, op, users[op]))
+            found.append((span[op].end, leaves + 0.443, size, True))
         needed = received(schedule, op)
         if needed is not None:
             at = posted[needed]
@@ -114,6 +124,13 @@ def held(
             # what is posted at the moment that F takes it over lies beside it, unless outweighed by F's own
             found.append((reached, end_of_it, BUFFER, not schedule.trains))
     return found
+
+
+def awaited(schedule: Schedule, span: dict[Op, Span], op: Op, user: Op) -> float:
+    """When the rank that runs `user` has posted the receive of what `op` made."""
+    rank = schedule.placement.rank_of[user.stage]
+    (at,) = [at for at, ops in enumerate(posts(schedule, rank)) if op in ops]
+    return span[schedule.programs[rank][at - 1]].end if at else 0.0
 
 
 @settings(max_examples=50, deadline=None)

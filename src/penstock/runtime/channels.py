@@ -185,6 +185,7 @@ class Channels:
             tensors = [*ahead, *tensors]
             sending = Sending(tensors, nbytes, self._send(message, tensors))
         self._sending[message] = sending
+        self._pool.drop_idle()  # the op that made this has let go of what came in
         if (reaper := self._reapers.get(message.channel)) is not None:
             sending.leave_to(reaper)
         else:

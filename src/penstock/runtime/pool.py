@@ -31,7 +31,8 @@ class Pool:
         """A tensor of that shape and dtype whose memory nobody else has; its values are arbitrary."""
         storage = self._find(spec.nbytes) or self._make(spec.nbytes)
         self._used.add(storage._cdata)
-        self._drop_idle(storage)
+        self._largest = max(self._largest, storage.nbytes())
+        self.drop_idle(storage)
         empty = torch.empty(0, dtype=spec.dtype, device=self._device)
         return empty.set_(storage, 0, spec.shape)  # type: ignore[call-overload, no-any-return]
 
@@ -51,10 +52,12 @@ class Pool:
         self._used.clear()
         self._largest = 0
 
-    def _drop_idle(self, taken: UntypedStorage) -> None:
+    def drop_idle(self, taken: UntypedStorage | None = None) -> None:
         """Of what lies idle keep no more than the largest that was taken of late: where lengths differ from
-        message to message, buffers would gather that hardly any message fits."""
-        self._largest = max(self._largest, taken.nbytes())
+        message to message, buffers would gather that hardly any message fits.
+
+        taken: a buffer that is in use already, though nobody else holds it yet
+        """
         idle = [buffer for buffer in self._buffers if buffer is not taken and _is_free(buffer)]
         while idle and sum([buffer.nbytes() for buffer in idle]) > self._largest:
             oldest = idle.pop(0)

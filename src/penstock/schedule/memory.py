@@ -19,11 +19,9 @@ def memory(schedule: Schedule, costs: Costs, times: Sequence[Times]) -> tuple[Cu
     activations = _Activations(schedule, costs)
     if not costs.counts_buffers:
         return tuple(curve(activations.changes(rank, of_rank)) for rank, of_rank in enumerate(times))
-    messages = _Messages(schedule, costs, activations)
+    messages = _Messages(schedule, costs, activations, times)
     in_time = itemgetter(0)  # changes at one time stay in their order
-    return tuple(
-        curve(sorted(messages.changes(rank, of_rank), key=in_time)) for rank, of_rank in enumerate(times)
-    )
+    return tuple(curve(sorted(messages.changes(rank), key=in_time)) for rank in range(schedule.ranks))
 
 
 class _Activations:
@@ -60,21 +58,30 @@ class _Activations:
 class _Messages:
     """What is received from its post until an op has taken it over, and what is sent until it has arrived."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, activations: _Activations) -> None:
-        self._schedule, self._activations = schedule, activations
+    def __init__(
+        self, schedule: Schedule, costs: Costs, activations: _Activations, times: Sequence[Times]
+    ) -> None:
+        self._schedule, self._activations, self._times = schedule, activations, times
+        self._posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
+        # by op, when the rank that takes its result begins to receive: until then it stays with the sender
+        self._awaited = {source: reached for rank in range(schedule.ranks)
+                         for posted, reached in zip(self._posts[rank], _reached(times[rank]), strict=True)
+                         for source in posted}  # fmt: skip
         placement, microbatches = schedule.placement, schedule.microbatches
         self._buffer = costs.rows("buffer", placement, microbatches)
         self._sent = costs.rows("sent", placement, microbatches)
         self._delays = costs.delays(placement, microbatches)
 
-    def changes(self, rank: int, times: Times) -> Iterator[Change]:
+    def changes(self, rank: int) -> Iterator[Change]:
         """With those of the activations. At one time, what an op begins comes before what has arrived then.
 
         For no wire is quite as fast as its prediction, and a peak that lasts no time is one all the same.
         """
         arrivals: list[Change] = []
-        program, reached = self._schedule.programs[rank], 0.0
-        for op, posted, (start, end) in zip(program, posts(self._schedule, rank), times, strict=True):
+        program, times = self._schedule.programs[rank], self._times[rank]
+        for op, posted, reached, (start, end) in zip(
+            program, self._posts[rank], _reached(times), times, strict=True
+        ):
             for source in posted:
                 yield reached, self._of(source)
             needed = received(self._schedule, op)
@@ -90,13 +97,18 @@ class _Messages:
                 edge = _edge(op)
                 held = self._sent[edge][op.microbatch] if op.kind == "F" else self._of(op)
                 yield end, held
-                arrivals.append((end + self._delays[edge][op.microbatch], -held))
-            reached = end
+                leaves = max(end, self._awaited[op])
+                arrivals.append((leaves + self._delays[edge][op.microbatch], -held))
         yield from arrivals
 
     def _of(self, op: Op) -> float:
         """What the message that `op` makes takes."""
         return self._buffer[_edge(op)][op.microbatch]
+
+
+def _reached(times: Times) -> Iterator[float]:
+    """When a rank gets to each op of its program: as soon as the one before has ended."""
+    return (times[at - 1][1] if at else 0.0 for at in range(len(times)))
 
 
 def _edge(op: Op) -> int:
