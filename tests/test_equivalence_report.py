@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from penstock import AutoPipeline
-from penstock.equivalence import Compared, DifferenceError, Report, compare
-from penstock.errors import EquivalenceError
+from penstock.equivalence import Compared, Report, compare
+from penstock.errors import DifferenceError, EquivalenceError
 from penstock.free_memory import free_memory
 from support.families import ragged_batch, tiny_model
 

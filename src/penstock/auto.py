@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from penstock.commit import MANIFEST, check_folder
 from penstock.errors import ConfigError, ModelError
 from penstock.functional import make_stage, own_stages
-from penstock.models import weights
+from penstock.models import initial, weights
 from penstock.models.balance import LayerCosts
 from penstock.models.chain import Chain, find_chain
 from penstock.models.hf import Completed, HFCall, HFEdges, refuse_what_would_not_show
@@ -194,7 +194,7 @@ class AutoPipeline(Options):
         """Give values to a stage that is still on the meta device."""
         if source.files:
             weights.load(part, source.files, ties)
-        weights.initialise(part, source.model, ties, self.seed)
+        initial.initialise(part, source.model, ties, self.seed)
 
 
 def _caller(outline: Outline, index: int) -> Callable[[Any], StageCall]:

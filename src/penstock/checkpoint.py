@@ -16,33 +16,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PretrainedConfig
 
 from penstock.background import DROPPED, LINGERS, Background
-from penstock.commit import check_folder_together, together, write_folder
+from penstock.checkpoint_contents import Extra, collect, random_state, read_state, set_random_state
+from penstock.commit import check_folder_together, together
 from penstock.errors import CheckpointError, PenstockError, RunError
-from penstock.optimizer_state import Optimizers, OptimizerState, Stored, host_copy, state_of, unfit
-from penstock.pipeline import Pipeline, laid_out
+from penstock.optimizer_state import Optimizers, Stored, unfit
+from penstock.pipeline import Pipeline
 from penstock.runtime.distributed import apart
 from penstock.runtime.processes import Processes
-from penstock.runtime.stage import Stage
-
-STATE = "state.json"
 
 # keys of a model's config that may differ between a checkpoint and the model that goes on from it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 
 T = TypeVar("T")
-Extra = Callable[[Path], None]
 Then = Callable[[], None]
 
 
@@ -84,19 +77,19 @@ def load_checkpoint(
     known = {name for names in processes.gather([name for name, _ in named]) for name in names}
 
     def check() -> Callable[[], dict[str, Any]]:
-        state = _read_state(folder)
+        state = read_state(folder)
         check_config(folder, saved.config)
         stored = Stored(folder, saved.ties)
         if foreign := sorted(stored.names - known - saved.copies.union(*saved.ties)):
             raise unfit(folder, f"it holds {foreign[0]}", "the model has no such parameter")
         saved.check(folder, dict(zip(pipe.modules, pipe.stages, strict=True)))
         put = stored.plan(optimizer, named, learning_rates=learning_rates)
-        random = _random_state(folder, processes)
+        random = random_state(folder, processes)
 
         def apply() -> dict[str, Any]:
             pipe.load_weights(folder)
             put()
-            _set_random_state(random)
+            set_random_state(random)
             return state
 
         return apply
@@ -176,7 +169,7 @@ class CheckpointWriter:
         contents = _agreed(
             pipe.processes,
             f"collect what goes into checkpoint {target}",
-            lambda: _collect(pipe, optimizer, state, extra, copied=self._background),
+            lambda: collect(pipe, optimizer, state, extra, copied=self._background),
         )
         if self._background:
             self._task = Background(
@@ -259,125 +252,6 @@ def _follow(path: Path, processes: Processes, then: Then | None) -> None:
             raise RunError(f"checkpoint {path}", rule, "Mend that; the checkpoint stands") from error
 
     together(processes, f"do what follows checkpoint {path}, which was written", follow)
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """What this process puts into a checkpoint. write_weights: collective, over the processes given"""
-
-    write_weights: Callable[[Path, Processes], None]
-    optimizer: OptimizerState
-    random: dict[str, Tensor]
-    state: str
-    extra: Extra | None
-
-    def publish(self, path: Path, processes: Processes) -> None:
-        write_folder(path, lambda folder: self._write(folder, processes), processes)
-
-    def _write(self, folder: Path, processes: Processes) -> None:
-        self.write_weights(folder, processes)
-        self.optimizer.write(folder, processes.index, processes.count)
-        save_file(self.random, folder / _random_file(processes))
-        if processes.index == 0:
-            if self.extra is not None:
-                self.extra(folder)
-            (folder / STATE).write_text(self.state, encoding="utf-8")
-
-
-def _collect(
-    pipe: Pipeline,
-    optimizer: Optimizers,
-    state: Mapping[str, Any] | None,
-    extra: Extra | None,
-    *,
-    copied: bool,
-) -> _Contents:
-    """copied: in host memory of its own, so that training may go on while it is written."""
-    held = state_of(optimizer, list(pipe.named_parameters(remove_duplicate=False)), copied=copied)
-    random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        random["cuda"] = torch.cuda.get_rng_state()
-    text = _as_json(state or {})
-    return _Contents(_weights(pipe, copied=copied), held, random, text, extra)
-
-
-def _weights(pipe: Pipeline, *, copied: bool) -> Callable[[Path, Processes], None]:
-    """Only values are copied: modules, with their hooks and all that hangs on them, stay the pipeline's."""
-    saved, depth = pipe._needs_saved(), pipe.schedule.placement.depth
-    # further copies of the model are alike
-    stages = {stage.index: stage for stage in pipe.stages if stage.index < depth}
-    held = {index: _values(stage, saved.copies) for index, stage in stages.items()} if copied else None
-
-    def write(folder: Path, processes: Processes) -> None:
-        saved.write(folder, laid_out(saved, stages, processes, held), processes)
-
-    return write
-
-
-def _values(stage: Stage, left_out: Collection[str]) -> dict[str, Tensor]:
-    """What the stage holds, in host memory that is nobody else's; a tied weight is copied once."""
-    made: dict[int, Tensor] = {}
-    values: dict[str, Tensor] = {}
-    for name, value in stage.module.state_dict(keep_vars=True).items():
-        if name not in left_out:
-            if id(value) not in made:
-                made[id(value)] = host_copy(value)
-            values[name] = made[id(value)]
-    return values
-
-
-def _random_state(path: Path, processes: Processes) -> dict[str, Tensor]:
-    """Empty for an older checkpoint, or one of another number of processes."""
-    file = path / _random_file(processes)
-    return load_file(file) if file.is_file() else {}
-
-
-def _set_random_state(held: Mapping[str, Tensor]) -> None:
-    if not held:
-        return
-    torch.set_rng_state(held["cpu"].clone())
-    if "cuda" in held and torch.cuda.is_available():
-        torch.cuda.set_rng_state(held["cuda"].clone())
-
-
-def _random_file(processes: Processes) -> str:
-    return f"random-{processes.index + 1:05d}-of-{processes.count:05d}.safetensors"
-
-
-def _as_json(state: Mapping[str, Any]) -> str:
-    _check_json(state, "state")
-    return json.dumps(state, indent=1) + "\n"
-
-
-def _check_json(value: object, name: str) -> None:
-    """Whether JSON gives it back as it was, but for tuples, which come back as lists."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if not isinstance(key, str):  # JSON would make it text in silence
-                raise _no_json(f"{name}: the key {key!r}")
-            _check_json(inner, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            _check_json(inner, f"{name}[{number}]")
-    elif not (value is None or isinstance(value, str | int | float)):
-        raise _no_json(f"{name} is a {type(value).__name__}")
-
-
-def _no_json(found: str) -> CheckpointError:
-    return CheckpointError(
-        found,
-        "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text",
-        "Make it that, e.g. by str(key), int(value) or tensor.tolist()",
-    )
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE}", "it cannot be read", "Give a checkpoint that penstock wrote"
-        ) from error
 
 
 def _agreed(processes: Processes, deed: str, work: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from penstock.errors import EquivalenceError
+from penstock.errors import DifferenceError
 from penstock.models.hf import outcome
 from penstock.models.protocol import ProvidedCall
 from penstock.runtime.loss import Loss
@@ -125,28 +125,6 @@ class Report:
         """Raise DifferenceError unless all that was compared is equal."""
         if not self.passed:
             raise DifferenceError(self, remedy)
-
-
-_REMEDY = "Compare with the very weights that the pipeline was built from; if they are equal, do not train"
-
-
-class DifferenceError(EquivalenceError):
-    """An EquivalenceError with the whole `report`. Nothing that the user gave is to blame: exit code 1."""
-
-    exit_code = 1
-
-    def __init__(self, report: Report, remedy: str | None = None) -> None:
-        self.report = report
-        problems = report.problems()
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        super().__init__(
-            "; ".join(problems[:5]) + more,
-            "the split model gives the loss and the gradients of the whole one",
-            remedy or _REMEDY,
-        )
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.report, self.remedy))
 
 
 def compare(

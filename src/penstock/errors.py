@@ -1,7 +1,8 @@
 """Typed errors: each says the value that was met, the rule that it breaks, and what to do.
 
 `InputError` and its children are the user's to mend and end a command with exit code 2;
-`RunError` and its children are failures of a run under way and end it with exit code 1.
+`RunError` and its children are failures of a run under way and end it with exit code 1, and so does
+`DifferenceError`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from penstock.equivalence import Report
     from penstock.schedule.ops import Op
     from penstock.schedule.timeline import Timeline
     from penstock.schedule.verify import Violation
@@ -95,6 +97,25 @@ class HandshakeError(InputError):
 
 class EquivalenceError(InputError):
     """The split model and the whole one disagree, so training would be wrong."""
+
+
+class DifferenceError(EquivalenceError):
+    """An EquivalenceError with the whole `report`. Nothing that the user gave is to blame: exit code 1."""
+
+    exit_code = 1
+
+    def __init__(self, report: Report, remedy: str | None = None) -> None:
+        self.report = report
+        problems = report.problems()
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        remedy = remedy or (
+            "Compare with the very weights that the pipeline was built from; if they are equal, do not train"
+        )
+        rule = "the split model gives the loss and the gradients of the whole one"
+        super().__init__("; ".join(problems[:5]) + more, rule, remedy)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.report, self.remedy))
 
 
 class RunError(PenstockError):

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.clip import global_norm, scale_
-from penstock.commit import together, write_folder
-from penstock.errors import CheckpointError, ConfigError, ModelError, PeerError
+from penstock.errors import ConfigError, ModelError, PeerError
 from penstock.evaluation import Evaluation, Evaluations
 from penstock.measured import layer_costs, step_costs
 from penstock.models.balance import LayerCosts
 from penstock.models.protocol import Provider
-from penstock.models.saved import MAX_SHARD_SIZE, Layout, SavedModel
 from penstock.options import Options, Shapes
-from penstock.parts import Parts, StageFacts, names_in, stage_facts
+from penstock.parts import Parts
 from penstock.provided import provided_parts, taking
 from penstock.runtime import report
 from penstock.runtime.executor import Collect
 from penstock.runtime.memory import Held
 from penstock.runtime.microbatch import with_entries
-from penstock.runtime.processes import Processes
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.shared import SharedGradients
-from penstock.runtime.stage import Stage
 from penstock.schedule import Costs, Proof, Timeline, verify
+from penstock.split_model import SplitModel
 from penstock.steps import Given, StepResult, Steps, Told
 from penstock.summary import summary
 
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Pipeline", "Shapes"]
 
 
-class Pipeline:
+class Pipeline(SplitModel):
     """Stages of one model, and the schedule that they run.
 
     Made by AutoPipeline.build or Pipeline.from_provider. All its methods but the properties and `summary` are
@@ -47,10 +44,8 @@ class Pipeline:
 
     def __init__(self, parts: Parts) -> None:
         """Collective."""
-        self.schedule, self._world, self._loss = parts.schedule, parts.world, parts.loss
-        self._stages = {stage.index: stage for stage in parts.stages}
-        self._layers, self._saved, self._cutter = parts.layers, parts.saved, parts.cutter
-        self._names = parts.names or {}
+        super().__init__(parts)
+        self._loss, self._cutter = parts.loss, parts.cutter
         self._shared = SharedGradients(parts.shared, parts.world.transport)
         traces = None if parts.trace_folder is None else Path(parts.trace_folder)
         self._steps = Steps(parts.world, self._stages, parts.edges, parts.loss, parts.cutter, traces)
@@ -59,9 +54,8 @@ class Pipeline:
         self._training = self._steps.lower(self._proof, recomputed)
         self._evaluations = Evaluations(parts, self._steps)
         self._last: Told | None = None
-        placement, processes = parts.schedule.placement, parts.world.processes
-        self._info = stage_facts(parts.stages, parts.layers, placement, processes)
-        self._weights: int = sum(processes.gather(sum(p.numel() for _, p in self.owned_parameters())))
+        mine = sum(parameter.numel() for _, parameter in self.owned_parameters())
+        self._weights: int = sum(self.processes.gather(mine))
 
     @classmethod
     @taking(Options)
@@ -171,59 +165,6 @@ class Pipeline:
             scale_([p.grad for p in self.parameters() if p.grad is not None], scale)
         return norm
 
-    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters under the whole model's names.
-
-        remove_duplicate: as of torch's own: a tied weight has the first of its names on every stage, so that
-            groups which are made by name treat its copies alike. False gives the names that each stage has
-            them under.
-        Where a process holds several copies, of a tied weight or of the model, they all are given.
-        """
-        ties = self._saved.ties if self._saved and remove_duplicate else ()
-        first = {name: names[0] for names in ties for name in names}
-        for stage in self._stages.values():
-            for name, parameter in stage.module.named_parameters():
-                yield first.get(name, name), parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters without further copies of shared ones: each is owned once over all."""
-        copies = self._saved.copies if self._saved else frozenset()
-        return ((name, parameter) for name, parameter in self._first_copies() if name not in copies)
-
-    def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the first copy of the model."""
-        for index, stage in self._stages.items():
-            if index < self.schedule.placement.depth:
-                yield from stage.module.named_parameters()
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-
-    @property
-    def modules(self) -> Mapping[int, nn.Module]:
-        """This process's modules by stage."""
-        return {index: stage.module for index, stage in self._stages.items()}
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """This process's stages."""
-        return tuple(self._stages.values())
-
-    @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """This process's modules, in the order of their stages."""
-        return tuple(self._stages[index].module for index in sorted(self._stages))
-
-    @property
-    def info(self) -> tuple[StageFacts, ...]:
-        """Of every stage where it stands, its rank, layers, parameters and bytes, as it was built."""
-        return self._info
-
     def summary(self) -> str:
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         measured = None if self._last is None else self.memory
@@ -233,18 +174,9 @@ class Pipeline:
     __str__ = summary
 
     @property
-    def config(self) -> Any:
-        """The Hugging Face config of the whole model."""
-        return self._needs_saved().config
-
-    @property
     def proof(self) -> Proof:
         """What was proven of the schedule before anything ran."""
         return self._proof
-
-    @property
-    def processes(self) -> Processes:
-        return self._world.processes
 
     @property
     def timeline(self) -> Timeline:
@@ -291,29 +223,6 @@ class Pipeline:
         """By rank, the most that the last step held between I and W; 0 where no backward is split."""
         return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
 
-    def write_weights(self, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-        """Every process writes its weights into `folder`, process 0 index and configs besides.
-
-        max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
-        """
-        self._check_names()
-        self._check_whole()
-        depth = self.schedule.placement.depth
-        first = {index: stage for index, stage in self._stages.items() if index < depth}
-        layouts = laid_out(self._needs_saved(), first, self.processes)
-        self._needs_saved().write(folder, layouts, self.processes, max_shard_size)
-
-    def load_weights(self, folder: str | Path) -> None:
-        """Read this process's weights back from a folder that write_weights or save_pretrained wrote.
-
-        Raises CheckpointError for a folder that is not there or holds other weights.
-        """
-        self._needs_saved().load(folder, self._stages)
-
-    def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-        """Write a folder that `from_pretrained` opens, complete or not at all."""
-        write_folder(Path(path), lambda folder: self.write_weights(folder, max_shard_size), self.processes)
-
     def verify_against(self, model: nn.Module, batch: Given) -> Report:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
 
@@ -330,49 +239,3 @@ class Pipeline:
     def close(self) -> None:
         """Let go of the pipeline's thread and process groups; the modules stay usable."""
         self._world.transport.close()
-
-    def _check_names(self) -> None:
-        """Raises ModelError, on every rank, where weights are not under the names that they came with."""
-        mine = [min(names ^ names_in(self._stages[index].module), default=None)
-                for index, names in self._names.items()]  # fmt: skip
-        for name in (name for part in self.processes.gather(mine) for name in part):
-            if name is not None:
-                raise ModelError(
-                    f"weights with {name}, which only the model or what parallelize_fn made of it has",
-                    "a folder holds the model's weights under its own names",
-                    "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
-                )
-
-    def _check_whole(self) -> None:
-        """Raises CheckpointError, on every rank, where a weight is spread over ranks of another mesh."""
-        from torch.distributed.tensor import DTensor
-
-        mine = min((name for name, p in self.named_parameters() if isinstance(p, DTensor)), default=None)
-        for name in self.processes.gather(mine):
-            if name is not None:
-                raise CheckpointError(
-                    f"{name}, a DTensor",
-                    "its weights are sharded over another mesh; gather them first",
-                    "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
-                )
-
-    def _needs_saved(self) -> SavedModel:
-        if self._saved is None:
-            raise ModelError(
-                "a pipeline made by from_provider",
-                "only its provider knows its files",
-                "Save `modules` yourself",
-            )
-        return self._saved
-
-
-def laid_out(
-    saved: SavedModel,
-    stages: Mapping[int, Stage],
-    processes: Processes,
-    states: Mapping[int, Mapping[str, Tensor]] | None = None,
-) -> dict[int, Layout]:
-    """SavedModel.lay_out, or an error on all processes where it fails on any. Collective."""
-    layouts: dict[int, Layout] = {}
-    together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, states)))
-    return layouts

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import Pipeline
 from penstock.errors import ConfigError, EquivalenceError, RunError
-from penstock.models import weights
+from penstock.models import initial
 from penstock.train.assemble import NEWEST, Prepared, preflight, run
-from penstock.train.check import TOKENS, Digest, Whole, check_split, digest, shorten
+from penstock.train.check import TOKENS, Whole, check_split, shorten
 from penstock.train.config import PipelineSection, TrainConfig
+from penstock.train.digests import Digest, digest
 from support import jobs_check as jobs
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3
@@ -202,12 +203,12 @@ def test_a_wrong_split_ends_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stages' values come from another seed than the whole model's."""
-    initialise = weights.initialise
+    initialise = initial.initialise
 
     def other(stage: Any, whole: Any, ties: Any, seed: int) -> None:
         initialise(stage, whole, ties, seed + (type(stage) is type(whole) and hasattr(stage, "passage")))
 
-    monkeypatch.setattr(weights, "initialise", other)
+    monkeypatch.setattr(initial, "initialise", other)
     with pytest.raises(EquivalenceError, match=r"^weight .* and \d+ more: the split model gives"):
         run(preflight(config(tmp_path)))
     assert metrics(tmp_path) == []

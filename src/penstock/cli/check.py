@@ -21,7 +21,7 @@ from penstock.cli.arguments import Choice
 from penstock.equivalence import Report, compare
 from penstock.errors import ConfigError, ModelError
 from penstock.free_memory import free_memory
-from penstock.models import weights
+from penstock.models import initial, weights
 from penstock.outline import Outline
 from penstock.runtime.loss import IGNORED
 from penstock.runtime.stage import evaluating
@@ -82,7 +82,7 @@ def whole_model(asked: Asked, outline: Outline) -> PreTrainedModel:
     source = outline.source
     if not source.files:
         model = copy.deepcopy(source.model)
-        weights.initialise(model, source.model, weights.tied_names(source.model), _SEED)
+        initial.initialise(model, source.model, weights.tied_names(source.model), _SEED)
         return model
     with _without_bar():
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(

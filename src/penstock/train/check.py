@@ -1,22 +1,21 @@
 """Before the first step: the split model beside the whole one, on a short batch, without sending a gradient.
 
 Every rank steps on one row a microbatch, cut short. Process 0 runs the same through the whole model, which it
-makes from where the stages have their values. What of each weight and gradient is compared is its digest: a
-norm and a few random projections, by which a difference is measured as well as known to be there.
+makes from where the stages have their values. What of each weight and gradient is compared is its digest
+(penstock.train.digests).
 """
 
 from __future__ import annotations
 
 import copy
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import isfinite, sqrt
-from typing import Any, Literal, NamedTuple
+from math import isfinite
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.equivalence import (
@@ -31,7 +30,7 @@ from penstock.equivalence import (
 )
 from penstock.errors import ConfigError
 from penstock.free_memory import free_memory
-from penstock.models import weights
+from penstock.models import initial, weights
 from penstock.models.source import Source
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss import IGNORED, Loss
@@ -40,39 +39,17 @@ from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import evaluating
 from penstock.steps import Given
 from penstock.summary import size
+from penstock.train.digests import Digest, Digests, digests_of, received
 
 TOKENS = 64  # of each row, at most
 SHARE = 0.5  # of the free memory that the whole model may take
 LARGEST = 32 * 2**30  # bytes; more takes minutes to read or to make, in which all other ranks would wait
 _DIGITS = 1e-9  # equal weights have equal digests but for the order of their sums
 _ROUNDS = 4.0  # how often what crosses the edges narrower than the model may round, of the wire's tolerance
-_PROJECTIONS = 4
-_AT_ONCE = 1 << 22  # entries that are looked at in double precision
-
 
 _REMEDY = (
     "Do not train: it is a fault to be reported (see penstock check); train.check=off trains all the same"
 )
-
-
-class Digest(NamedTuple):
-    """Of a tensor: its norm, and the projections on random directions that its name and shape tell."""
-
-    norm: float
-    projections: tuple[float, ...]
-
-    def distance(self, other: Digest) -> float:
-        """About the norm of the difference of the two tensors: 0 for equal ones."""
-        pairs = zip(self.projections, other.projections, strict=True)
-        projected = sqrt(sum((a - b) ** 2 for a, b in pairs) / _PROJECTIONS)
-        return max(abs(self.norm - other.norm), projected)
-
-
-class Digests(NamedTuple):
-    """Of one parameter. gradient: None where it has none"""
-
-    weight: Digest
-    gradient: Digest | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +71,7 @@ class Whole:
         ties = weights.tied_names(self.source.model)
         if self.source.files:
             weights.load(model, self.source.files, ties)
-        weights.initialise(model, self.source.model, ties, self.seed)
+        initial.initialise(model, self.source.model, ties, self.seed)
         model.to(device)
         return model
 
@@ -141,7 +118,7 @@ def check_split(
         everyone = pipe.processes.gather(digests)
         told: Any = None
         if pipe.processes.index == 0:
-            told = _beside(whole, device, microbatches, loss, _received(everyone))
+            told = _beside(whole, device, microbatches, loss, received(everyone))
     outcome = pipe.processes.gather(told)[0]
     if isinstance(outcome, str):
         return _skipped(outcome, mode)
@@ -203,46 +180,11 @@ def _split(pipe: Pipeline, batch: Given) -> tuple[float, list[tuple[Place, Diges
     try:
         with evaluating(*pipe.modules.values()):
             loss = pipe.step(batch).loss
-        digests = [(place, _digests(place[0], parameter)) for place, parameter in placed_parameters(pipe)]
+        digests = [(place, digests_of(place[0], parameter)) for place, parameter in placed_parameters(pipe)]
     finally:
         for parameter, gradient in aside:
             parameter.grad = gradient
     return loss, digests
-
-
-def _digests(name: str, parameter: nn.Parameter) -> Digests:
-    gradient = parameter.grad
-    return Digests(digest(name, parameter), None if gradient is None else digest(name, gradient))
-
-
-@torch.no_grad()
-def digest(name: str, tensor: Tensor) -> Digest:
-    """A direction is the outer product of two vectors, so that a large tensor needs few random numbers.
-
-    So of a difference D each projection has the root mean square |D|, as one on a Gaussian direction has.
-    """
-    matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
-    rows, columns = matrix.shape
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    options: dict[str, Any] = {"generator": generator, "dtype": torch.float64}
-    left = torch.randn(_PROJECTIONS, rows, **options).to(matrix.device)
-    right = torch.randn(columns, _PROJECTIONS, **options).to(matrix.device)
-    projected = torch.zeros(_PROJECTIONS, dtype=torch.float64, device=matrix.device)
-    square = projected.new_zeros(())
-    step = max(1, _AT_ONCE // max(columns, 1))
-    for start in range(0, rows, step):
-        part = matrix[start : start + step].double()
-        square += part.square().sum()
-        projected += (left[:, start : start + step] * (part @ right).T).sum(1)
-    return Digest(float(square.sqrt()), tuple(projected.tolist()))
-
-
-def _received(everyone: Sequence[Any]) -> Iterator[tuple[Place, Digests]]:
-    """What all processes told of their stages, back from JSON."""
-    for part in everyone:
-        for (name, stage, rank), (weight, gradient) in part:
-            of_gradient = None if gradient is None else Digest(*gradient)
-            yield (name, stage, rank), Digests(Digest(*weight), of_gradient)
 
 
 def _beside(
@@ -250,7 +192,7 @@ def _beside(
     device: torch.device,
     microbatches: Sequence[Microbatch],
     split_loss: float,
-    split: Iterator[tuple[Place, Digests]],
+    split: Iterable[tuple[Place, Digests]],
 ) -> str | dict[str, Any]:
     """On process 0: a Report as JSON holds it, or why there is none."""
     model = None
@@ -259,7 +201,7 @@ def _beside(
         with evaluating(model):
             loss = whole_backward(model, microbatches, whole.loss)
         named = model.named_parameters(remove_duplicate=False)
-        expected = {name: _digests(name, parameter) for name, parameter in named}
+        expected = {name: digests_of(name, parameter) for name, parameter in named}
     except (torch.OutOfMemoryError, MemoryError):
         return "memory ran out"
     finally:

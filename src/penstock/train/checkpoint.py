@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from penstock.checkpoint import STATE, check_config
+from penstock.checkpoint import check_config
+from penstock.checkpoint_contents import STATE
 from penstock.commit import check_folder, check_folder_quickly, leftovers, remove_folder, unfinished
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties

@@ -1,0 +1,150 @@
+"""What one process puts into a checkpoint: weights, optimizer state, random state, and the loop's JSON.
+
+Collected at one moment, and written then or later. Random state and JSON are read back here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.commit import write_folder
+from penstock.errors import CheckpointError
+from penstock.optimizer_state import Optimizers, OptimizerState, host_copy, state_of
+from penstock.runtime.processes import Processes
+from penstock.runtime.stage import Stage
+from penstock.split_model import SplitModel, laid_out
+
+STATE = "state.json"
+
+Extra = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What this process puts into a checkpoint. write_weights: collective, over the processes given"""
+
+    write_weights: Callable[[Path, Processes], None]
+    optimizer: OptimizerState
+    random: dict[str, Tensor]
+    state: str
+    extra: Extra | None
+
+    def publish(self, path: Path, processes: Processes) -> None:
+        write_folder(path, lambda folder: self._write(folder, processes), processes)
+
+    def _write(self, folder: Path, processes: Processes) -> None:
+        self.write_weights(folder, processes)
+        self.optimizer.write(folder, processes.index, processes.count)
+        save_file(self.random, folder / _random_file(processes))
+        if processes.index == 0:
+            if self.extra is not None:
+                self.extra(folder)
+            (folder / STATE).write_text(self.state, encoding="utf-8")
+
+
+def collect(
+    pipe: SplitModel,
+    optimizer: Optimizers,
+    state: Mapping[str, Any] | None,
+    extra: Extra | None,
+    *,
+    copied: bool,
+) -> Contents:
+    """What this process has to put into a checkpoint now. Nothing is sent and nothing written.
+
+    copied: in host memory of its own, so that training may go on while it is written
+    Raises CheckpointError for what cannot be kept, ModelError for a pipeline made by from_provider.
+    """
+    held = state_of(optimizer, list(pipe.named_parameters(remove_duplicate=False)), copied=copied)
+    random = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        random["cuda"] = torch.cuda.get_rng_state()
+    text = _as_json(state or {})
+    return Contents(_weights(pipe, copied=copied), held, random, text, extra)
+
+
+def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], None]:
+    """Only values are copied: modules, with their hooks and all that hangs on them, stay the pipeline's."""
+    saved, stages = pipe._needs_saved(), pipe._first_stages()
+    held = {index: _values(stage, saved.copies) for index, stage in stages.items()} if copied else None
+
+    def write(folder: Path, processes: Processes) -> None:
+        saved.write(folder, laid_out(saved, stages, processes, held), processes)
+
+    return write
+
+
+def _values(stage: Stage, left_out: Collection[str]) -> dict[str, Tensor]:
+    """What the stage holds, in host memory that is nobody else's; a tied weight is copied once."""
+    made: dict[int, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, value in stage.module.state_dict(keep_vars=True).items():
+        if name not in left_out:
+            if id(value) not in made:
+                made[id(value)] = host_copy(value)
+            values[name] = made[id(value)]
+    return values
+
+
+def random_state(path: Path, processes: Processes) -> dict[str, Tensor]:
+    """Empty for an older checkpoint, or one of another number of processes."""
+    file = path / _random_file(processes)
+    return load_file(file) if file.is_file() else {}
+
+
+def set_random_state(held: Mapping[str, Tensor]) -> None:
+    """Put back what random_state read; nothing where it read nothing."""
+    if not held:
+        return
+    torch.set_rng_state(held["cpu"].clone())
+    if "cuda" in held and torch.cuda.is_available():
+        torch.cuda.set_rng_state(held["cuda"].clone())
+
+
+def _random_file(processes: Processes) -> str:
+    return f"random-{processes.index + 1:05d}-of-{processes.count:05d}.safetensors"
+
+
+def _as_json(state: Mapping[str, Any]) -> str:
+    _check_json(state, "state")
+    return json.dumps(state, indent=1) + "\n"
+
+
+def _check_json(value: object, name: str) -> None:
+    """Whether JSON gives it back as it was, but for tuples, which come back as lists."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):  # JSON would make it text in silence
+                raise _no_json(f"{name}: the key {key!r}")
+            _check_json(inner, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _check_json(inner, f"{name}[{number}]")
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise _no_json(f"{name} is a {type(value).__name__}")
+
+
+def _no_json(found: str) -> CheckpointError:
+    return CheckpointError(
+        found,
+        "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text",
+        "Make it that, e.g. by str(key), int(value) or tensor.tolist()",
+    )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The loop's JSON of the checkpoint `path`. Raises CheckpointError where it cannot be read."""
+    try:
+        return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE}", "it cannot be read", "Give a checkpoint that penstock wrote"
+        ) from error

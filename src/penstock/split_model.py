@@ -1,0 +1,161 @@
+"""A model that is split: the stages of this process, their parameters, and the model's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.commit import together, write_folder
+from penstock.errors import CheckpointError, ModelError
+from penstock.models.saved import MAX_SHARD_SIZE, Layout, SavedModel
+from penstock.parts import Parts, StageFacts, names_in, stage_facts
+from penstock.runtime.processes import Processes
+from penstock.runtime.stage import Stage
+
+
+class SplitModel:
+    """What a Pipeline holds, whatever runs on it: this process's modules and parameters, and their files."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Collective."""
+        self.schedule, self._world = parts.schedule, parts.world
+        self._stages = {stage.index: stage for stage in parts.stages}
+        self._layers, self._saved, self._names = parts.layers, parts.saved, parts.names or {}
+        placement = parts.schedule.placement
+        self._info = stage_facts(parts.stages, parts.layers, placement, parts.world.processes)
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the whole model's names.
+
+        remove_duplicate: as of torch's own: a tied weight has the first of its names on every stage, so that
+            groups which are made by name treat its copies alike. False gives the names that each stage has
+            them under.
+        Where a process holds several copies, of a tied weight or of the model, they all are given.
+        """
+        ties = self._saved.ties if self._saved and remove_duplicate else ()
+        first = {name: names[0] for names in ties for name in names}
+        for stage in self._stages.values():
+            for name, parameter in stage.module.named_parameters():
+                yield first.get(name, name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters without further copies of shared ones: each is owned once over all."""
+        copies = self._saved.copies if self._saved else frozenset()
+        return ((name, parameter) for name, parameter in self._first_copies() if name not in copies)
+
+    def _first_copies(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the first copy of the model."""
+        for stage in self._first_stages().values():
+            yield from stage.module.named_parameters()
+
+    def _first_stages(self) -> dict[int, Stage]:
+        """This process's stages of the first copy of the model; those of further copies are alike."""
+        depth = self.schedule.placement.depth
+        return {index: stage for index, stage in self._stages.items() if index < depth}
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """This process's modules by stage."""
+        return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """This process's stages."""
+        return tuple(self._stages.values())
+
+    @property
+    def parts(self) -> tuple[nn.Module, ...]:
+        """This process's modules, in the order of their stages."""
+        return tuple(self._stages[index].module for index in sorted(self._stages))
+
+    @property
+    def info(self) -> tuple[StageFacts, ...]:
+        """Of every stage where it stands, its rank, layers, parameters and bytes, as it was built."""
+        return self._info
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of the whole model."""
+        return self._needs_saved().config
+
+    @property
+    def processes(self) -> Processes:
+        return self._world.processes
+
+    def write_weights(self, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+        """Every process writes its weights into `folder`, process 0 index and configs besides.
+
+        max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
+        """
+        self._check_names()
+        self._check_whole()
+        layouts = laid_out(self._needs_saved(), self._first_stages(), self.processes)
+        self._needs_saved().write(folder, layouts, self.processes, max_shard_size)
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Read this process's weights back from a folder that write_weights or save_pretrained wrote.
+
+        Raises CheckpointError for a folder that is not there or holds other weights.
+        """
+        self._needs_saved().load(folder, self._stages)
+
+    def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+        """Write a folder that `from_pretrained` opens, complete or not at all."""
+        write_folder(Path(path), lambda folder: self.write_weights(folder, max_shard_size), self.processes)
+
+    def _check_names(self) -> None:
+        """Raises ModelError, on every rank, where weights are not under the names that they came with."""
+        mine = [min(names ^ names_in(self._stages[index].module), default=None)
+                for index, names in self._names.items()]  # fmt: skip
+        for name in (name for part in self.processes.gather(mine) for name in part):
+            if name is not None:
+                raise ModelError(
+                    f"weights with {name}, which only the model or what parallelize_fn made of it has",
+                    "a folder holds the model's weights under its own names",
+                    "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
+                )
+
+    def _check_whole(self) -> None:
+        """Raises CheckpointError, on every rank, where a weight is spread over ranks of another mesh."""
+        from torch.distributed.tensor import DTensor
+
+        mine = min((name for name, p in self.named_parameters() if isinstance(p, DTensor)), default=None)
+        for name in self.processes.gather(mine):
+            if name is not None:
+                raise CheckpointError(
+                    f"{name}, a DTensor",
+                    "its weights are sharded over another mesh; gather them first",
+                    "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
+                )
+
+    def _needs_saved(self) -> SavedModel:
+        if self._saved is None:
+            raise ModelError(
+                "a pipeline made by from_provider",
+                "only its provider knows its files",
+                "Save `modules` yourself",
+            )
+        return self._saved
+
+
+def laid_out(
+    saved: SavedModel,
+    stages: Mapping[int, Stage],
+    processes: Processes,
+    states: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> dict[int, Layout]:
+    """SavedModel.lay_out, or an error on all processes where it fails on any. Collective."""
+    layouts: dict[int, Layout] = {}
+    together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, states)))
+    return layouts
