@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from penstock.models.checkpointing import Checkpointing
     from penstock.models.layer_list import register_chain
     from penstock.models.protocol import StageInfo, distribute_layers
+    from penstock.parallel.data import Sharded
     from penstock.pipeline import Pipeline
+    from penstock.runtime.axes import Axes
     from penstock.runtime.padding import Padding
     from penstock.runtime.parcel import TensorSpec
     from penstock.steps import StepResult
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
 __version__ = "0.4.0"
 __all__ = [
     "AutoPipeline",
+    "Axes",
     "CheckpointWriter",
     "Checkpointing",
     "Evaluation",
     "LayerCosts",
     "Padding",
     "Pipeline",
+    "Sharded",
     "StageInfo",
     "StepResult",
     "TensorSpec",
@@ -42,12 +46,14 @@ __all__ = [
 
 _HOMES = {
     "AutoPipeline": "penstock.auto",
+    "Axes": "penstock.runtime.axes",
     "CheckpointWriter": "penstock.checkpoint",
     "Checkpointing": "penstock.models.checkpointing",
     "Evaluation": "penstock.evaluation",
     "LayerCosts": "penstock.models.balance",
     "Padding": "penstock.runtime.padding",
     "Pipeline": "penstock.pipeline",
+    "Sharded": "penstock.parallel.data",
     "StageInfo": "penstock.models.protocol",
     "StepResult": "penstock.steps",
     "TensorSpec": "penstock.runtime.parcel",

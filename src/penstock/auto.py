@@ -22,7 +22,7 @@ from penstock.models.named_modules import ModuleNames, named_split
 from penstock.models.partition import check_ways, partition
 from penstock.models.saved import SavedModel
 from penstock.models.source import ModelLike, Source, open_source
-from penstock.options import Options
+from penstock.options import Options, Spread
 from penstock.outline import Outline, outline_stage
 from penstock.parts import Parts, names_in
 from penstock.pipeline import Pipeline
@@ -116,7 +116,8 @@ class AutoPipeline(Options):
         ties = weights.tied_names(source.model)
         parts = {index: self._filled(outline, index, ties) for index in own_stages(schedule, world.ranks)}
         names = {index: names_in(part) for index, part in parts.items()}
-        stages = [self._stage(outline, index, part, world.device) for index, part in parts.items()]
+        spread = self.spread(world)
+        stages = [self._stage(outline, index, part, world.device, spread) for index, part in parts.items()]
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
         beside = source.read_beside() if world.processes.index == 0 else {}  # who writes them
@@ -145,7 +146,9 @@ class AutoPipeline(Options):
         self._fill(part, outline.source, ties)
         return part if part.training else part.train()
 
-    def _stage(self, outline: Outline, index: int, part: PreTrainedModel, device: torch.device) -> Stage:
+    def _stage(
+        self, outline: Outline, index: int, part: PreTrainedModel, device: torch.device, spread: Spread | None
+    ) -> Stage:
         return make_stage(
             index,
             part,
@@ -154,6 +157,7 @@ class AutoPipeline(Options):
             checkpointing=self.checkpointing(),
             parallelize_fn=self.parallelize_fn,
             call=_caller(outline, index),
+            spread=spread,
         )
 
     def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:

@@ -31,7 +31,7 @@ from penstock.models.named_modules import ModuleNames
 from penstock.models.partition import partition
 from penstock.models.protocol import ProvidedCall, Provider, StageInfo, own_layers
 from penstock.options import Parallelize
-from penstock.runtime.stage import Stage, StageCall
+from penstock.runtime.stage import Shards, Stage, StageCall
 from penstock.schedule import Schedule
 from penstock.schedule.config import chosen_schedule as make_schedule
 from penstock.wrapped import wrap
@@ -199,18 +199,21 @@ def make_stage(
     checkpointing: Checkpointing | None = None,
     parallelize_fn: Parallelize | None = None,
     call: Callable[[nn.Module], StageCall] = ProvidedCall,
+    spread: Callable[[nn.Module, Sequence[nn.Module]], Shards | None] | None = None,
 ) -> Stage:
     """Stage `index`, ready to run: on its device, its layers checkpointed, wrapped as the user likes.
 
     layers: those of `part`, with their numbers; None looks for its lists
     parallelize_fn: see penstock.options.Options
     call: how to run what `parallelize_fn` returned
+    spread: called last, with the module and its layers, to spread its weights over a mesh
     Raises ModelError.
     """
     own = layers_of(part) if layers is None else layers
     switch = None if checkpointing is None else install(own, checkpointing)
     module, called = wrap(part.to(device), parallelize_fn, index)
-    return Stage(index, module, call(called), switch)
+    shards = None if spread is None else spread(module, [layer for _, layer in own])
+    return Stage(index, module, call(called), switch, shards)
 
 
 def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:

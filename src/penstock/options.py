@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,12 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.models.checkpointing import Checkpointing, checkpointing
+from penstock.parallel.data import Sharded, data_mesh, shard
+from penstock.runtime.axes import Axes
 from penstock.runtime.handshake import named
 from penstock.runtime.loss import Loss, LossLike, as_loss
 from penstock.runtime.microbatch import Sharding
 from penstock.runtime.network import Network
 from penstock.runtime.padding import Padding
-from penstock.runtime.world import Link
+from penstock.runtime.stage import Shards
+from penstock.runtime.world import Link, World
 from penstock.schedule import Schedule
 from penstock.schedule.config import ScheduleLike, chosen_schedule
 from penstock.schedule.exchanges import exchanges
@@ -28,6 +31,7 @@ from penstock.schedule.recompute import Places, first_in_flight
 Shapes = str | Padding
 
 Parallelize = Callable[[nn.Module], nn.Module]
+Spread = Callable[[nn.Module, Sequence[nn.Module]], Shards]  # of a stage's module, and its layers
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ class Options:
         or one around it
     trace_folder: where each process writes a trace for Perfetto of the step so far when one fails; None
         writes none
+    axes: how many ranks the mesh has beside the pipeline's (penstock.Axes); `mesh` is made then, unless it is
+        given with these axes. None: the pipeline is all there is, or `mesh` has other axes that are the
+        caller's own business
+    sharded: how weights are spread over dp_shard x cp (penstock.Sharded)
     """
 
     ranks: int | None = None
@@ -79,6 +87,8 @@ class Options:
     activation_checkpointing: bool | str | Checkpointing = False
     parallelize_fn: Parallelize | None = None
     trace_folder: str | Path | None = None
+    axes: Axes | None = None
+    sharded: Sharded = field(default_factory=Sharded)
 
     def chosen_schedule(self) -> Schedule:
         """Raises ConfigError for a name that is none, a size that it does not take, and messages that cannot
@@ -95,7 +105,14 @@ class Options:
         """Raises ConfigError for a mesh without `pipeline_axis`."""
         mesh = None if self.mesh is None else with_pipeline_axis(self.mesh, self.pipeline_axis)
         return Link(
-            mesh, self.device, self.timeout, self.transport, self.wire_dtype, self.exchange, self.network
+            mesh,
+            self.device,
+            self.timeout,
+            self.transport,
+            self.wire_dtype,
+            self.exchange,
+            self.network,
+            self.axes,
         )
 
     def padding(self) -> Padding | None:
@@ -114,6 +131,14 @@ class Options:
         """Raises ConfigError."""
         return checkpointing(self.activation_checkpointing)
 
+    def spread(self, world: World) -> Spread | None:
+        """How a stage's weights are spread over the ranks beside the pipeline; None where there are none of
+        such, or they are the caller's business. Collective.
+        """
+        if self.axes is None or world.mesh is None or (mesh := data_mesh(world.mesh)) is None:
+            return None
+        return lambda module, layers: shard(module, layers, mesh, self.sharded)
+
     def loss(self) -> Loss:
         return as_loss(self.loss_fn, self.sharding or {})
 
@@ -125,6 +150,7 @@ class Options:
             "wire_dtype": str(self.wire_dtype),
             "activation_checkpointing": str(self.activation_checkpointing),
             "parallelize_fn": named(self.parallelize_fn),
+            "sharded": str(self.sharded),
         }
 
     def _check_batched(self, schedule: Schedule) -> None:

@@ -76,11 +76,19 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
         raise ConfigError("memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells")
     world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
     depth = schedule.placement.depth
+    spread = options.spread(world)
     stages = []
     for index in own_stages(schedule, world.ranks):
         module = provider(StageInfo(index % depth, depth))
         stages.append(
-            make_stage(index, module, world.device, checkpointing=how, parallelize_fn=options.parallelize_fn)
+            make_stage(
+                index,
+                module,
+                world.device,
+                checkpointing=how,
+                parallelize_fn=options.parallelize_fn,
+                spread=spread,
+            )
         )
     modules = _modules(stages)
     edges = None

@@ -90,6 +90,14 @@ class SplitModel:
         return self._needs_saved().config
 
     @property
+    def batch_part(self) -> tuple[int, int]:
+        """Which part of the whole batch `step` takes on this process, from 0, and how many parts there are.
+
+        More than one where the mesh has ranks on dp_replicate and dp_shard: each works on its own.
+        """
+        return self._world.sums.part
+
+    @property
     def processes(self) -> Processes:
         return self._world.processes
 

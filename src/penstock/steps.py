@@ -120,8 +120,9 @@ class Steps:
         world, schedule = self._world, proof.schedule
         together = exchanges(schedule) if world.batched else None
         executors = []
+        reduced = frozenset(index for index, stage in self._stages.items() if stage.shards is not None)
         for rank in world.ranks:
-            plan = lower(proof, rank, recomputed=recomputed, together=together)
+            plan = lower(proof, rank, recomputed=recomputed, together=together, reduced=reduced)
             hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
             recorder = self._recorders[rank]
             executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
@@ -144,6 +145,9 @@ class Steps:
             step = self._prepare(lowered, given, collect, scored)
             begun = True
             run_together(executors, step)
+            if not schedule.trains:
+                for stage in self._stages.values():
+                    stage.end_forwards()
             if collect and scored:
                 for executor in executors:
                     _tell_apart(executor, step.weight)
@@ -156,7 +160,8 @@ class Steps:
         assert not left, f"{left} entries left in caches after a step"
         reports = [vector.tolist() for vector in told]
         bubble = report.bubble(schedule, reports)
-        return StepResult(report.total_loss(reports), step.weight, bubble), (schedule, reports)
+        loss = self._world.sums.loss(report.total_loss(reports))
+        return StepResult(loss, step.weight, bubble), (schedule, reports)
 
     def _prepare(self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool) -> StepInput:
         """All that is found out, and agreed upon, before anything is sent."""
@@ -165,6 +170,8 @@ class Steps:
         microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
         counts = scored or not collect
         weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
+        if counts:
+            weight = self._world.sums.items(weight)
         if weight == 0:
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         if self._world.processes.count > 1:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.loss import Loss
-from penstock.runtime.lower import Compute, Exchange, Free, Hand, Message, Plan, Post, Send, Wait
+from penstock.runtime.lower import Compute, Exchange, Free, Hand, Message, Plan, Post, Reduce, Send, Wait
 from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
 from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel, gradient_specs, take_apart
 from penstock.runtime.progress import Progress
@@ -123,6 +123,8 @@ class Executor:
                     self.transport.start(in_line)
                 case Free(message):
                     self.transport.free(message)
+                case Reduce(index):
+                    self.stages[index].reduce()
         if self.totals:
             self.shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []

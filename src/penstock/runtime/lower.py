@@ -101,7 +101,13 @@ class Free(NamedTuple):
     message: Message
 
 
-Action = Post | Wait | Compute | Hand | Send | Exchange | Free
+class Reduce(NamedTuple):
+    """Sum the gradients of a stage over the ranks beside the pipeline: all its backwards have run."""
+
+    stage: int
+
+
+Action = Post | Wait | Compute | Hand | Send | Exchange | Free | Reduce
 
 
 @dataclass(frozen=True)
@@ -140,23 +146,35 @@ def lower(
     ahead: float = AHEAD,
     recomputed: frozenset[tuple[int, int]] = frozenset(),
     together: Exchanges | None = None,
+    reduced: frozenset[int] = frozenset(),
 ) -> Plan:
     """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs.
 
     ahead: the units of own compute that lie between the post of a receive and its use, F, I and W being one
     recomputed: the (stage, microbatch), of any rank, whose forward is run again in the backward
     together: of the same schedule, where messages go in exchanges; then `ahead` does not count
+    reduced: the stages whose gradients are summed over the ranks beside the pipeline
     """
     schedule = proof.schedule
     own = frozenset(place for place in recomputed if schedule.placement.rank_of[place[0]] == rank)
-    actions = tuple(_Lowering(schedule, rank, ahead, together))
+    actions = tuple(_Lowering(schedule, rank, ahead, together, reduced))
     return Plan(rank, schedule, actions, proof.peak_live[rank], own)
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, rank: int, ahead: float, together: Exchanges | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        ahead: float,
+        together: Exchanges | None,
+        reduced: frozenset[int],
+    ) -> None:
         assert together is None or together.schedule == schedule
         self._schedule, self._together = schedule, together
+        # by stage, its last op: no gradient is added after it
+        last = {op.stage: op for op in schedule.programs[rank] if op.kind != "F"}
+        self._completes = {op: stage for stage, op in last.items() if stage in reduced}
         self._posts: Sequence[Sequence[Op]] = (
             posts(schedule, rank, ahead) if together is None else together.receives[rank]
         )
@@ -187,6 +205,8 @@ class _Lowering:
                 self._in_flight.setdefault(self._host(given.target), []).append(given)
             elif given is not None:
                 yield Hand(given)
+            if op in self._completes:  # after the send, so that nobody waits for this
+                yield Reduce(self._completes[op])
         for sends in self._in_flight.values():
             yield from map(Free, sends)
 

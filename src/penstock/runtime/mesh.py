@@ -11,6 +11,7 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, WorldSizeError
+from penstock.runtime.axes import MESH, Axes
 
 # ranks may start further apart than they may be in a step: importing torch alone takes seconds on a busy
 # machine
@@ -33,8 +34,19 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
     dist.init_process_group(backend or fitting, store=attempt, rank=rank, world_size=world, timeout=limit)
 
 
-def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> DeviceMesh:
-    """`mesh`, or one over the whole world. Raises WorldSizeError where its `pp` axis is not `ranks` long."""
+def pipeline_mesh(
+    mesh: DeviceMesh | None, ranks: int, device: torch.device, axes: Axes | None = None
+) -> DeviceMesh:
+    """`mesh`, or one over the whole world, with `axes` beside the pipeline's own.
+
+    Raises WorldSizeError where its `pp` axis is not `ranks` long, or the world not the product of the axes;
+    ConfigError for a mesh that has not the axes.
+    """
+    if axes is not None:
+        axes = axes.filled(ranks, dist.get_world_size())
+        if mesh is None:
+            return axes.open(ranks, device)
+        _check_axes(mesh, axes)
     if mesh is None:
         if dist.get_world_size() != ranks:
             raise WorldSizeError(
@@ -63,6 +75,17 @@ def pipeline_mesh(mesh: DeviceMesh | None, ranks: int, device: torch.device) -> 
             "Lay the mesh out so that ranks rise along its pp axis",
         )
     return mesh
+
+
+def _check_axes(mesh: DeviceMesh, axes: Axes) -> None:
+    names = mesh.mesh_dim_names or ()
+    sizes = {name: size for name, size in axes.sizes.items() if name in MESH}
+    if wrong := [n for n, size in sizes.items() if n not in names or mesh[n].size() != size]:
+        raise ConfigError(
+            f"a mesh of {dict(zip(names, mesh.shape, strict=True))} for {axes}",
+            f"it has the axes {', '.join(MESH)}, each as long as is said, and {wrong[0]} is not",
+            "Leave mesh out, and it is made",
+        )
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:

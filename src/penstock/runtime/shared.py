@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.runtime.transport import Transport
 from penstock.schedule import Placement
@@ -61,7 +62,7 @@ class SharedGradients:
                 for copy in copies:
                     if id(copy) not in first:
                         copy.zero_()
-            values = [[copy.data for copy in copies] for copies in group.copies]
+            values = [[own(copy.data) for copy in copies] for copies in group.copies]
             self._transport.sum_shared(group.ranks, values)
 
     def begin_step(self) -> None:
@@ -97,11 +98,16 @@ class SharedGradients:
             return
         used = torch.tensor([sum(copy.grad is not None for copy in copies) for copies in weights],
                             dtype=torch.float32, device=weights[0][0].device)  # fmt: skip
-        gradients = [[_gradient(copy) for copy in copies] for copies in weights]
+        gradients = [[own(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
                 copy.grad = None
+
+
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of it. Copies of a weight are spread alike, so that parts belong together."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -38,17 +38,33 @@ class Recomputing(Protocol):
     on: bool
 
 
+class Shards(Protocol):
+    """A stage's weights where each rank of a mesh holds a part of them, and gathers the rest to compute."""
+
+    def reduce(self) -> None:
+        """Sum the gradients of all microbatches over the mesh, each rank its part; the whole weights go."""
+
+    def reshard(self) -> None:
+        """Let go of the whole weights, where no backward has come."""
+
+
 class Stage:
     """Stage `index` of the model.
 
     module: what holds its parameters; call: how to run it (often the module itself)
     recomputing: the switch of its activation checkpointing, where it has any
+    shards: None where its weights are whole
     """
 
     def __init__(
-        self, index: int, module: nn.Module, call: StageCall, recomputing: Recomputing | None = None
+        self,
+        index: int,
+        module: nn.Module,
+        call: StageCall,
+        recomputing: Recomputing | None = None,
+        shards: Shards | None = None,
     ) -> None:
-        self.index, self.module = index, module
+        self.index, self.module, self.shards = index, module, shards
         self._call, self._recomputing = call, recomputing
         # both by microbatch, and empty after every step
         self.live: dict[int, Live] = {}  # from F to the end of B or I
@@ -132,10 +148,21 @@ class Stage:
         """What `input_backward` put off; lets go of what was held for it."""
         self.deferred.pop(number).run()
 
+    def reduce(self) -> None:
+        """All its backwards of the step have run."""
+        if self.shards is not None:
+            self.shards.reduce()
+
     def reset(self) -> None:
         """Forget a step that failed half-way."""
         self.live.clear()
         self.deferred.clear()
+        self.end_forwards()
+
+    def end_forwards(self) -> None:
+        """No backward will come."""
+        if self.shards is not None:
+            self.shards.reshard()
 
     @torch.no_grad()
     def infer(self, received: Parcel | None, microbatch: Microbatch) -> Any:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
+from penstock.runtime.axes import Axes
 from penstock.runtime.distributed import DistributedTransport, clock_offset
 from penstock.runtime.groups import Groups
 from penstock.runtime.handshake import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.mesh import init_process_group, pipeline_mesh
 from penstock.runtime.network import Network
 from penstock.runtime.processes import OneProcess, Processes
+from penstock.runtime.sums import MeshSums, NoSums, Sums
 from penstock.runtime.transport import LocalTransport, Transport
 from penstock.schedule import Schedule
 
@@ -26,6 +28,8 @@ class World:
     """ranks: those of this process; clock_offset: what makes this process's clock rank 0's, in seconds
 
     batched: whether what a rank sends and receives between two ops goes together
+    mesh: where the pipeline's ranks, and those beside them, come from; None where all live in this process
+    sums: what is summed over the ranks beside the pipeline
     """
 
     ranks: tuple[int, ...]
@@ -34,6 +38,8 @@ class World:
     processes: Processes
     clock_offset: float = 0.0
     batched: bool = False
+    mesh: DeviceMesh | None = None
+    sums: Sums = field(default_factory=NoSums)
 
 
 def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
@@ -54,6 +60,7 @@ class Link:
     exchange: "channels", where each message goes by itself as soon as it can; or "batched", where what a rank
         sends and receives between two ops goes in one exchange with all its neighbours
     network: one to emulate, slower than what there is, for experiments
+    axes: the mesh's other axes, where it is to be made; None takes what `mesh` has, or none
     """
 
     mesh: DeviceMesh | None = None
@@ -63,6 +70,7 @@ class Link:
     wire: torch.dtype | None = None
     exchange: str = "channels"
     network: Network | None = None
+    axes: Axes | None = None
 
     @property
     def batched(self) -> bool:
@@ -71,7 +79,7 @@ class Link:
     @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks."""
-        return {"exchange": self.exchange, "network": str(self.network)}
+        return {"exchange": self.exchange, "network": str(self.network), "axes": str(self.axes)}
 
     def check(self) -> None:
         """Raises ConfigError."""
@@ -110,14 +118,16 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)
     init_process_group(device, link.timeout, link.transport)
-    groups = Groups(pipeline_mesh(link.mesh, schedule.ranks, device), link.timeout, link.transport)
+    mesh = pipeline_mesh(link.mesh, schedule.ranks, device, link.axes)
+    groups = Groups(mesh, link.timeout, link.transport)
     transport = DistributedTransport(groups, device, link.timeout)
     # before anything relies on it
     common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts}
     shake_hands(transport, {**common, **(facts or {})})
     transport.open(schedule, link.wire, batched=link.batched, network=link.network)
     offset = clock_offset(transport)
-    return World((transport.rank,), device, transport, transport, offset, link.batched)
+    sums = NoSums() if link.axes is None else MeshSums(mesh, transport.watch, groups.limit)
+    return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
 
 
 def _check_alone(link: Link) -> None:

@@ -1,0 +1,107 @@
+"""FSDP2 around a stage: its weights spread over the ranks that work on other data.
+
+Each rank holds a shard of every weight, gathers the whole ones for its first forward of a step, keeps them
+until the stage's last backward, and then reduces the gradients of all microbatches at once. With
+`dp_replicate` (HSDP) the shards' gradients are summed over the copies as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.runtime.sums import flat, present
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How weights are spread, as FSDP2 has it.
+
+    param_dtype: what weights are gathered and computed in; reduce_dtype: what gradients are summed in; None
+        leaves either as the weights are
+    reshard_after_forward: let go of the gathered weights after each forward, and gather them again for its
+        backward: less memory, a gathering for each microbatch
+    cpu_offload: keep shards, their gradients and the optimizer's state in host memory
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = False
+    cpu_offload: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+        precision = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
+        return {
+            "mp_policy": precision,
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "reshard_after_forward": self.reshard_after_forward,
+        }
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Over which weights are spread: dp_shard x cp, with the copies of dp_replicate in front; None where
+    there are neither. Collective.
+    """
+    shards = flat(mesh, ("dp_shard", "cp"))
+    if not present(mesh, ("dp_replicate",)):
+        return shards
+    if shards is None:
+        return mesh["dp_replicate", "dp_shard"]
+    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+
+
+def shard(module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, how: Sharded) -> StageShards:
+    """Spread a stage's weights in place, layer by layer, the rest together."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **how.options)
+    fully_shard(module, mesh=mesh, **how.options)
+    return StageShards(module, how.reshard_after_forward)
+
+
+class StageShards:
+    """What FSDP2 does with a stage's gradients, and when: once a step, after the stage's last backward."""
+
+    def __init__(self, module: nn.Module, reshard: bool) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(module, FSDPModule)
+        self._module, self._reshard = module, reshard
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        self._put_off()
+
+    def reduce(self) -> None:
+        """Sum the gradients of all microbatches over the mesh, each rank its shards; the whole weights go."""
+        self._module.set_is_last_backward(True)
+        self._module.set_reshard_after_backward(True)
+        self._module.set_requires_gradient_sync(True)
+        states = [part._get_fsdp_state() for part in self._parts]
+        for state in states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        for state in states:
+            if state._is_root:
+                state._root_post_backward_final_callback()
+        self._put_off()
+
+    def reshard(self) -> None:
+        """Let go of the whole weights, after a step without backwards, or one that failed."""
+        for part in self._parts:
+            part.reshard()
+
+    def _put_off(self) -> None:
+        self._module.set_is_last_backward(False)
+        self._module.set_reshard_after_backward(self._reshard)
+        self._module.set_requires_gradient_sync(False)

@@ -1,0 +1,116 @@
+"""The axes of the mesh beside the pipeline's own, and how many ranks each has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.errors import ConfigError, WorldSizeError
+
+# from the outermost to the innermost: neighbours in the last one exchange most, and stand closest together
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """How many ranks each axis has; one of them may be -1, for all that are left.
+
+    dp_replicate: copies of everything below, each with data of its own, whose gradients are summed
+    dp_shard: ranks over which FSDP2 spreads the weights of a stage; each has data of its own as well
+    cp: ranks that a sequence is cut over; ep: ranks that experts are spread over, folded onto those of
+        dp_shard x cp; tp: ranks that single matrices are spread over
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        open_ended = [name for name, size in self.sizes.items() if size == -1]
+        if len(open_ended) > 1:
+            rule = "one axis at most takes all that are left"
+            raise ConfigError(f"{' and '.join(open_ended)} of -1", rule, "Give all but one a size")
+        for name, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise ConfigError(f"{name}={size}", "an axis has one rank at least", "Give 1, or -1")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return asdict(self)
+
+    @property
+    def known(self) -> bool:
+        return -1 not in self.sizes.values()
+
+    @property
+    def beside(self) -> int:
+        """Ranks for each one of the pipeline's."""
+        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def batches(self) -> int:
+        """How many parts of a batch are worked on at the same time."""
+        return self.dp_replicate * self.dp_shard
+
+    def filled(self, ranks: int, world: int) -> Axes:
+        """Without -1, for a pipeline of `ranks` ranks in a world of so many processes.
+
+        Raises WorldSizeError where that is not their product, ConfigError for an ep that does not fit.
+        """
+        full = self._with_the_rest(ranks, world)
+        product = ranks * full.beside if full.known else 0
+        if product != world:
+            raise WorldSizeError(
+                f"{world} processes for {_times({'pp': ranks, **self.sizes})}",
+                "the axes' sizes multiply to the number of processes",
+                f"{_capital(' or '.join(self._would_do(ranks, world)))}",
+            )
+        room = full.dp_shard * full.cp
+        if room % full.ep:
+            fitting = [str(size) for size in range(1, room + 1) if room % size == 0]
+            raise ConfigError(
+                f"ep={full.ep} with dp_shard={full.dp_shard} and cp={full.cp}",
+                f"experts are spread over the {room} ranks of dp_shard x cp",
+                f"Set ep to {', '.join(fitting[:-1])} or {fitting[-1]}" if room > 1 else "Set ep to 1",
+            )
+        return full
+
+    def _with_the_rest(self, ranks: int, world: int) -> Axes:
+        name = next((name for name, size in self.sizes.items() if size == -1), None)
+        if name is None:
+            return self
+        if name == "ep":
+            return replace(self, ep=self.dp_shard * self.cp)
+        rest = ranks * abs(self.beside)
+        return replace(self, **{name: world // rest}) if world % rest == 0 and world >= rest else self
+
+    def _would_do(self, ranks: int, world: int) -> list[str]:
+        """Single changes after which the product fits."""
+        given = {"pp": ranks, **{name: abs(size) for name, size in self.sizes.items() if name != "ep"}}
+        product = math.prod(given.values())
+        fits = {name: world * size // product for name, size in given.items() if not world * size % product}
+        changes = [f"set {name} to {size}" for name, size in fits.items() if size != given[name] and size]
+        return [f"start {product} processes", *changes]
+
+    def open(self, ranks: int, device: torch.device) -> DeviceMesh:
+        """The mesh over the whole world, of filled axes. Collective."""
+        sizes = {"pp": ranks, **self.sizes}
+        return init_device_mesh(device.type, tuple(sizes[name] for name in MESH), mesh_dim_names=MESH)
+
+    def __str__(self) -> str:
+        return _times({name: size for name, size in self.sizes.items() if size != 1}) or "none"
+
+
+def _times(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1 or name == "pp")
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

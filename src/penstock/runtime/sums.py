@@ -1,0 +1,131 @@
+"""Who works on the same data, and over which ranks each thing is summed.
+
+| thing | alike on | differs, and is summed, over |
+|---|---|---|
+| batch | pp, cp, tp | dp_replicate, dp_shard: each of them has its part |
+| valid items, by which the loss is divided | pp, cp, tp | dp_replicate, dp_shard |
+| loss | pp, tp | dp_replicate, dp_shard, cp: each rank of cp has a part of the sequence |
+| gradient of a weight | tp, where tp spreads nothing of it | dp_replicate, dp_shard, cp |
+| gradient of an expert | | dp_replicate, and the ranks of dp_shard x cp that hold the same experts |
+| square of the norm | wherever a weight is whole | pp, and wherever a weight is spread |
+
+Gradients are summed and never averaged: the loss is divided by all valid items before it is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.runtime.watch import Watch
+
+BATCH = ("dp_replicate", "dp_shard")
+LOSS = (*BATCH, "cp")
+ALIKE = ("cp", "tp")
+
+
+class Sums(Protocol):
+    """What is summed beyond the pipeline's own ranks. All of it is collective over the whole mesh."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank's pipeline is the first of the mesh: the one that writes what is written once."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of the whole batch this pipeline works on, from 0, and how many there are."""
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The processes of this rank and those beside it, which host the same stages."""
+
+    def items(self, count: int) -> int:
+        """Valid items of the whole batch, of which this pipeline has `count`."""
+
+    def loss(self, share: float) -> float:
+        """The loss of the whole batch, of which this pipeline has `share`."""
+
+    def everywhere(self, squares: Tensor) -> Tensor:
+        """The sum over all ranks of the mesh but those of the pipeline."""
+
+
+class NoSums:
+    """The pipeline is all there is, or other axes are the caller's own business."""
+
+    first = True
+    part = 0, 1
+    ranks = frozenset[int]()
+
+    def items(self, count: int) -> int:
+        return count
+
+    def loss(self, share: float) -> float:
+        return share
+
+    def everywhere(self, squares: Tensor) -> Tensor:
+        return squares
+
+
+class MeshSums:
+    """Over the axes of `mesh` that are there; one that is not has one rank."""
+
+    def __init__(self, mesh: DeviceMesh, watch: Watch, limit: object) -> None:
+        self._watch, self._limit = watch, limit
+        self._device = torch.device(mesh.device_type)
+        self._batch, self._loss = over(mesh, BATCH), over(mesh, LOSS)
+        others = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
+        self._others = over(mesh, others)
+        beside = others and mesh[others].mesh.flatten().tolist()
+        self.ranks = frozenset(beside or [dist.get_rank()])
+        batch = flat(mesh, BATCH)
+        self.part = (0, 1) if batch is None else (batch.get_local_rank(), batch.size())
+        self.first = all(mesh.get_local_rank(name) == 0 for name in others)
+
+    def items(self, count: int) -> int:
+        given = torch.tensor([count], dtype=torch.int64, device=self._device)
+        return int(self._sum(given, self._batch, "the other parts of the batch"))
+
+    def loss(self, share: float) -> float:
+        given = torch.tensor([share], dtype=torch.float64, device=self._device)
+        return float(self._sum(given, self._loss, "the loss of the other parts of the batch"))
+
+    def everywhere(self, squares: Tensor) -> Tensor:
+        return self._sum(squares, self._others, "the norms of the other ranks of the mesh")
+
+    def _sum(self, given: Tensor, group: dist.ProcessGroup | None, what: str) -> Tensor:
+        if group is None:
+            return given
+        self._watch.begin(what, None)
+        try:
+            work = dist.all_reduce(given, group=group, async_op=True)
+            assert work is not None
+            work.wait(self._limit)
+        except RuntimeError as cause:
+            raise self._watch.error(cause) from cause
+        finally:
+            self._watch.end()
+        return given
+
+
+def present(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
+    """Those of the axes that the mesh has, and that have more than one rank."""
+    return tuple(name for name in mesh.mesh_dim_names or () if name in names and mesh[name].size() > 1)
+
+
+def over(mesh: DeviceMesh, names: Sequence[str]) -> dist.ProcessGroup | None:
+    """The group of this rank over these axes; None where it would be alone. Collective."""
+    there = flat(mesh, names)
+    return None if there is None else there.get_group()
+
+
+def flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
+    """These axes as one. Collective."""
+    axes = present(mesh, names)
+    if not axes:
+        return None
+    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("_".join(axes))
