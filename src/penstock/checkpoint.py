@@ -140,7 +140,8 @@ class CheckpointWriter:
     def __init__(self, pipe: Pipeline, *, background: bool = True) -> None:
         self._pipe, self._background = pipe, background
         self._processes = apart(pipe.processes) if background else pipe.processes
-        self._task: Background | None = None
+        self._target: Path | None = None  # of the write under way
+        self._task: Background | None = None  # on the pipeline of a mesh that writes
         self._gave_up = False
 
     def save(
@@ -171,30 +172,39 @@ class CheckpointWriter:
             f"collect what goes into checkpoint {target}",
             lambda: collect(pipe, optimizer, state, extra, copied=self._background),
         )
-        if self._background:
+        if not self._background:
+
+            def publish() -> None:
+                contents.publish(target, pipe.processes)
+                _follow(target, pipe.processes, then)
+
+            pipe.first_alone(f"write checkpoint {target}", publish)
+            return
+        self._target = target
+        if pipe.writes:
             self._task = Background(
                 target,
                 lambda processes: contents.publish(target, processes),
                 lambda processes: _follow(target, processes, then),
                 self._processes,
             )
-        else:
-            contents.publish(target, pipe.processes)
-            _follow(target, pipe.processes, then)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.
 
         Raises, on all processes, the error that its write ended in: RunError or CheckpointError.
         """
+        if self._target is None:
+            return
+        self._pipe.first_alone(f"write checkpoint {self._target}", self._finish)
+        self._target = None
+
+    def _finish(self) -> None:
+        """On the pipeline of the mesh that writes."""
         if self._task is None:
             return
-        task, self._task = self._task, None
-        try:
-            task.join()
-        except BaseException:  # Ctrl-C
-            self._task = task
-            raise
+        self._task.join()  # Ctrl-C leaves it to be waited for
+        task, self._task, self._target = self._task, None, None
         together(self._pipe.processes, f"write checkpoint {task.path}", task.tell)
 
     def drop(self, linger: float = DROPPED) -> None:
@@ -204,7 +214,7 @@ class CheckpointWriter:
         """
         if self._task is not None:
             self._task.drop(linger)
-            self._task = None
+            self._task = self._target = None
             self._gave_up = True
 
     def _check_usable(self) -> None:

@@ -6,7 +6,7 @@ Collected at one moment, and written then or later. Random state and JSON are re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from penstock.commit import write_folder
 from penstock.errors import CheckpointError
-from penstock.optimizer_state import Optimizers, OptimizerState, host_copy, state_of
+from penstock.optimizer_state import Optimizers, OptimizerState, state_of
 from penstock.runtime.processes import Processes
-from penstock.runtime.stage import Stage
 from penstock.split_model import SplitModel, laid_out
 
 STATE = "state.json"
@@ -58,7 +57,8 @@ def collect(
     *,
     copied: bool,
 ) -> Contents:
-    """What this process has to put into a checkpoint now. Nothing is sent and nothing written.
+    """What this process has to put into a checkpoint now. Nothing is written, and nothing sent but what is
+    spread over a mesh, which all its pipelines gather and the first one keeps.
 
     copied: in host memory of its own, so that training may go on while it is written
     Raises CheckpointError for what cannot be kept, ModelError for a pipeline made by from_provider.
@@ -74,24 +74,12 @@ def collect(
 def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], None]:
     """Only values are copied: modules, with their hooks and all that hangs on them, stay the pipeline's."""
     saved, stages = pipe._needs_saved(), pipe._first_stages()
-    held = {index: _values(stage, saved.copies) for index, stage in stages.items()} if copied else None
+    held = pipe.whole_values() if copied or pipe.is_spread else None
 
     def write(folder: Path, processes: Processes) -> None:
         saved.write(folder, laid_out(saved, stages, processes, held), processes)
 
     return write
-
-
-def _values(stage: Stage, left_out: Collection[str]) -> dict[str, Tensor]:
-    """What the stage holds, in host memory that is nobody else's; a tied weight is copied once."""
-    made: dict[int, Tensor] = {}
-    values: dict[str, Tensor] = {}
-    for name, value in stage.module.state_dict(keep_vars=True).items():
-        if name not in left_out:
-            if id(value) not in made:
-                made[id(value)] = host_copy(value)
-            values[name] = made[id(value)]
-    return values
 
 
 def random_state(path: Path, processes: Processes) -> dict[str, Tensor]:

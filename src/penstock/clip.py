@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from penstock.runtime.shared import own
+from penstock.runtime.spread import own
 from penstock.runtime.world import World
 
 

@@ -17,7 +17,9 @@ from penstock.models.hf import outcome
 from penstock.models.protocol import ProvidedCall
 from penstock.runtime.loss import Loss
 from penstock.runtime.shapes import Microbatch
+from penstock.runtime.spread import whole as gathered
 from penstock.runtime.stage import evaluating
+from penstock.runtime.sums import Sums
 from penstock.steps import Given
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def compare(
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
     own = list(placed_parameters(pipe))
-    weights = [_weight(at, p, whole.get(at[0])) for at, p in own]
+    weights = [_weight(at, gathered(p), whole.get(at[0])) for at, p in own]
     weights = everywhere(pipe, [each for each in weights if each.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
@@ -149,9 +151,9 @@ def compare(
     try:
         with evaluating(model, *pipe.modules.values()):
             found = pipe.step(batch).loss
-            expected = whole_backward(model, pipe.microbatches(batch), loss)
+            expected = whole_gradients(model, pipe.microbatches(batch), loss, pipe.sums)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
-        gradients = [_gradient(at, p.grad, whole[at[0]].grad, tolerance, largest) for at, p in own]
+        gradients = [_gradient(at, _gathered(p.grad), whole[at[0]].grad, tolerance, largest) for at, p in own]
     finally:
         for parameter, gradient in laid_aside:
             parameter.grad = gradient
@@ -175,13 +177,31 @@ def everywhere(pipe: Pipeline, found: Sequence[Compared]) -> list[Compared]:
     return [Compared(**each) for part in told for each in part]
 
 
-def whole_backward(model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss) -> float:
+def _gathered(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gathered(gradient)
+
+
+def whole_gradients(model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, sums: Sums) -> float:
+    """As `whole_backward`, of all parts of the batch: each pipeline of a mesh has one. Collective."""
+    weight = sums.items(sum(loss.weight(microbatch) for microbatch in microbatches))
+    total = torch.tensor([whole_backward(model, microbatches, loss, weight)], dtype=torch.float64)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            sums.parts(parameter.grad)
+    return float(sums.parts(total.to(next(model.parameters()).device)))
+
+
+def whole_backward(
+    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, weight: int | None = None
+) -> float:
     """Loss and gradients of the whole model in this process, one microbatch after the other.
 
     The same sums as the pipeline's, in the same order where autograd leaves a choice, so that models that
     round inside (a norm in float32 under float64 weights) round alike.
+    weight: what the loss is divided by; None takes the valid items of the microbatches
     """
-    weight = sum(loss.weight(microbatch) for microbatch in microbatches)
+    if weight is None:
+        weight = sum(loss.weight(microbatch) for microbatch in microbatches)
     total = 0.0
     device = next(model.parameters()).device
     for microbatch in microbatches:

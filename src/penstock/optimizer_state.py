@@ -21,10 +21,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties
+from penstock.runtime.spread import host_copy, spread_like, whole
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
@@ -80,14 +82,8 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
     return state
 
 
-def host_copy(value: Tensor) -> Tensor:
-    """A contiguous copy in host memory, also of what lies there already."""
-    copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-    return copy.copy_(value.detach())
-
-
 def _plain(value: Tensor) -> Tensor:
-    return value.detach().contiguous()
+    return whole(value).detach().contiguous()
 
 
 def _groups(
@@ -125,7 +121,7 @@ def _name(parameter: nn.Parameter, names: Mapping[int, str], seen: set[int]) -> 
 
 def _check_part(optimizer: Optimizer, name: str, part: object, value: object) -> None:
     tensor = isinstance(value, Tensor)
-    plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided  # type: ignore[attr-defined]
+    plain = type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided  # type: ignore[attr-defined]
     if (plain if tensor else value is None or type(value) in (int, float, bool)) and (
         isinstance(part, str) and "." not in part
     ):
@@ -301,7 +297,7 @@ def _placed(part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[st
     Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
     """
     on_device = part != "step" or group.get("capturable") or group.get("fused")
-    return value.to(parameter.device if on_device else "cpu", copy=True)
+    return spread_like(value, parameter).to(parameter.device if on_device else "cpu", copy=True)
 
 
 def unfit(path: Path, found: str, rule: str) -> CheckpointError:

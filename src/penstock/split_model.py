@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.commit import together, write_folder
-from penstock.errors import CheckpointError, ModelError
+from penstock.errors import CheckpointError, ModelError, RunError
 from penstock.models.saved import MAX_SHARD_SIZE, Layout, SavedModel
 from penstock.parts import Parts, StageFacts, names_in, stage_facts
 from penstock.runtime.processes import Processes
+from penstock.runtime.spread import host_copy, whole
 from penstock.runtime.stage import Stage
+from penstock.runtime.sums import Sums
 
 
 class SplitModel:
@@ -98,29 +101,73 @@ class SplitModel:
         return self._world.sums.part
 
     @property
+    def sums(self) -> Sums:
+        """What is summed over the ranks of the mesh beside this pipeline's."""
+        return self._world.sums
+
+    @property
     def processes(self) -> Processes:
         return self._world.processes
 
-    def write_weights(self, folder: Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-        """Every process writes its weights into `folder`, process 0 index and configs besides.
+    def whole_values(self) -> dict[int, dict[str, Tensor]]:
+        """By stage of this process what is saved of it, in host memory that is nobody else's. Collective.
 
-        max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
+        Nothing but the gathering on all but the first pipeline of a mesh.
         """
-        self._check_names()
-        self._check_whole()
-        layouts = laid_out(self._needs_saved(), self._first_stages(), self.processes)
-        self._needs_saved().write(folder, layouts, self.processes, max_shard_size)
+        copies, kept = self._needs_saved().copies, self.writes
+        return {index: _values(stage, copies, kept) for index, stage in self._first_stages().items()}
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process's pipeline is the one of the mesh that writes files."""
+        return self._world.sums.first
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether any of its weights lies on several ranks of the mesh."""
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters())
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read this process's weights back from a folder that write_weights or save_pretrained wrote.
+        """Read this process's weights back from a folder that save_pretrained wrote.
 
         Raises CheckpointError for a folder that is not there or holds other weights.
         """
         self._needs_saved().load(folder, self._stages)
 
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-        """Write a folder that `from_pretrained` opens, complete or not at all."""
-        write_folder(Path(path), lambda folder: self.write_weights(folder, max_shard_size), self.processes)
+        """Write a folder that `from_pretrained` opens, complete or not at all. Collective.
+
+        max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
+        """
+        self._check_names()
+        self._check_whole()
+        values = self.whole_values() if self.is_spread else None
+        saved, stages = self._needs_saved(), self._first_stages()
+
+        def write(folder: Path) -> None:
+            layouts = laid_out(saved, stages, self.processes, values)
+            saved.write(folder, layouts, self.processes, max_shard_size)
+
+        self.first_alone(f"write {path}", lambda: write_folder(Path(path), write, self.processes))
+
+    def first_alone(self, deed: str, work: Callable[[], None]) -> None:
+        """Let the first pipeline of the mesh do what is done once; all wait for it. Collective.
+
+        Raises what `work` raises; on the other pipelines RunError.
+        """
+        failure: Exception | None = None
+        try:
+            if self._world.sums.first:
+                work()
+        except Exception as error:
+            failure = error
+        told = self._world.sums.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if told is not None:
+            raise RunError(
+                "the first pipeline of the mesh", f"it could not {deed}: {told}", "Mend that first"
+            )
 
     def _check_names(self) -> None:
         """Raises ModelError, on every rank, where weights are not under the names that they came with."""
@@ -136,9 +183,15 @@ class SplitModel:
 
     def _check_whole(self) -> None:
         """Raises CheckpointError, on every rank, where a weight is spread over ranks of another mesh."""
-        from torch.distributed.tensor import DTensor
-
-        mine = min((name for name, p in self.named_parameters() if isinstance(p, DTensor)), default=None)
+        ours = self._world.sums.ranks
+        mine = min(
+            (
+                name
+                for name, p in self.named_parameters()
+                if isinstance(p, DTensor) and not ours.issuperset(p.device_mesh.mesh.flatten().tolist())
+            ),
+            default=None,
+        )
         for name in self.processes.gather(mine):
             if name is not None:
                 raise CheckpointError(
@@ -167,3 +220,19 @@ def laid_out(
     layouts: dict[int, Layout] = {}
     together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, states)))
     return layouts
+
+
+def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Tensor]:
+    """What the stage holds, in host memory that is nobody else's; a tied weight is copied once.
+
+    kept: False takes part in the gathering of what is spread, and keeps nothing of it
+    """
+    made: dict[int, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, value in stage.module.state_dict(keep_vars=True).items():
+        if name in left_out:
+            continue
+        if id(value) not in made:
+            made[id(value)] = host_copy(value) if kept else whole(value)[:0]
+        values[name] = made[id(value)]
+    return values if kept else {}

@@ -54,3 +54,21 @@ def compare(
         assert told["norm"] == pytest.approx(2 * float(norm), rel=1e-9)
         names |= set(told["names"])
     assert names >= set(expected)
+
+
+def test_verified_beside_the_whole_model(pool: Pool) -> None:
+    for passed, largest, told in pool.run(4, jobs_mesh.verified, 2, Axes(dp_shard=2), "1f1b"):
+        assert passed
+        assert largest < 1e-10
+        assert "model.norm.weight" in told
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_gathered_and_reduced_once_a_step(pool: Pool, schedule: str) -> None:
+    """However many microbatches: one gathering and one reduction for each layer and for the rest."""
+    for microbatches in (2, 4):
+        found = pool.run(4, jobs_mesh.collectives, Axes(dp_shard=2), schedule, microbatches, Sharded())
+        for counts in found:
+            groups = counts["layers"] + counts["hosted"]
+            assert counts["_allgather_base_"] == groups, counts
+            assert counts["_reduce_scatter_base_"] == groups, counts

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock import AutoPipeline, Axes, Sharded
+from penstock import AutoPipeline, Axes, CheckpointWriter, Sharded, load_checkpoint
+from penstock.errors import EquivalenceError
 from support.families import tiny_model
 from support.ragged import tokens
 from support.reference import plain_step
@@ -60,3 +62,89 @@ def data_parallel(
         "loss": [step.loss for step in steps], "expected": loss, "worst": worst, "names": sorted(named),
         "norm": norm, "tokens": steps[0].tokens, "evaluated": evaluated.loss, "rank": dist.get_rank(),
     }  # fmt: skip
+
+
+def trained(pipe: Any, whole: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(pipe.step(own_part(whole, *pipe.batch_part)).loss)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        pipe.zero_grad()
+    return losses
+
+
+def saved_and_read(
+    folder: str, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
+) -> tuple[list[float], list[float]]:
+    """Losses of three steps on one mesh, a checkpoint, and three more on another."""
+    torch.set_num_threads(1)
+    whole = batch()
+    losses = []
+    for number, (ranks, axes, schedule) in enumerate((first, second)):
+        model = tiny_model("llama", torch.float64, layers=4, seed=number)
+        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes).build(
+            model
+        )
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        if number:
+            assert load_checkpoint(f"{folder}/checkpoint", pipe, optimizer) == {"step": 3}
+        losses.append(trained(pipe, whole, optimizer, 3))
+        if not number:
+            with CheckpointWriter(pipe, background=background) as writer:
+                writer.save(f"{folder}/checkpoint", optimizer, {"step": 3})
+        else:
+            pipe.save_pretrained(f"{folder}/pretrained")
+        pipe.close()
+    return losses[0], losses[1]
+
+
+def verified(ranks: int, axes: Axes, schedule: str) -> tuple[bool, float, str]:
+    """Whether the split model passes, by how much it differs; and what is told of one that was bent."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama", torch.float64, layers=4)
+    pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes).build(model)
+    mine = own_part(batch(), *pipe.batch_part)
+    report = pipe.verify_against(model, mine)
+    with torch.no_grad():
+        model.get_parameter("model.norm.weight").mul_(1.001)
+    try:
+        pipe.verify_against(model, mine)
+        told = ""
+    except EquivalenceError as error:
+        told = str(error)
+    pipe.close()
+    return report.passed, report.largest, told
+
+
+class Collectives(TorchDispatchMode):
+    """Counts torch.distributed's operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            name = func._schema.name.split("::")[1]
+            self.found[name] = self.found.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def collectives(axes: Axes, schedule: str, microbatches: int, sharded: Sharded) -> dict[str, int]:
+    """How often each collective on tensors runs in one step, the first left out."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama", layers=4)
+    pipe = AutoPipeline(
+        ranks=2, schedule=schedule, microbatches=microbatches, timeout=30, axes=axes, sharded=sharded
+    ).build(model)
+    mine = own_part(batch(2 * microbatches * axes.batches), *pipe.batch_part)
+    pipe.step(mine)
+    pipe.zero_grad()
+    with Collectives() as counted:
+        pipe.step(mine)
+    counts = counted.found
+    hosted = len(pipe.stages)
+    layers = sum(len(stage.layers) for stage in pipe.info) // 2
+    pipe.close()
+    return {**counts, "hosted": hosted, "layers": layers}

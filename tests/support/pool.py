@@ -88,4 +88,15 @@ def _work(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                _forget_meshes()
         connection.send(answer)
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers ways between placements by meshes, and a later mesh of the same ranks is equal: it
+    would be given the process groups of one that is gone."""
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()

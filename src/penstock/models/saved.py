@@ -19,6 +19,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models import weights
 from penstock.models.weights import DTYPES, Ties
 from penstock.runtime.processes import Processes
+from penstock.runtime.spread import outline, spread_like
 from penstock.runtime.stage import Stage
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own
@@ -176,12 +177,12 @@ class _Passing(dict[str, Any]):
             return
         if own is not value:
             with torch.no_grad():
-                own.copy_(value)
+                own.copy_(spread_like(value, own))
         super().__setitem__(name, own)
 
 
 def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return nn.Parameter(outline(parameter), parameter.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -205,15 +206,15 @@ class Layout:
         """state: the values, where they are not those that the stage has now"""
         values = stage.state_dict() if state is None else state
         left_out = {*left_out, *(stage._keys_to_ignore_on_save or ())}
-        outline = {name: value.to("meta") for name, value in values.items() if name not in left_out}
-        whole = revert_weight_conversion(stage, outline)
+        outlines = {name: outline(value) for name, value in values.items() if name not in left_out}
+        whole = revert_weight_conversion(stage, outlines)
         by_layer: dict[str, list[str]] = {}
-        for name in outline:
+        for name in outlines:
             by_layer.setdefault(_layer(name), []).append(name)
         groups = list(by_layer.values())
-        parts = [revert_weight_conversion(stage, {name: outline[name] for name in group}) for group in groups]
+        parts = [revert_weight_conversion(stage, {n: outlines[n] for n in group}) for group in groups]
         if _shapes(*parts) != _shapes(whole):  # a conversion that puts several layers' weights together
-            return cls(stage, values, [list(outline)], [whole])
+            return cls(stage, values, [list(outlines)], [whole])
         return cls(stage, values, groups, parts)
 
     @property

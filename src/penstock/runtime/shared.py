@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from penstock.runtime.spread import own
 from penstock.runtime.transport import Transport
 from penstock.schedule import Placement
 
@@ -98,16 +98,12 @@ class SharedGradients:
             return
         used = torch.tensor([sum(copy.grad is not None for copy in copies) for copies in weights],
                             dtype=torch.float32, device=weights[0][0].device)  # fmt: skip
+        # copies are spread alike, so that the parts of this rank and its peers belong together
         gradients = [[own(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
                 copy.grad = None
-
-
-def own(tensor: Tensor) -> Tensor:
-    """What this rank holds of it. Copies of a weight are spread alike, so that parts belong together."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

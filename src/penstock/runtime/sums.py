@@ -14,6 +14,7 @@ Gradients are summed and never averaged: the loss is divided by all valid items 
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -26,7 +27,7 @@ from penstock.runtime.watch import Watch
 
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = (*BATCH, "cp")
-ALIKE = ("cp", "tp")
+_SLOW = datetime.timedelta(hours=1)  # a disk may be
 
 
 class Sums(Protocol):
@@ -50,8 +51,15 @@ class Sums(Protocol):
     def loss(self, share: float) -> float:
         """The loss of the whole batch, of which this pipeline has `share`."""
 
+    def parts(self, gradient: Tensor) -> Tensor:
+        """The sum over the parts of the batch, in place."""
+
     def everywhere(self, squares: Tensor) -> Tensor:
         """The sum over all ranks of the mesh but those of the pipeline."""
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any process of the mesh has, the same on all of them; they may be far apart
+        in time, as a disk may be slow."""
 
 
 class NoSums:
@@ -67,8 +75,14 @@ class NoSums:
     def loss(self, share: float) -> float:
         return share
 
+    def parts(self, gradient: Tensor) -> Tensor:
+        return gradient
+
     def everywhere(self, squares: Tensor) -> Tensor:
         return squares
+
+    def agree(self, problem: str | None) -> str | None:
+        return problem
 
 
 class MeshSums:
@@ -80,6 +94,7 @@ class MeshSums:
         self._batch, self._loss = over(mesh, BATCH), over(mesh, LOSS)
         others = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
         self._others = over(mesh, others)
+        self._patient = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_SLOW, backend="gloo")
         beside = others and mesh[others].mesh.flatten().tolist()
         self.ranks = frozenset(beside or [dist.get_rank()])
         batch = flat(mesh, BATCH)
@@ -94,8 +109,16 @@ class MeshSums:
         given = torch.tensor([share], dtype=torch.float64, device=self._device)
         return float(self._sum(given, self._loss, "the loss of the other parts of the batch"))
 
+    def parts(self, gradient: Tensor) -> Tensor:
+        return self._sum(gradient, self._batch, "the gradients of the other parts of the batch")
+
     def everywhere(self, squares: Tensor) -> Tensor:
         return self._sum(squares, self._others, "the norms of the other ranks of the mesh")
+
+    def agree(self, problem: str | None) -> str | None:
+        told: list[str | None] = [None] * dist.get_world_size(self._patient)
+        dist.all_gather_object(told, problem, group=self._patient)
+        return next(filter(None, told), None)
 
     def _sum(self, given: Tensor, group: dist.ProcessGroup | None, what: str) -> Tensor:
         if group is None:

@@ -1,0 +1,48 @@
+"""Checkpoints and folders of sharded weights, written on one mesh and read on another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock import Axes
+from support import jobs_mesh
+from support.families import tiny_model
+from support.pool import Pool
+from support.reference import plain_step
+
+WAYS = [
+    ((2, Axes(dp_shard=2), "1f1b"), (1, Axes(dp_shard=2, dp_replicate=2), "1f1b"), True),
+    ((2, Axes(dp_replicate=2), "zb_v"), (2, Axes(dp_shard=2), "1f1b"), False),
+    ((4, Axes(), "1f1b"), (2, Axes(dp_shard=2), "zb_v"), True),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "background"), WAYS)
+def test_goes_on_on_another_mesh(
+    pool: Pool, tmp_path: Path, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
+) -> None:
+    expected, model = alone()
+    for before, after in pool.run(4, jobs_mesh.saved_and_read, str(tmp_path), first, second, background):
+        assert before + after == pytest.approx(expected, rel=1e-9)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
+    for name, weight in model.named_parameters():
+        assert torch.allclose(opened.get_parameter(name), weight, rtol=1e-7, atol=1e-9), name
+
+
+def alone() -> tuple[list[float], torch.nn.Module]:
+    """Losses of six steps of one plain process, and the model after them."""
+    model, whole = tiny_model("llama", torch.float64, layers=4), jobs_mesh.batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(6):
+        loss, gradients = plain_step(model, whole)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss)
+    return losses, model
