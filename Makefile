@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: help env train test lint types tests sweep bench docs pictures clean
+.PHONY: help env train test lint types tests sweep parallel bench docs pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -36,6 +36,9 @@ tests: env  ## The test suite, on two processes
 
 sweep: env  ## The whole equivalence matrix over real processes: some minutes
 	$(BIN)/pytest -m sweep --timeout 900 --numprocesses 2 --dist loadgroup
+
+parallel: env  ## The pipeline beside every other axis, on eight processes: some minutes
+	$(BIN)/pytest -m parallel --timeout 600
 
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks

@@ -24,6 +24,14 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool of its own, of the tests of `make parallel` alone."""
+    pool = Pool(8, tmp_path_factory.mktemp("stores of eight"), timeout=240)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of this process alone, to make meshes in."""

@@ -22,8 +22,9 @@ from penstock.models.named_modules import ModuleNames, named_split
 from penstock.models.partition import check_ways, partition
 from penstock.models.saved import SavedModel
 from penstock.models.source import ModelLike, Source, open_source
-from penstock.options import Options, Spread
+from penstock.options import Options
 from penstock.outline import Outline, outline_stage
+from penstock.parallel.beside import Beside, check_model
 from penstock.parts import Parts, names_in
 from penstock.pipeline import Pipeline
 from penstock.runtime.handshake import flat
@@ -84,6 +85,9 @@ class AutoPipeline(Options):
             check_folder(model)  # written by penstock: an altered file can be told, and would load in silence
         source = open_source(model, self.dtype, self.attention)
         refuse_what_would_not_show(source.model)
+        ways = self.ways()
+        if self.axes is not None:
+            check_model(source.model, self.axes, ways)
         chain = find_chain(source.model)
         if self.exchange == "batched" and not chain.plain:
             raise ConfigError(
@@ -116,11 +120,11 @@ class AutoPipeline(Options):
         ties = weights.tied_names(source.model)
         parts = {index: self._filled(outline, index, ties) for index in own_stages(schedule, world.ranks)}
         names = {index: names_in(part) for index, part in parts.items()}
-        spread = self.spread(world)
-        stages = [self._stage(outline, index, part, world.device, spread) for index, part in parts.items()]
+        beside = self.beside(world)
+        stages = [self._stage(outline, index, part, world.device, beside) for index, part in parts.items()]
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
-        beside = source.read_beside() if world.processes.index == 0 else {}  # who writes them
+        files = source.read_beside() if world.processes.index == 0 else {}  # who writes them
         return Pipeline(
             Parts(
                 schedule,
@@ -131,9 +135,14 @@ class AutoPipeline(Options):
                 if self.shapes == "exchanged" or not outline.chain.plain
                 else HFEdges(source.model, outline.chain),
                 self.loss(),
-                Cutter(self.sharding or {}, self.padding(), Completed(source.model)),
+                Cutter(
+                    self.sharding or {},
+                    self.padding(),
+                    Completed(source.model),
+                    None if beside is None else beside.cut,
+                ),
                 shared=_shared_weights(ties, outline, modules),
-                saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, beside),
+                saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
                 names=names,
                 recomputed=outline.recomputed(self.checkpointing()),
                 trace_folder=self.trace_folder,
@@ -147,8 +156,10 @@ class AutoPipeline(Options):
         return part if part.training else part.train()
 
     def _stage(
-        self, outline: Outline, index: int, part: PreTrainedModel, device: torch.device, spread: Spread | None
+        self, outline: Outline, index: int, part: PreTrainedModel, device: torch.device, beside: Beside | None
     ) -> Stage:
+        if beside is not None:
+            beside.share_out(part.to(device))
         return make_stage(
             index,
             part,
@@ -157,7 +168,7 @@ class AutoPipeline(Options):
             checkpointing=self.checkpointing(),
             parallelize_fn=self.parallelize_fn,
             call=_caller(outline, index),
-            spread=spread,
+            spread=None if beside is None else beside.spread,
         )
 
     def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:

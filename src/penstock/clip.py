@@ -43,7 +43,7 @@ def _parts(gradient: DTensor) -> int:
     """How many different parts of it there are, each on ranks of its own."""
     mesh, placements = gradient.device_mesh, gradient.placements
     assert not any(isinstance(placement, Partial) for placement in placements), "a sum not yet made"
-    return math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return math.prod(mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate())
 
 
 def scale_(gradients: Sequence[Tensor], factor: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.models.checkpointing import Checkpointing, checkpointing
-from penstock.parallel.data import Sharded, data_mesh, shard
+from penstock.parallel.attention import How
+from penstock.parallel.beside import Beside, Ways
+from penstock.parallel.data import Sharded
 from penstock.runtime.axes import Axes
 from penstock.runtime.handshake import named
 from penstock.runtime.loss import Loss, LossLike, as_loss
 from penstock.runtime.microbatch import Sharding
 from penstock.runtime.network import Network
 from penstock.runtime.padding import Padding
-from penstock.runtime.stage import Shards
 from penstock.runtime.world import Link, World
 from penstock.schedule import Schedule
 from penstock.schedule.config import ScheduleLike, chosen_schedule
@@ -31,7 +32,6 @@ from penstock.schedule.recompute import Places, first_in_flight
 Shapes = str | Padding
 
 Parallelize = Callable[[nn.Module], nn.Module]
-Spread = Callable[[nn.Module, Sequence[nn.Module]], Shards]  # of a stage's module, and its layers
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class Options:
         given with these axes. None: the pipeline is all there is, or `mesh` has other axes that are the
         caller's own business
     sharded: how weights are spread over dp_shard x cp (penstock.Sharded)
+    context: how attention goes over a sequence that is cut over cp: "ulysses", where each rank has some of
+        the heads, or "ring", where keys and values go round
+    sequence_parallel: whether tp shares out what lies between its matrices along the sequence as well
     """
 
     ranks: int | None = None
@@ -89,6 +92,8 @@ class Options:
     trace_folder: str | Path | None = None
     axes: Axes | None = None
     sharded: Sharded = field(default_factory=Sharded)
+    context: How = "ulysses"
+    sequence_parallel: bool = False
 
     def chosen_schedule(self) -> Schedule:
         """Raises ConfigError for a name that is none, a size that it does not take, and messages that cannot
@@ -131,13 +136,16 @@ class Options:
         """Raises ConfigError."""
         return checkpointing(self.activation_checkpointing)
 
-    def spread(self, world: World) -> Spread | None:
-        """How a stage's weights are spread over the ranks beside the pipeline; None where there are none of
-        such, or they are the caller's business. Collective.
-        """
-        if self.axes is None or world.mesh is None or (mesh := data_mesh(world.mesh)) is None:
+    def ways(self) -> Ways:
+        """Raises ConfigError."""
+        return Ways(self.sharded, self.context, self.sequence_parallel)
+
+    def beside(self, world: World) -> Beside | None:
+        """What the axes make of stages; None where there are none. Collective."""
+        if self.axes is None or world.mesh is None:
             return None
-        return lambda module, layers: shard(module, layers, mesh, self.sharded)
+        axes = self.axes.filled(world.mesh["pp"].size(), world.mesh.size())
+        return Beside(world.mesh, axes, self.ways())
 
     def loss(self) -> Loss:
         return as_loss(self.loss_fn, self.sharding or {})
@@ -150,7 +158,7 @@ class Options:
             "wire_dtype": str(self.wire_dtype),
             "activation_checkpointing": str(self.activation_checkpointing),
             "parallelize_fn": named(self.parallelize_fn),
-            "sharded": str(self.sharded),
+            "axes' ways": str(self.ways()),
         }
 
     def _check_batched(self, schedule: Schedule) -> None:

@@ -74,9 +74,15 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
     if how is not None and how.memory_limit is not None:
         rule = "what a module of one's own holds cannot be told before it runs"
         raise ConfigError("memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells")
+    if options.axes is not None and (options.axes.cp, options.axes.ep, options.axes.tp) != (1, 1, 1):
+        raise ConfigError(
+            f"{options.axes} with from_provider",
+            "only a transformers model tells how sequences, experts and matrices are shared out",
+            "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
+        )
     world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
     depth = schedule.placement.depth
-    spread = options.spread(world)
+    beside = options.beside(world)
     stages = []
     for index in own_stages(schedule, world.ranks):
         module = provider(StageInfo(index % depth, depth))
@@ -87,7 +93,7 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
                 world.device,
                 checkpointing=how,
                 parallelize_fn=options.parallelize_fn,
-                spread=spread,
+                spread=None if beside is None else beside.spread,
             )
         )
     modules = _modules(stages)

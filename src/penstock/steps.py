@@ -49,11 +49,13 @@ class Cutter(NamedTuple):
 
     sharding: how entries are cut; padding: whether microbatches are made equal in length
     complete: adds what the model needs and can be told from a microbatch
+    own: what of a whole microbatch is this rank's; None takes all of it
     """
 
     sharding: Sharding
     padding: Padding | None = None
     complete: Callable[[Microbatch], Microbatch] = dict
+    own: Callable[[Microbatch], Microbatch] | None = None
 
     def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
         """`count` microbatches on the world's device. Raises BatchError.
@@ -177,10 +179,14 @@ class Steps:
         if self._world.processes.count > 1:
             parts = [given] if isinstance(given, Mapping) else given
             transport.follow(lambda: executors[0].progress)
-            transport.agree(*fingerprint(parts, len(microbatches), number))
+            told = fingerprint(parts, len(microbatches), number)
+            transport.agree(*told)
+            self._world.sums.alike(*told)
         if isinstance(self._edges, DeclaredEdges) and (unseen := self._edges.unseen(microbatches)):
             transport.settle()  # or ranks with other batches would not meet in what follows
             self._edges.agree(unseen, self._world.processes)
+        if self._cutter.own is not None:
+            microbatches = [self._cutter.own(microbatch) for microbatch in microbatches]
         if collect and scored:
             collect = _with_loss(collect, self._loss, microbatches)
         return StepInput(microbatches, weight, collect)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from penstock import Axes, Sharded
 from support import jobs_mesh
-from support.families import tiny_model
+from support.meshes import compare
 from support.pool import Pool
-from support.reference import plain_step
 
 CASES: list[tuple[int, Axes, Any]] = [
     (2, Axes(dp_shard=2), "1f1b"),
@@ -25,35 +23,16 @@ CASES: list[tuple[int, Axes, Any]] = [
 
 @pytest.mark.parametrize(("ranks", "axes", "schedule"), CASES)
 def test_as_one_process(pool: Pool, ranks: int, axes: Axes, schedule: str) -> None:
-    compare(pool, "llama", ranks, axes, schedule, Sharded(), {})
+    compare(pool, "llama", ranks, axes, schedule, {})
 
 
 def test_a_tied_head(pool: Pool) -> None:
-    compare(pool, "llama", 2, Axes(dp_shard=2), "1f1b", Sharded(), {"tied": True})
+    compare(pool, "llama", 2, Axes(dp_shard=2), "1f1b", {"tied": True})
 
 
 def test_gathered_again_for_each_backward(pool: Pool) -> None:
-    compare(pool, "llama", 2, Axes(dp_shard=2), "1f1b", Sharded(reshard_after_forward=True), {})
-
-
-def compare(
-    pool: Pool, family: str, ranks: int, axes: Axes, schedule: Any, sharded: Sharded, options: dict[str, Any]
-) -> None:
-    world = 4
-    found = pool.run(world, jobs_mesh.data_parallel, family, ranks, axes, schedule, sharded, options)
-    model = tiny_model(family, torch.float64, layers=4, tied=options.get("tied", False))
-    whole = jobs_mesh.batch()
-    loss, expected = plain_step(model, whole)
-    norm = torch.stack([expected[name].norm() for name, _ in model.named_parameters()]).norm()  # tied: once
-    names = set()
-    for told in found:
-        assert told["loss"] == [pytest.approx(loss, rel=1e-10)] * 2
-        assert told["evaluated"] == pytest.approx(loss, rel=1e-10)
-        assert told["tokens"] == int((whole["labels"][:, 1:] != -100).sum())
-        assert told["worst"] < 1e-10, told["rank"]
-        assert told["norm"] == pytest.approx(2 * float(norm), rel=1e-9)
-        names |= set(told["names"])
-    assert names >= set(expected)
+    how = {"sharded": Sharded(reshard_after_forward=True)}
+    compare(pool, "llama", 2, Axes(dp_shard=2), "1f1b", how)
 
 
 def test_verified_beside_the_whole_model(pool: Pool) -> None:

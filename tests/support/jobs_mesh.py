@@ -34,33 +34,34 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def data_parallel(
-    family: str, ranks: int, axes: Axes, schedule: Any, sharded: Sharded, options: dict[str, Any]
-) -> dict[str, Any]:
+def steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Two steps, the second without clearing: loss and gradients beside the whole model's."""
     torch.set_num_threads(1)
-    tied = options.pop("tied", False)
-    model = tiny_model(family, torch.float64, layers=4, tied=tied)
+    options = dict(options)
+    tied, sizes = options.pop("tied", False), options.pop("model", {})
+    model = tiny_model(family, torch.float64, layers=4, tied=tied, **sizes)
     whole = batch()
     loss, expected = plain_step(model, whole)
     pipe = AutoPipeline(
-        ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes, sharded=sharded, **options
+        ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes, **options
     ).build(model)
     mine = own_part(whole, *pipe.batch_part)
     evaluated = pipe.evaluate(mine)
-    steps = [pipe.step(mine) for _ in range(2)]
-    worst = 0.0
+    results = [pipe.step(mine) for _ in range(2)]
+    worst, where = 0.0, ""
     named = dict(pipe.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
         assert parameter.grad is not None, name
-        found = full(parameter.grad) / 2
+        difference = float((full(parameter.grad) / 2 - expected[name]).abs().max())
         size = float(expected[name].abs().max())
-        worst = max(worst, float((found - expected[name]).abs().max()) / max(size, 1e-300))
+        if difference / max(size, 1e-300) > worst:
+            worst, where = difference / max(size, 1e-300), name
     norm = pipe.clip_grad_norm_(1e9)
     pipe.close()
     return {
-        "loss": [step.loss for step in steps], "expected": loss, "worst": worst, "names": sorted(named),
-        "norm": norm, "tokens": steps[0].tokens, "evaluated": evaluated.loss, "rank": dist.get_rank(),
+        "loss": [result.loss for result in results], "expected": loss, "worst": worst, "where": where,
+        "names": sorted(named), "norm": norm, "tokens": results[0].tokens, "evaluated": evaluated.loss,
+        "rank": dist.get_rank(),
     }  # fmt: skip
 
 

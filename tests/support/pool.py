@@ -22,8 +22,8 @@ class JobError(AssertionError):
 
 
 class Pool:
-    def __init__(self, size: int, folder: Path) -> None:
-        self._size = size
+    def __init__(self, size: int, folder: Path, timeout: float = JOB_TIMEOUT) -> None:
+        self._size, self._timeout = size, timeout
         self._context = multiprocessing.get_context("spawn")
         self._folder = folder
         self._jobs = 0
@@ -40,9 +40,9 @@ class Pool:
         results: list[Any] = []
         failures: list[str] = []
         for rank, (_, connection) in enumerate(self._workers[:ranks]):
-            if not connection.poll(JOB_TIMEOUT):
+            if not connection.poll(self._timeout):
                 self.close()
-                raise JobError(f"rank {rank} did not answer within {JOB_TIMEOUT} s")
+                raise JobError(f"rank {rank} did not answer within {self._timeout} s")
             good, value = connection.recv()
             (results if good else failures).append(value if good else f"rank {rank}:\n{value}")
         if failures:
@@ -97,6 +97,6 @@ def _forget_meshes() -> None:
     would be given the process groups of one that is gone."""
     from torch.distributed.tensor import _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()

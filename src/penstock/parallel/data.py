@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from penstock.runtime.sums import flat, present
 
@@ -58,13 +59,52 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
 
 
-def shard(module: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, how: Sharded) -> StageShards:
-    """Spread a stage's weights in place, layer by layer, the rest together."""
+class ExpertMeshes(NamedTuple):
+    """The ranks of dp_shard x cp by their experts.
+
+    own: those that hold different experts (`ep`); copies: those that hold the same, with the copies of
+        dp_replicate in front; None where there are no such
+    """
+
+    own: DeviceMesh
+    copies: DeviceMesh | None
+
+
+def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
+    """ep: divides dp_shard x cp. Neighbours hold different experts. Collective."""
+    shards = flat(mesh, ("dp_shard", "cp"))
+    assert shards is not None
+    both = shards._unflatten(0, (shards.size() // ep, ep), ("ep_shard", "ep"))
+    replicated = present(mesh, ("dp_replicate",))
+    if both["ep_shard"].size() == 1 and not replicated:
+        return ExpertMeshes(both["ep"], None)
+    copies = both["ep_shard"]
+    return ExpertMeshes(
+        both["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], copies]) if replicated else copies
+    )
+
+
+def shard(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    how: Sharded,
+    experts: Sequence[nn.Module] = (),
+    copies: DeviceMesh | None = None,
+) -> StageShards:
+    """Spread a stage's weights in place, layer by layer, the rest together.
+
+    experts: modules whose weights are dealt out already, one part of them to each rank; they are spread over
+        `copies`, the ranks that hold the same part, where there are such
+    """
     from torch.distributed.fsdp import fully_shard
 
+    dealt = {parameter for part in experts for parameter in part.parameters()}
+    for part in experts if copies is not None else ():
+        fully_shard(part, mesh=copies, shard_placement_fn=lambda _: Shard(1), **how.options)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, **how.options)
-    fully_shard(module, mesh=mesh, **how.options)
+        fully_shard(layer, mesh=mesh, ignored_params=dealt, **how.options)
+    fully_shard(module, mesh=mesh, ignored_params=dealt, **how.options)
     return StageShards(module, how.reshard_after_forward)
 
 

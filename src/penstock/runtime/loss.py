@@ -49,16 +49,22 @@ class NextToken:
         """output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
         "auxiliary_loss", a mean that counts for as many items as the microbatch has. Half precision is summed
         in float32, as usual.
+
+        Where a sequence is cut, `shift_labels` stand beside the logits in place of labels, which tell the
+        next token of each: at the end of a part it is in another one.
         """
         given = output if isinstance(output, Mapping) else {"logits": output}
-        logits, labels = given["logits"], microbatch["labels"]
+        logits, shifted = given["logits"], "shift_labels" in microbatch
+        labels = microbatch["shift_labels" if shifted else "labels"]
         if logits.shape[:2] != labels.shape[:2]:
             raise ModelError(
                 f"logits of (rows, sequence) {list(logits.shape[:2])}",
                 f"the next-token loss compares each with its label, and those are {list(labels.shape)}",
                 "Give a loss_fn that knows which belongs to which",
             )
-        logits, labels = logits[:, :-1], labels[:, 1:].to(logits.device)
+        labels = labels.to(logits.device)
+        if not shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         total = F.cross_entropy(

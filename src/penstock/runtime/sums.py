@@ -15,7 +15,8 @@ Gradients are summed and never averaged: the loss is divided by all valid items 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -23,10 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.errors import BatchError
 from penstock.runtime.watch import Watch
 
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = (*BATCH, "cp")
+ALIKE = ("cp", "tp")
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
 
 
@@ -44,6 +47,9 @@ class Sums(Protocol):
     @property
     def ranks(self) -> frozenset[int]:
         """The processes of this rank and those beside it, which host the same stages."""
+
+    def alike(self, fingerprint: int, description: str) -> None:
+        """Raises BatchError, on all of them, where ranks that work on one part of the batch differ in it."""
 
     def items(self, count: int) -> int:
         """Valid items of the whole batch, of which this pipeline has `count`."""
@@ -69,6 +75,9 @@ class NoSums:
     part = 0, 1
     ranks = frozenset[int]()
 
+    def alike(self, fingerprint: int, description: str) -> None:
+        """There is nobody else."""
+
     def items(self, count: int) -> int:
         return count
 
@@ -91,6 +100,7 @@ class MeshSums:
     def __init__(self, mesh: DeviceMesh, watch: Watch, limit: object) -> None:
         self._watch, self._limit = watch, limit
         self._device = torch.device(mesh.device_type)
+        self._alike = over(mesh, ALIKE)
         self._batch, self._loss = over(mesh, BATCH), over(mesh, LOSS)
         others = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
         self._others = over(mesh, others)
@@ -100,6 +110,26 @@ class MeshSums:
         batch = flat(mesh, BATCH)
         self.part = (0, 1) if batch is None else (batch.get_local_rank(), batch.size())
         self.first = all(mesh.get_local_rank(name) == 0 for name in others)
+
+    def alike(self, fingerprint: int, description: str) -> None:
+        if self._alike is None:
+            return
+        ranks = dist.get_process_group_ranks(self._alike)
+        with self._waiting("the ranks that work on the same part of the batch"):
+            mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in ranks]
+            work = dist.all_gather(everyone, mine, group=self._alike, async_op=True)
+            assert work is not None
+            work.wait(self._limit)
+            if len(set(map(int, everyone))) == 1:
+                return
+            told: list[str] = [""] * len(ranks)
+            dist.all_gather_object(told, description, group=self._alike)
+        raise BatchError(
+            "; ".join(f"process {rank}: {text}" for rank, text in zip(ranks, told, strict=True)),
+            "the ranks of cp and tp step on the same part of the batch",
+            "Give each of them the part that pipe.batch_part tells, from the same data",
+        )
 
     def items(self, count: int) -> int:
         given = torch.tensor([count], dtype=torch.int64, device=self._device)
@@ -123,16 +153,21 @@ class MeshSums:
     def _sum(self, given: Tensor, group: dist.ProcessGroup | None, what: str) -> Tensor:
         if group is None:
             return given
-        self._watch.begin(what, None)
-        try:
+        with self._waiting(what):
             work = dist.all_reduce(given, group=group, async_op=True)
             assert work is not None
             work.wait(self._limit)
+        return given
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        self._watch.begin(what, None)
+        try:
+            yield
         except RuntimeError as cause:
             raise self._watch.error(cause) from cause
         finally:
             self._watch.end()
-        return given
 
 
 def present(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:

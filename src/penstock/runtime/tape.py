@@ -32,7 +32,7 @@ VIEWS = frozenset(
     for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
                  "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View")
     for number in (0, 1)
-)  # fmt: skip
+) | {"_ToTorchTensorBackward"}  # fmt: skip
 
 
 class Tape:

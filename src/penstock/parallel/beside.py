@@ -1,0 +1,118 @@
+"""What the axes beside the pipeline make of a stage, and of a microbatch, in the order in which they do.
+
+1. ep deals out experts, tp shares out single matrices; cp enters the attention functions (`share_out`, before
+   anything of the user's is put around the stage)
+2. FSDP2 spreads what is left over dp_shard x cp (`spread`, last)
+3. each microbatch is cut along its sequence over cp (`cut`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError
+from penstock.parallel import context, context_check, expert
+from penstock.parallel.attention import Context, How, enter
+from penstock.parallel.data import Sharded, StageShards, data_mesh, expert_meshes, shard
+from penstock.parallel.dispatch import Directions
+from penstock.parallel.tensor import check, complete_gradients, tensor_parallel
+from penstock.runtime.axes import Axes
+from penstock.runtime.shapes import Microbatch
+from penstock.runtime.stage import Shards
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the axes do what they do.
+
+    sharded: how FSDP2 spreads weights; context: how attention goes over a sequence that is cut, "ulysses" or
+        "ring"; sequence_parallel: whether tp shares out what lies between matrices along the sequence
+    """
+
+    sharded: Sharded = field(default_factory=Sharded)
+    context: How = "ulysses"
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        if self.context not in ("ulysses", "ring"):
+            rule = "attention over a sequence that is cut goes by 'ulysses' or 'ring'"
+            raise ConfigError(f"context={self.context!r}", rule, "Take 'ulysses' where heads divide by cp")
+
+
+def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
+    """Refuse what the axes would get wrong, of the whole model, with or without values.
+
+    Raises ConfigError, ModelError. An axis of -1 is looked at once its size is known.
+    """
+    if axes.tp > 1:
+        check(model, axes.tp, sequence_parallel=ways.sequence_parallel)
+    if axes.cp > 1:
+        context_check.check(model, axes.cp, ways.context)
+        if getattr(model.config.get_text_config(), "output_router_logits", False):
+            raise ConfigError(
+                f"cp={axes.cp} with output_router_logits of {type(model).__name__}",
+                "the auxiliary loss is of a whole sequence's routing, and each rank of cp sees a part of it",
+                "Set output_router_logits=False, or cp=1",
+            )
+    if axes.ep > 1:
+        expert.check(model, axes.ep)
+
+
+class Beside:
+    """The mesh around one rank of a pipeline."""
+
+    def __init__(self, mesh: DeviceMesh, axes: Axes, ways: Ways) -> None:
+        """axes: without -1. Collective."""
+        self._mesh, self._axes, self._ways = mesh, axes, ways
+        self._data = data_mesh(mesh)
+        self._experts = expert_meshes(mesh, axes.ep) if axes.ep > 1 else None
+        self._directions = None if self._experts is None else Directions.of(self._experts.own)
+        if self._axes.cp > 1:
+            self._context = Context(mesh.get_group("cp"), ways.context)
+
+    def share_out(self, part: nn.Module) -> None:
+        """In place, of a stage with values on its device. Collective."""
+        if self._experts is not None:
+            expert.expert_parallel(part, self._experts.own, self._directions)
+        if self._axes.tp > 1:
+            tensor_parallel(part, self._mesh["tp"], sequence_parallel=self._ways.sequence_parallel)
+        if self._axes.cp > 1:
+            assert isinstance(part, PreTrainedModel)
+            enter(part, self._context)
+
+    def spread(self, module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
+        """Around the stage's module, in place; None where nothing is left to do after its backwards."""
+        if self._data is not None:
+            experts = [] if self._experts is None else list(expert.mixtures(module).values())
+            spare = None if self._experts is None else self._experts.copies
+            return shard(module, layers, self._data, self._ways.sharded, experts, spare)
+        return _Complete(module) if self._axes.tp > 1 else None
+
+    def cut(self, microbatch: Microbatch) -> Microbatch:
+        """This rank's part of it."""
+        if self._axes.cp == 1:
+            return microbatch
+        return context.cut(microbatch, self._mesh.get_local_rank("cp"), self._axes.cp)
+
+
+class _Complete:
+    """Of a stage whose weights tp alone shares out: some gradients are sums that are yet to be made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        complete_gradients(self._module)
+
+    def reshard(self) -> None:
+        """Nothing was gathered."""
+
+
+__all__ = ["Beside", "StageShards", "Ways", "check_model"]
