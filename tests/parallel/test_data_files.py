@@ -15,27 +15,36 @@ from support.pool import Pool
 from support.reference import plain_step
 
 WAYS = [
-    ((2, Axes(dp_shard=2), "1f1b"), (1, Axes(dp_shard=2, dp_replicate=2), "1f1b"), True),
-    ((2, Axes(dp_replicate=2), "zb_v"), (2, Axes(dp_shard=2), "1f1b"), False),
-    ((4, Axes(), "1f1b"), (2, Axes(dp_shard=2), "zb_v"), True),
+    ("llama", (2, Axes(dp_shard=2), "1f1b"), (1, Axes(dp_shard=2, dp_replicate=2), "1f1b"), True),
+    ("llama", (2, Axes(dp_replicate=2), "zb_v"), (2, Axes(dp_shard=2), "1f1b"), False),
+    ("llama", (4, Axes(), "1f1b"), (2, Axes(tp=2), "zb_v"), True),
+    ("llama", (1, Axes(dp_shard=2, tp=2), "1f1b"), (2, Axes(cp=2), "1f1b"), False),
+    ("mixtral", (1, Axes(dp_shard=4, ep=2), "1f1b"), (2, Axes(dp_shard=2, ep=2), "zb_v"), True),
+    ("mixtral", (1, Axes(dp_shard=2, ep=2, tp=2), "1f1b"), (2, Axes(dp_replicate=2), "1f1b"), True),
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "background"), WAYS)
+@pytest.mark.parametrize(("family", "first", "second", "background"), WAYS)
 def test_goes_on_on_another_mesh(
-    pool: Pool, tmp_path: Path, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
+    pool: Pool,
+    tmp_path: Path,
+    family: str,
+    first: tuple[int, Axes, str],
+    second: tuple[int, Axes, str],
+    background: bool,
 ) -> None:
-    expected, model = alone()
-    for before, after in pool.run(4, jobs_mesh.saved_and_read, str(tmp_path), first, second, background):
+    expected, model = alone(family)
+    job = jobs_mesh.saved_and_read
+    for before, after in pool.run(4, job, str(tmp_path), family, first, second, background):
         assert before + after == pytest.approx(expected, rel=1e-9)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
     for name, weight in model.named_parameters():
         assert torch.allclose(opened.get_parameter(name), weight, rtol=1e-7, atol=1e-9), name
 
 
-def alone() -> tuple[list[float], torch.nn.Module]:
+def alone(family: str) -> tuple[list[float], torch.nn.Module]:
     """Losses of six steps of one plain process, and the model after them."""
-    model, whole = tiny_model("llama", torch.float64, layers=4), jobs_mesh.batch()
+    model, whole = tiny_model(family, torch.float64, layers=4), jobs_mesh.batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(6):

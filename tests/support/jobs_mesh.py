@@ -76,14 +76,14 @@ def trained(pipe: Any, whole: dict[str, Tensor], optimizer: torch.optim.Optimize
 
 
 def saved_and_read(
-    folder: str, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
+    folder: str, family: str, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
 ) -> tuple[list[float], list[float]]:
     """Losses of three steps on one mesh, a checkpoint, and three more on another."""
     torch.set_num_threads(1)
     whole = batch()
     losses = []
     for number, (ranks, axes, schedule) in enumerate((first, second)):
-        model = tiny_model("llama", torch.float64, layers=4, seed=number)
+        model = tiny_model(family, torch.float64, layers=4, seed=number)
         pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes).build(
             model
         )
