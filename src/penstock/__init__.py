@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.runtime.parcel import TensorSpec
     from penstock.steps import StepResult
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 __all__ = [
     "AutoPipeline",
     "Axes",

@@ -108,6 +108,13 @@ def shard(
     return StageShards(module, how.reshard_after_forward)
 
 
+def groups_of(state: Any) -> list[Any]:
+    """Of weights that are gathered together, in a module's FSDP state; older torch has one a module."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
 class StageShards:
     """What FSDP2 does with a stage's gradients, and when: once a step, after the stage's last backward."""
 
@@ -129,7 +136,7 @@ class StageShards:
         self._module.set_requires_gradient_sync(True)
         states = [part._get_fsdp_state() for part in self._parts]
         for state in states:
-            for group in state._fsdp_param_groups:
+            for group in groups_of(state):
                 group.post_backward()
         for state in states:
             if state._is_root:
