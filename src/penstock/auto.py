@@ -17,6 +17,7 @@ from penstock.functional import make_stage, own_stages
 from penstock.models import initial, weights
 from penstock.models.balance import LayerCosts
 from penstock.models.chain import Chain, find_chain
+from penstock.models.doors import compute_in
 from penstock.models.hf import Completed, HFCall, HFEdges, refuse_what_would_not_show
 from penstock.models.named_modules import ModuleNames, named_split
 from penstock.models.partition import check_ways, partition
@@ -133,7 +134,7 @@ class AutoPipeline(Options):
                 {index: outline.own_layers(module, index) for index, module in modules.items()},
                 None
                 if self.shapes == "exchanged" or not outline.chain.plain
-                else HFEdges(source.model, outline.chain),
+                else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
                 self.loss(),
                 Cutter(
                     self.sharding or {},
@@ -160,6 +161,8 @@ class AutoPipeline(Options):
     ) -> Stage:
         if beside is not None:
             beside.share_out(part.to(device))
+            if beside.computed is not None:
+                compute_in(part, beside.computed)
         return make_stage(
             index,
             part,

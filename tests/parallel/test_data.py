@@ -51,3 +51,11 @@ def test_gathered_and_reduced_once_a_step(pool: Pool, schedule: str) -> None:
             groups = counts["layers"] + counts["hosted"]
             assert counts["_allgather_base_"] == groups, counts
             assert counts["_reduce_scatter_base_"] == groups, counts
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_computed_in_bfloat16(pool: Pool, schedule: str) -> None:
+    for found, expected, kept in pool.run(4, jobs_mesh.in_halves, Axes(dp_shard=2), schedule):
+        assert found != expected
+        assert found == pytest.approx(expected, rel=1e-2)
+        assert kept

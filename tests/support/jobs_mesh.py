@@ -46,8 +46,11 @@ def steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str,
         ranks=ranks, schedule=schedule, microbatches=2, timeout=30, axes=axes, **options
     ).build(model)
     mine = own_part(whole, *pipe.batch_part)
+    kinds = {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     evaluated = pipe.evaluate(mine)
+    assert kinds == {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     results = [pipe.step(mine) for _ in range(2)]
+    assert kinds == {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     worst, where = 0.0, ""
     named = dict(pipe.named_parameters(remove_duplicate=False))
     for name, parameter in named.items():
@@ -149,3 +152,19 @@ def collectives(axes: Axes, schedule: str, microbatches: int, sharded: Sharded) 
     layers = sum(len(stage.layers) for stage in pipe.info) // 2
     pipe.close()
     return {**counts, "hosted": hosted, "layers": layers}
+
+
+def in_halves(axes: Axes, schedule: str) -> tuple[float, float, bool]:
+    """The loss of a step computed in bfloat16 on shards kept in float32, that of one process in float32, and
+    whether gradients are in float32."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama", layers=4)
+    whole = batch()
+    how = Sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    pipe = AutoPipeline(
+        ranks=2, schedule=schedule, microbatches=2, timeout=30, axes=axes, sharded=how
+    ).build(model)
+    found = pipe.step(own_part(whole, *pipe.batch_part)).loss
+    kept = all(p.grad is not None and p.grad.dtype == torch.float32 for p in pipe.parameters())
+    pipe.close()
+    return found, plain_step(model, whole)[0], kept

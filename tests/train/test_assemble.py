@@ -25,9 +25,10 @@ from penstock.errors import (
 )
 from penstock.models.checkpointing import Checkpointing
 from penstock.runtime.padding import Padding
-from penstock.train.assemble import NEWEST, _changes, _with_defaults, make_auto, preflight, run
+from penstock.train.assemble import make_auto, preflight, run
 from penstock.train.config import ModelSection, PipelineSection, TrainConfig
 from penstock.train.rows import Batch, DocumentRows
+from penstock.train.start import NEWEST, _changes, _with_defaults
 from penstock.train.values import CheckpointingSection
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 

@@ -15,10 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock import Pipeline
 from penstock.errors import ConfigError, EquivalenceError, RunError
 from penstock.models import initial
-from penstock.train.assemble import NEWEST, Prepared, preflight, run
+from penstock.train.assemble import Prepared, preflight, run
 from penstock.train.check import TOKENS, Whole, check_split, shorten
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.digests import Digest, digest
+from penstock.train.start import NEWEST
 from support import jobs_check as jobs
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3

@@ -13,9 +13,10 @@ from penstock.commit import MANIFEST, check_folder, leftovers, write_folder
 from penstock.errors import RunError
 from penstock.optimizer_state import OptimizerState
 from penstock.runtime.processes import OneProcess
-from penstock.train.assemble import NEWEST, preflight, run
+from penstock.train.assemble import preflight, run
 from penstock.train.checkpoint import checkpoint_folder, newest, prune
 from penstock.train.config import KeepSection, TrainConfig
+from penstock.train.start import NEWEST
 from support.tiny import config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,53 @@ def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert "it cannot be read (Permission denied)" in refused(tmp_path / "a")
+
+
+def microbatches(batch: Batch) -> list[dict[str, Any]]:
+    assert isinstance(batch.content, list)
+    return batch.content
+
+
+def parts_of(data: Data, parts: int, step: int) -> list[Batch]:
+    dealt = replace(data, parts=parts)
+    return [dealt.of(part).batch(step) for part in range(parts)]
+
+
+def test_the_parts_of_a_batch_are_the_batch_that_one_process_has() -> None:
+    for rows, parts in ((8, 2), (7, 2), (9, 4)):
+        data = replace(rows_of(40, held_out=10), batch_size=rows)
+        for step in (1, 5, 9):
+            dealt = parts_of(data, parts, step)
+            together = torch.cat([whole(batch)["input_ids"] for batch in dealt])
+            assert torch.equal(together, whole(data.batch(step))["input_ids"])
+            assert {batch.fill for batch in dealt} == {data.batch(step).fill}
+        held = [replace(data, parts=parts, part=part).held_out_batches(1)[0] for part in range(parts)]
+        together = torch.cat([whole(batch)["input_ids"] for batch in held])
+        assert torch.equal(together, whole(data.held_out_batches(1)[0])["input_ids"])
+
+
+@pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
+def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Path, packing: str) -> None:
+    texts = ["abcdefghijklmnopqrst"[: 2 + number % 17] for number in range(300)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    data = load(tmp_path / "a.jsonl", sequence_length=18, packing=packing)
+    data = replace(data, batch_size=16)
+
+    def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
+        rows = [
+            (ids[labels != -100].tolist(), labels[labels != -100].tolist())
+            for batch in batches
+            for microbatch in microbatches(batch)
+            for ids, labels in zip(microbatch["input_ids"], microbatch["labels"], strict=True)
+        ]
+        return sorted(rows)
+
+    for step in (1, 4):
+        dealt = parts_of(data, 2, step)
+        assert documents_in(dealt) == documents_in([data.batch(step)])
+        assert [len(microbatches(batch)) for batch in dealt] == [2, 2]
+        own = [sum(microbatch["input_ids"].numel() for microbatch in microbatches(batch)) for batch in dealt]
+        assert dealt[0].fill == dealt[1].fill
+        assert dealt[0].fill.slots == sum(own)
+        assert max(own) <= 1.2 * min(own)
+    assert replace(data, parts=2).expected(3).tokens == data.expected(3).tokens

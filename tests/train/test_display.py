@@ -17,7 +17,7 @@ def row(step: int, padding: float = 0.0) -> dict[str, float]:
 
 
 def test_lines_come_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_display(0, 7, 0, 3) as display:
+    with make_display(True, 7, 0, 3) as display:
         assert isinstance(display, Lines)
         for step in range(1, 8):
             display.step(row(step))
@@ -29,13 +29,13 @@ def test_lines_come_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixtur
 
 
 def test_padding_is_shown_where_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
-    make_display(0, 7, 0, 1).step(row(1, padding=0.0625))
+    make_display(True, 7, 0, 1).step(row(1, padding=0.0625))
     assert "bubble 12.5%  padding 6.2%  lr" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with make_display(0, 7, 2, 3) as display:
+    with make_display(True, 7, 2, 3) as display:
         assert isinstance(display, Bar)
         display.step(row(7))
         display.say("that is all [bold]")
@@ -46,7 +46,7 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: 
 
 
 def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    with make_display(1, 7, 0, 1) as display:
+    with make_display(False, 7, 0, 1) as display:
         assert isinstance(display, Silent)
         display.step(row(1))
         display.say("text")

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from rich.console import Console
 from rich.table import Table
 
+from penstock.cli.mesh_table import mesh_table
 from penstock.schedule import Costs, render, simulate
 from penstock.train.assemble import Prepared, largest_microbatch
 
 
 def show(prepared: Prepared) -> None:
-    """Print config, stages, schedule, predicted bubble and memory a rank."""
+    """Print config, stages, mesh, schedule, predicted bubble and memory a rank."""
     console = Console(highlight=False)
     schedule = prepared.outline.schedule
     costs = stage_costs(prepared)
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     console.print(prepared.config.to_yaml(), markup=False, soft_wrap=True)
     console.print(_stages(prepared))
+    if prepared.axes.beside > 1:
+        rows = prepared.config.train.batch_size if prepared.config.data.packing == "stream" else None
+        console.print(mesh_table(prepared.outline, prepared.axes, rows))
     console.print(render(schedule), markup=False, soft_wrap=True)
     console.print(
         f"predicted bubble {predicted.bubble:.1%}, each stage taking time in proportion to its parameters\n"
@@ -36,18 +42,31 @@ def stage_costs(prepared: Prepared) -> list[float]:
     return [cost / max(costs) for cost in costs]
 
 
-def memory(prepared: Prepared) -> list[tuple[int, int, int, int | None]]:
-    """Per rank, in bytes: parameters, gradients, AdamW's two moments, and activations with buffers.
+class Memory(NamedTuple):
+    """What each process of a rank holds, in bytes. Where weights are spread, the first three are its shards.
 
-    The last at their most; None where only a run can tell.
+    gathered: whole weights and their gradients, while a step runs; live: activations with buffers at their
+        most, None where only a run can tell
     """
-    outline = prepared.outline
+
+    parameters: int
+    gradients: int
+    moments: int
+    gathered: int
+    live: int | None
+
+
+def memory(prepared: Prepared) -> list[Memory]:
+    """By rank of the pipeline."""
+    outline, axes = prepared.outline, prepared.axes
+    shards = axes.dp_shard * axes.cp
     sizes = prepared.auto.memory_costs(outline, largest_microbatch(prepared.config))
     held = None if sizes is None else simulate(outline.schedule, sizes).peak_memory
     needs = []
     for rank in range(outline.schedule.ranks):
         weights = sum(stage.parameter_bytes for stage in outline.stages if stage.rank == rank)
-        needs.append((weights, weights, 2 * weights, None if held is None else int(held[rank])))
+        own, live = -(-weights // shards), None if held is None else int(held[rank])
+        needs.append(Memory(own, own, 2 * own, 2 * weights if shards > 1 else 0, live))
     return needs
 
 
@@ -63,15 +82,18 @@ def _stages(prepared: Prepared) -> Table:
 
 def _memory(prepared: Prepared) -> Table:
     table = Table(title="predicted memory a rank, MiB, without the framework's own", title_justify="left")
-    for name in ("rank", "parameters", "gradients", "AdamW", "live", "activations", "together"):
+    needs = memory(prepared)
+    gathered = ["gathered"] if any(need.gathered for need in needs) else []
+    for name in ("rank", "parameters", "gradients", "AdamW", *gathered, "live", "activations", "together"):
         table.add_column(name, justify="right")
     peaks = prepared.outline.proof.peak_live
-    for rank, (weights, gradients, moments, live) in enumerate(memory(prepared)):
-        together = weights + gradients + moments + (live or 0)
+    for rank, need in enumerate(needs):
+        *weights, live = need
+        shown = weights if gathered else weights[:-1]
         table.add_row(
-            str(rank), _mib(weights), _mib(gradients), _mib(moments), str(peaks[rank]),
+            str(rank), *map(_mib, shown), str(peaks[rank]),
             "unknown" if live is None else _mib(live),
-            _mib(together) + (" and more" if live is None else ""),
+            _mib(sum(weights) + (live or 0)) + (" and more" if live is None else ""),
         )  # fmt: skip
     return table
 

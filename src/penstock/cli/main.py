@@ -48,7 +48,8 @@ def train(
         list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show config, stages, schedule, bubble and memory, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Show config, stages, mesh, schedule, bubble and memory, and stop."),
     ] = False,
     resume: Annotated[
         bool,
@@ -59,7 +60,8 @@ def train(
 ) -> None:
     """Train a Hugging Face model through a pipeline.
 
-    Started plainly it starts one process a rank; started under torchrun each process is one rank.
+    Started plainly it starts one process a rank, for each place on the other axes of `parallel`; started
+    under torchrun each process is one rank.
     """
     try:
         prepared = _prepare(config, arguments or [], resume)
@@ -67,7 +69,7 @@ def train(
             from penstock.cli.dry_run import show
 
             return show(prepared)
-        ranks = prepared.config.pipeline.ranks
+        ranks = prepared.config.pipeline.ranks * prepared.axes.beside
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
             command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]

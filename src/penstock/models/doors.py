@@ -254,8 +254,14 @@ class Absent(nn.Module):
             value = Absent(value)
             value.to(self._here.device)
         elif isinstance(value, Tensor):
-            value = torch.zeros((), dtype=value.dtype, device=self._here.device).expand(value.shape)
+            dtype = self._computed(value.dtype)
+            value = torch.zeros((), dtype=dtype, device=self._here.device).expand(value.shape)
         return value
+
+    def _computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What weights of `dtype` are computed in, see `compute_in`."""
+        narrow: torch.dtype | None = self.__dict__.get("_narrow")
+        return dtype if narrow is None or not dtype.is_floating_point else narrow
 
 
 class Before(Absent):
@@ -276,7 +282,9 @@ class Before(Absent):
             known[key] = self._learn(args, kwargs)
         device = self._here.device
         return tree_map_only(
-            Shape, lambda given: torch.zeros(given.of, dtype=given.dtype, device=device), known[key]
+            Shape,
+            lambda given: torch.zeros(given.of, dtype=self._computed(given.dtype), device=device),
+            known[key],
         )
 
     @torch.no_grad()
@@ -308,6 +316,13 @@ class After(Absent):
             "the last stage alone holds what runs after the layers, and what no text goes through",
             "Set the config's layer dropping to 0; give images and sounds as inputs_embeds",
         )
+
+
+def compute_in(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Let what stands for other stages' modules answer as those do, whose weights are computed in `dtype`."""
+    for module in stage.modules():
+        if isinstance(module, Absent):
+            module.__dict__["_narrow"] = dtype
 
 
 def skipped(where: str) -> ModelError:

@@ -135,8 +135,11 @@ def _coefficient(model: PreTrainedModel) -> float:
 class HFEdges:
     """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
 
-    def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
+    def __init__(self, model: PreTrainedModel, chain: Chain, computed: torch.dtype | None = None) -> None:
+        """computed: what the model's weights are computed in, where that is another dtype than their own"""
         self._hidden, self._dtype = chain.width, chain.dtype
+        if computed is not None and chain.dtype == model.dtype:  # else the model keeps its stream in its own
+            self._dtype = computed
         self.known = chain.plain  # else only the stages themselves can tell what they give
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:

@@ -53,7 +53,7 @@ def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
     if axes.tp > 1:
         check(model, axes.tp, sequence_parallel=ways.sequence_parallel)
     if axes.cp > 1:
-        context_check.check(model, axes.cp, ways.context)
+        context_check.check(model, axes.cp, ways.context, max(axes.tp, 1))
         if getattr(model.config.get_text_config(), "output_router_logits", False):
             raise ConfigError(
                 f"cp={axes.cp} with output_router_logits of {type(model).__name__}",
@@ -75,6 +75,11 @@ class Beside:
         self._directions = None if self._experts is None else Directions.of(self._experts.own)
         if self._axes.cp > 1:
             self._context = Context(mesh.get_group("cp"), ways.context)
+
+    @property
+    def computed(self) -> torch.dtype | None:
+        """The dtype that weights are gathered and computed in; None for their own."""
+        return None if self._data is None else self._ways.sharded.param_dtype
 
     def share_out(self, part: nn.Module) -> None:
         """In place, of a stage with values on its device. Collective."""
@@ -106,6 +111,9 @@ class _Complete:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+
+    def accumulate(self) -> None:
+        """Gradients are in the weights' own dtype."""
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -105,7 +105,7 @@ def shard(
     for layer in layers:
         fully_shard(layer, mesh=mesh, ignored_params=dealt, **how.options)
     fully_shard(module, mesh=mesh, ignored_params=dealt, **how.options)
-    return StageShards(module, how.reshard_after_forward)
+    return StageShards(module, how)
 
 
 def groups_of(state: Any) -> list[Any]:
@@ -118,16 +118,30 @@ def groups_of(state: Any) -> list[Any]:
 class StageShards:
     """What FSDP2 does with a stage's gradients, and when: once a step, after the stage's last backward."""
 
-    def __init__(self, module: nn.Module, reshard: bool) -> None:
+    def __init__(self, module: nn.Module, how: Sharded) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         assert isinstance(module, FSDPModule)
-        self._module, self._reshard = module, reshard
+        self._module, self._reshard = module, how.reshard_after_forward
+        self._widens = how.reduce_dtype is not None
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         self._put_off()
+
+    def accumulate(self) -> None:
+        """Add what W has left in the weights' own dtype to the sums in reduce_dtype, as FSDP2 does after a
+        whole backward. Without this the next W would add to it in the narrow one.
+        """
+        if not self._widens:
+            return
+        for part in self._parts:
+            for group in groups_of(part._get_fsdp_state()):
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter.accumulate_unsharded_grad_if_needed()
+                        parameter.to_accumulated_grad_if_needed()
 
     def reduce(self) -> None:
         """Sum the gradients of all microbatches over the mesh, each rank its shards; the whole weights go."""
@@ -145,7 +159,12 @@ class StageShards:
 
     def reshard(self) -> None:
         """Let go of the whole weights, after a step without backwards, or one that failed."""
+        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
         for part in self._parts:
+            for group in groups_of(part._get_fsdp_state()):
+                # a stage's forward ends half-way through the whole model's, and FSDP2 would wait for the rest
+                group._training_state = TrainingState.IDLE
             part.reshard()
 
     def _put_off(self) -> None:

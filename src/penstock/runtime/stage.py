@@ -41,6 +41,9 @@ class Recomputing(Protocol):
 class Shards(Protocol):
     """A stage's weights where each rank of a mesh holds a part of them, and gathers the rest to compute."""
 
+    def accumulate(self) -> None:
+        """A W has added to gradients."""
+
     def reduce(self) -> None:
         """Sum the gradients of all microbatches over the mesh, each rank its part; the whole weights go."""
 
@@ -147,6 +150,8 @@ class Stage:
     def weight_backward(self, number: int) -> None:
         """What `input_backward` put off; lets go of what was held for it."""
         self.deferred.pop(number).run()
+        if self.shards is not None:
+            self.shards.accumulate()
 
     def reduce(self) -> None:
         """All its backwards of the step have run."""

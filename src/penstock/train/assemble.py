@@ -7,29 +7,24 @@ started, and again in each rank. `run` then builds the pipeline and trains.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from penstock.auto import AutoPipeline
 from penstock.checkpoint import CheckpointWriter, load_checkpoint
-from penstock.commit import check_folder
-from penstock.errors import CheckpointError, ConfigError, WorldSizeError
-from penstock.launch import under_torchrun
+from penstock.errors import ConfigError
 from penstock.models.checkpointing import Checkpointing
 from penstock.models.source import ModelLike
-from penstock.models.weights import tied_names, weight_files
+from penstock.models.weights import weight_files
 from penstock.outline import Outline
 from penstock.pipeline import Pipeline
+from penstock.runtime.axes import Axes
 from penstock.runtime.packed import refuse_packed
 from penstock.runtime.padding import Padding
-from penstock.train.check import Whole, check_split
-from penstock.train.checkpoint import check_fits, newest, read_state
+from penstock.train.check import Whole, check_split, narrowest, skipped
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.data import Data, load_data
 from penstock.train.display import Display, make_display
@@ -38,15 +33,20 @@ from penstock.train.metrics import Metrics
 from penstock.train.model import named_model
 from penstock.train.optim import make_optimizer
 from penstock.train.outcome import tell
+from penstock.train.start import find_start
 from penstock.train.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.values import CheckpointingSection
+from penstock.train.world import axes_of, check_not_alone, is_first, pipeline_number
 
-NEWEST = "newest"  # in place of a checkpoint's path
+INNER = ("cp", "ep", "tp")  # axes that share out what one pipeline computes
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that nothing is known against. notes: lines to show before it starts."""
+    """A run that nothing is known against.
+
+    done: steps that lie behind, of which so many were `skipped`; notes: lines to show before it starts
+    """
 
     config: TrainConfig
     auto: AutoPipeline
@@ -56,7 +56,12 @@ class Prepared:
     data: Data
     checkpoint: Path | None = None
     done: int = 0
+    skipped: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> Axes:
+        return self.auto.axes or Axes()
 
 
 def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
@@ -65,7 +70,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     resume: a checkpoint's path, NEWEST for the newest whole one of the output folder, None for a fresh start.
     Raises ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError.
     """
-    _check_world(config.pipeline.ranks)
+    axes = axes_of(config)
     _check_output(Path(config.output.folder).expanduser())
     model, auto = named_model(config.model), make_auto(config)
     outline = auto.outline(model)
@@ -74,37 +79,43 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
             f"pipeline.schedule={outline.schedule.name}", "it holds no backward", "Take one that trains: 1f1b"
         )
     vocabulary = _check_model(config, outline)
-    checkpoint, done, notes = _find_checkpoint(config, outline, resume)
+    start = find_start(config, outline, resume)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
     flash = "flash" in str(outline.source.model.config._attn_implementation)  # as transformers itself asks
     padding = make_padding(config.pipeline)
-    data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash)
-    notes += _padding_note(config, data)
-    return Prepared(config, auto, model, outline, tokenizer, data, checkpoint, done, notes)
+    data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash, parts=axes.batches)
+    notes = start.notes + _padding_note(config, data)
+    return Prepared(
+        config, auto, model, outline, tokenizer, data, start.checkpoint, start.done, start.skipped, notes
+    )
 
 
 def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight found."""
     config = prepared.config
+    check_not_alone(prepared.axes)
     pipe = prepared.auto.build(prepared.model)
-    first = pipe.processes.index == 0
+    first = is_first()
     optimizer = make_optimizer(config.optimizer, pipe.parameters())
     if prepared.checkpoint is not None:
         load_checkpoint(prepared.checkpoint, pipe, optimizer, learning_rates=False)  # each step sets its own
     output = Path(config.output.folder).expanduser()
     output.mkdir(parents=True, exist_ok=True)
-    (output / "stalled" / f"rank-{pipe.processes.index}.json").unlink(missing_ok=True)  # of an earlier run
+    (_traces(config, prepared.axes) / f"rank-{pipe.processes.index}.json").unlink(missing_ok=True)  # old ones
     metrics = Metrics(output / "metrics.jsonl", prepared.done or None) if first else None
-    display = make_display(pipe.processes.index, config.train.steps, prepared.done, config.train.log_every)
+    display = make_display(first, config.train.steps, prepared.done, config.train.log_every)
     with display, CheckpointWriter(pipe, background=config.train.checkpoint_background) as writer:
         for note in prepared.notes:
             display.say(note)
         _check_split(prepared, pipe, display)
-        parts = (config, pipe, prepared.data, optimizer, prepared.tokenizer, display, metrics, writer)
-        outcome = train(Run(*parts, prepared.done))
+        data = prepared.data.of(pipe.batch_part[0])
+        parts = (config, pipe, data, optimizer, prepared.tokenizer, display, metrics, writer)
+        outcome = train(Run(*parts, prepared.done, prepared.skipped))
     if metrics:
         tell(outcome, pipe.schedule, config, output)
     pipe.processes.gather(None)  # nobody leaves while process 0 still writes
+    if dist.is_initialized() and prepared.axes.beside > 1:
+        dist.barrier()  # nor does another pipeline
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -115,19 +126,26 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     mode, folder = prepared.config.train.check, prepared.checkpoint
     if mode == "off" or (mode == "auto" and folder is not None):
         return
+    if inner := [
+        f"{name}={size}" for name, size in prepared.axes.sizes.items() if name in INNER and size > 1
+    ]:
+        display.say(skipped(f"with {' and '.join(inner)} no rank holds whole rows and gradients", mode))
+        return
     source = prepared.outline.source
     if folder is not None:
         source = replace(source, files=tuple(weight_files(folder)))
     auto = prepared.auto
-    whole = Whole(source, auto.seed, auto.loss(), auto.wire_dtype)
-    display.say(check_split(pipe, whole, prepared.data.batch(prepared.done + 1).content, mode))
+    narrow = (auto.wire_dtype, auto.sharded.param_dtype, auto.sharded.reduce_dtype)
+    whole = Whole(source, auto.seed, auto.loss(), narrowest(narrow))
+    batch = prepared.data.of(0).batch(prepared.done + 1)  # the same one in every pipeline of a mesh
+    display.say(check_split(pipe, whole, batch.content, mode))
 
 
 def make_auto(config: TrainConfig) -> AutoPipeline:
     """The pipeline's settings, as the library takes them."""
-    pipeline, model, section = config.pipeline, config.model, config.train
-    if pipeline.transport == "local" and pipeline.ranks > 1:
-        rule = f"it holds all ranks in one process, and {pipeline.ranks} would be started"
+    pipeline, model, section, axes = config.pipeline, config.model, config.train, axes_of(config)
+    if pipeline.transport == "local" and (count := pipeline.ranks * axes.beside) > 1:
+        rule = f"it holds all ranks in one process, and {count} would be started"
         raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
     if pipeline.transport == "nccl" and not torch.cuda.is_available():
         raise ConfigError(
@@ -151,13 +169,23 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         attention=model.attention,
         device="cpu" if section.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
-        trace_folder=Path(config.output.folder).expanduser() / "stalled",
+        trace_folder=_traces(config, axes),
         activation_checkpointing=_checkpointing(config),
         shapes=make_padding(pipeline) or pipeline.shapes,
         transport=None if pipeline.transport == "auto" else pipeline.transport,
         exchange=pipeline.exchange,
         wire_dtype=None if pipeline.wire_dtype is None else getattr(torch, pipeline.wire_dtype),
+        axes=None if axes == Axes() else axes,
+        sharded=config.parallel.sharded,
+        context=config.parallel.context,
+        sequence_parallel=config.parallel.sequence_parallel,
     )
+
+
+def _traces(config: TrainConfig, axes: Axes) -> Path:
+    """Where the ranks of this pipeline leave their traces: those of another one have the same numbers."""
+    folder = Path(config.output.folder).expanduser() / "stalled"
+    return folder / f"pipeline-{pipeline_number(axes)}" if axes.beside > 1 else folder
 
 
 def make_padding(section: PipelineSection) -> Padding | None:
@@ -177,18 +205,9 @@ def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
     """Rows and sequence, with what the pipeline adds to them."""
-    rows = -(-config.train.batch_size // config.pipeline.microbatches)
+    rows = -(-config.train.batch_size // (config.pipeline.microbatches * axes_of(config).batches))
     padding, length = make_padding(config.pipeline), config.data.sequence_length
     return rows, padding.lengths(length).full if padding else length
-
-
-def _check_world(ranks: int) -> None:
-    if under_torchrun() and (world := int(os.environ["WORLD_SIZE"])) != ranks:
-        raise WorldSizeError(
-            f"pipeline.ranks={ranks}",
-            f"each rank is one process and torchrun started {world}",
-            f"Start it with {ranks} processes, or set pipeline.ranks={world}",
-        )
 
 
 def _check_output(output: Path) -> None:
@@ -234,54 +253,3 @@ def _padding_note(config: TrainConfig, data: Data) -> tuple[str, ...]:
     return (
         f"padding {share:.1%} of the tokens (data.packing={config.data.packing}, pipeline.shapes={shapes})",
     )
-
-
-def _find_checkpoint(
-    config: TrainConfig, outline: Outline, resume: str | None
-) -> tuple[Path | None, int, tuple[str, ...]]:
-    """Path, its step and lines to show; the path is None for a fresh start."""
-    if resume is None:
-        return None, 0, ()
-    notes: tuple[str, ...] = ()
-    if resume == NEWEST:
-        output = Path(config.output.folder).expanduser()
-        found = newest(output)
-        notes = tuple(f"penstock: warning: passed over {torn}" for torn in found.torn)
-        if found.path is None:
-            passed = "".join(f"\n  passed over {torn}" for torn in found.torn)
-            raise CheckpointError(
-                f"--resume with output.folder={output}",
-                f"it holds no whole checkpoint{passed}",
-                "Start without --resume, or give the path of a checkpoint",
-            )
-        path = found.path
-    else:
-        path = Path(resume).expanduser()
-        check_folder(path)
-    state = read_state(path)
-    check_fits(path, outline.source.model, tied_names(outline.source.model))
-    if state["step"] >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps}",
-            f"the checkpoint {path} is of step {state['step']}, so nothing is left to do",
-            f"Set train.steps above {state['step']}, or start without --resume",
-        )
-    changed = _changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
-    notes += (f"going on from {path}", *(f"changed since then: {change}" for change in changed))
-    return path, state["step"], notes
-
-
-def _with_defaults(written: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's config. Keys that are younger than it have their defaults: that is how it ran."""
-    with suppress(ValidationError):
-        return TrainConfig.model_validate(written).model_dump(mode="json")
-    return written
-
-
-def _changes(before: object, now: object, name: str = "") -> list[str]:
-    """Keys whose values differ, with both."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        keys = [*now, *(key for key in before if key not in now)]
-        parts = (_changes(before.get(key), now.get(key), f"{name}.{key}".lstrip(".")) for key in keys)
-        return [change for part in parts for change in part]
-    return [] if before == now else [f"{name}={now} (was {before})"]

@@ -2,12 +2,14 @@
 
 Every rank steps on one row a microbatch, cut short. Process 0 runs the same through the whole model, which it
 makes from where the stages have their values. What of each weight and gradient is compared is its digest
-(penstock.train.digests).
+(penstock.train.digests). On a mesh every pipeline steps on the same rows, whose mean is that of one, and what
+the first one holds, gathered from all, is compared.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,7 +47,7 @@ TOKENS = 64  # of each row, at most
 SHARE = 0.5  # of the free memory that the whole model may take
 LARGEST = 32 * 2**30  # bytes; more takes minutes to read or to make, in which all other ranks would wait
 _DIGITS = 1e-9  # equal weights have equal digests but for the order of their sums
-_ROUNDS = 4.0  # how often what crosses the edges narrower than the model may round, of the wire's tolerance
+_ROUNDS = 4.0  # how often what is narrower than the model may round, in units of that dtype's tolerance
 
 _REMEDY = (
     "Do not train: it is a fault to be reported (see penstock check); train.check=off trains all the same"
@@ -57,13 +59,14 @@ class Whole:
     """How process 0 makes the whole model, and how far the split one may be from it.
 
     source: the model on the meta device, and the files with its values, if any; seed: of initial values
-    wire: what activations travel as, None for the model's own dtype
+    narrow: the narrowest that the split one rounds to beside its own dtype: activations on their way, spread
+        weights and their gradients; None where it does not
     """
 
     source: Source
     seed: int
     loss: Loss
-    wire: torch.dtype | None = None
+    narrow: torch.dtype | None = None
 
     def make(self, device: torch.device) -> PreTrainedModel:
         """By itself, and not by cutting: the cuts are what is to be checked."""
@@ -85,7 +88,14 @@ class Whole:
     def tolerance(self) -> float:
         """Relative to a gradient's norm."""
         own = TOLERANCE.get(self.source.model.dtype, 1e-5)
-        return own if self.wire is None else max(own, _ROUNDS * TOLERANCE[self.wire])
+        if self.narrow is None or torch.finfo(self.narrow).eps <= torch.finfo(self.source.model.dtype).eps:
+            return own
+        return max(own, _ROUNDS * TOLERANCE[self.narrow])
+
+
+def narrowest(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
+    """The one that rounds most; None where all are."""
+    return max((dtype for dtype in dtypes if dtype), key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 Free = Callable[[torch.device], int | None]
@@ -109,22 +119,22 @@ def check_split(
     microbatches = pipe.microbatches(short)
     device = microbatches[0]["input_ids"].device
     refusal = pipe.processes.gather(_short_of_memory(whole, free(device), mode))[0]
-    if refusal:
-        return _skipped(refusal, mode)
+    if refusal := pipe.sums.agree(refusal if pipe.sums.first and refusal else None):
+        return skipped(refusal, mode)
     if not any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in short):
-        return _skipped(f"the first {TOKENS} tokens of its rows hold none that the loss counts", "auto")
+        return skipped(f"the first {TOKENS} tokens of its rows hold none that the loss counts", "auto")
     with torch.random.fork_rng(devices=[]):
         loss, digests = _split(pipe, short)
         everyone = pipe.processes.gather(digests)
         told: Any = None
-        if pipe.processes.index == 0:
-            told = _beside(whole, device, microbatches, loss, received(everyone))
-    outcome = pipe.processes.gather(told)[0]
+        if pipe.processes.index == 0 and pipe.sums.first:
+            told = json.dumps(_beside(whole, device, microbatches, loss, received(everyone)))
+    outcome = json.loads(pipe.sums.agree(pipe.processes.gather(told)[0]) or "null")
     if isinstance(outcome, str):
-        return _skipped(outcome, mode)
+        return skipped(outcome, mode)
     report = _report(outcome)
     if report.losses and not isfinite(report.losses[1]):  # the run will find the same and tell what to do
-        return _skipped(f"its own loss is {report.losses[1]}", "auto")
+        return skipped(f"its own loss is {report.losses[1]}", "auto")
     report.raise_if_wrong(_REMEDY)
     count = sum(each.kind == "gradient" for each in report.tensors)
     largest = f"{report.largest:.1e} of a gradient's norm" if report.largest else "none"
@@ -167,7 +177,8 @@ def _short_of_memory(whole: Whole, free: int | None, mode: str) -> str:
     return ""
 
 
-def _skipped(reason: str, mode: str) -> str:
+def skipped(reason: str, mode: str) -> str:
+    """A line that says why nothing was checked. Raises ConfigError where it was to be, always."""
     if mode == "always":
         raise ConfigError("train.check=always", reason, "Set train.check=auto, or off, or free memory")
     return f"not checked against the whole model: {reason}"

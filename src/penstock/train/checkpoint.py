@@ -40,10 +40,14 @@ def checkpoint_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step-{step:08d}"
 
 
-def state_after(step: int, config: TrainConfig) -> dict[str, Any]:
-    """What read_state reads. The place in the data, learning rate and random numbers follow from the step."""
+def state_after(step: int, config: TrainConfig, skipped: int = 0) -> dict[str, Any]:
+    """What read_state reads. The place in the data and random numbers follow from the step, the learning rate
+    from the step less those that were skipped.
+    """
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
-    return {"step": step, "config": config.model_dump(mode="json"), "versions": versions}
+    return {
+        "step": step, "skipped": skipped, "config": config.model_dump(mode="json"), "versions": versions
+    }  # fmt: skip
 
 
 def newest(output: Path) -> Found:
@@ -96,10 +100,15 @@ def _standing(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a whole checkpoint: step, config, versions. Raises CheckpointError."""
+    """state.json of a whole checkpoint: step, skipped, config, versions. Raises CheckpointError."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return {"step": int(state["step"]), "config": dict(state["config"]), "versions": state["versions"]}
+        return {
+            "step": int(state["step"]),
+            "skipped": int(state.get("skipped", 0)),  # none could be, up to 0.4.0
+            "config": dict(state["config"]),
+            "versions": state["versions"],
+        }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE}",

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from penstock.errors import ConfigError
 from penstock.schedule.config import schedule_config
 from penstock.train.complaints import complain
+from penstock.train.parallel import ParallelSection, too_few_rows
 from penstock.train.values import (
     Beta,
     Checkpointing,
@@ -127,6 +128,9 @@ class TrainSection(Section):
     batch_size: Count = 8  # rows a step, over all microbatches
     seed: Annotated[int, Field(ge=0)] = 0  # order of the rows, and dropout
     clip_norm: Positive | None = 1.0
+    # Where loss or gradient norm is not finite (the norm is known at every step, clipped or not): stop, or
+    # leave the step out and go on, unless that befalls ten in a row. All ranks do the same
+    nonfinite: Literal["stop", "skip"] = "stop"
     evaluate_every: Count = 100  # and at the first and the last step
     evaluate_batches: Count = 4
     checkpoint_every: Count | None = None  # and at the last step
@@ -183,18 +187,16 @@ class TrainConfig(Section):
     model: ModelSection
     data: DataSection
     pipeline: PipelineSection = PipelineSection()
+    parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:
-        rows, microbatches = self.train.batch_size, self.pipeline.microbatches
-        if rows < microbatches:
-            raise ValueError(
-                f"train.batch_size={rows} rows cannot be split into pipeline.microbatches={microbatches}; "
-                "give each microbatch at least one row"
-            )
+        parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # with -1: once that is known
+        if few := too_few_rows(self.train.batch_size, self.pipeline.microbatches, parts):
+            raise ValueError("; ".join(few))
         warmup, steps = self.optimizer.warmup_steps, self.train.steps
         if warmup > steps:
             raise ValueError(

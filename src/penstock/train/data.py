@@ -2,13 +2,14 @@
 
 Documents become rows: cut from one stream of tokens, or each alone or packed (penstock.train.packing).
 The last are held out. Which rows a step trains on is a pure function of the step, so a resumed run needs no
-state, and every rank reads the same batch without asking.
+state, and every rank knows the whole batch without asking: on any mesh it is the same, and where several
+pipelines work side by side each takes its part of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
@@ -30,33 +31,49 @@ _LOOKED_AT = 100  # steps whose padding stands for the run's
 
 @dataclass(frozen=True)
 class Data:
-    """Order follows from `seed`; rows that are held out are never trained on."""
+    """Order follows from `seed`; rows that are held out are never trained on.
+
+    part, parts: which part of each batch is made here, from 0, of how many. What is told of its fill is of
+        the whole batch.
+    """
 
     rows: Rows
     held_out: Rows
     batch_size: int
     seed: int
+    part: int = 0
+    parts: int = 1
+
+    def of(self, part: int) -> Data:
+        """The same batches, and another part of each."""
+        return replace(self, part=part)
 
     def batch(self, step: int) -> Batch:
-        """What step `step`, from 1, trains on.
+        """What step `step`, from 1, trains on here.
 
         Every row is seen once an epoch, in an order of its own; a batch may reach from one epoch into the
         next.
         """
-        return self.rows.batch(self._chosen(step))
+        return self._own(self.rows, self._chosen(step))
 
     def held_out_batches(self, count: int) -> list[Batch]:
         """At most `count` batches, spread evenly over the held-out rows."""
         held, size = len(self.held_out), self.batch_size
         rows = min(count, held // size) * size
         spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
-        return [self.held_out.batch(spread[at : at + size]) for at in range(0, rows, size)]
+        return [self._own(self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
         """How much of the batches is text, over the first of `steps` steps."""
-        return sum(
-            (self.rows.fill(self._chosen(step)) for step in range(1, min(steps, _LOOKED_AT) + 1)), Fill()
-        )
+        looked_at = range(1, min(steps, _LOOKED_AT) + 1)
+        return sum((self._fill(self.rows, self._chosen(step)) for step in looked_at), Fill())
+
+    def _own(self, rows: Rows, chosen: list[int]) -> Batch:
+        own = rows.deal(chosen, self.parts)[self.part]
+        return Batch(rows.batch(own).content, self._fill(rows, chosen))
+
+    def _fill(self, rows: Rows, chosen: list[int]) -> Fill:
+        return sum((rows.fill(part) for part in rows.deal(chosen, self.parts)), Fill())
 
     def _chosen(self, step: int) -> list[int]:
         first, count = (step - 1) * self.batch_size, len(self.rows)
@@ -71,11 +88,13 @@ def load_data(
     *,
     padding: Padding | None = None,
     flash: bool = False,
+    parts: int = 1,
 ) -> Data:
     """Read everything that the config names; `vocabulary` is the model's number of token ids.
 
     padding: what the pipeline does to a step's microbatches, if anything; flash: whether the model's
-    attention is a flash attention. At least one whole batch is held out. Raises DataError.
+    attention is a flash attention; parts: how many pipelines each work on a part of a batch.
+    At least one whole batch is held out. Raises DataError.
     """
     section = config.data
     text = _join(documents(section), tokenizer)
@@ -92,7 +111,7 @@ def load_data(
         rows, held_out = _stream_rows(config, text, padding)
     else:
         rows, held_out = _document_rows(config, text, padding, flash)
-    return Data(rows, held_out, config.train.batch_size, config.train.seed)
+    return Data(rows, held_out, config.train.batch_size, config.train.seed, parts=parts)
 
 
 class _Text(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.equivalence import Place
+from penstock.runtime.spread import whole
 
 _PROJECTIONS = 4
 _AT_ONCE = 1 << 22  # entries that are looked at in double precision
@@ -37,9 +38,11 @@ class Digests(NamedTuple):
 
 
 def digests_of(name: str, parameter: nn.Parameter) -> Digests:
-    """name: the whole model's, as it tells the directions"""
+    """name: the whole model's, as it tells the directions. Collective where the parameter is spread."""
     gradient = parameter.grad
-    return Digests(digest(name, parameter), None if gradient is None else digest(name, gradient))
+    return Digests(
+        digest(name, whole(parameter)), None if gradient is None else digest(name, whole(gradient))
+    )
 
 
 @torch.no_grad()

@@ -48,7 +48,9 @@ class Lines(Silent):
         self._steps, self._every = steps, every
 
     def step(self, row: Row) -> None:
-        if row["step"] % self._every == 0 or row["step"] in (1, self._steps):
+        if "skipped" in row:
+            self.say(f"step {row['step']}/{self._steps}  skipped: {row['skipped']}")
+        elif row["step"] % self._every == 0 or row["step"] in (1, self._steps):
             self.say(f"step {row['step']}/{self._steps}  {_numbers(row)}  lr {row['learning_rate']:.2e}")
 
     def say(self, text: str) -> None:
@@ -73,20 +75,25 @@ class Bar(Silent):
         self._progress.stop()
 
     def step(self, row: Row) -> None:
-        self._progress.update(self._task, completed=row["step"], numbers=_numbers(row))
+        if "skipped" in row:
+            self.say(f"step {row['step']}  skipped: {row['skipped']}")
+            self._progress.update(self._task, completed=row["step"])
+        else:
+            self._progress.update(self._task, completed=row["step"], numbers=_numbers(row))
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
 
-def make_display(process: int, steps: int, done: int, every: int) -> Display:
-    """The one for this process: a bar where stdout is a terminal."""
-    if process != 0:
+def make_display(first: bool, steps: int, done: int, every: int) -> Display:
+    """The one for this process, if it is the first of all: a bar where stdout is a terminal."""
+    if not first:
         return Silent()
     return Bar(steps, done) if sys.stdout.isatty() else Lines(steps, every)
 
 
 def _numbers(row: Row) -> str:
     padding = f"  padding {row['padding']:.1%}" if row["padding"] else ""
+    skipped = f"  skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
     speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-    return f"loss {row['loss']:.3f}  {speed}  bubble {row['bubble']:.1%}{padding}"
+    return f"loss {row['loss']:.3f}  {speed}  bubble {row['bubble']:.1%}{padding}{skipped}"

@@ -13,7 +13,6 @@ import torch
 from torch.optim import AdamW
 
 from penstock.checkpoint import CheckpointWriter
-from penstock.errors import RunError
 from penstock.models.source import TOKENIZER, beside
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
@@ -22,6 +21,7 @@ from penstock.train.config import TrainConfig
 from penstock.train.data import Data
 from penstock.train.display import Display
 from penstock.train.metrics import Metrics, Row
+from penstock.train.nonfinite import Skips, check_finite, not_finite
 from penstock.train.optim import learning_rate, set_learning_rate
 from penstock.train.rows import Fill
 from penstock.train.tokenizer import Tokenizer
@@ -29,7 +29,9 @@ from penstock.train.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Run:
-    """All that the loop works with. `done` steps lie behind; only process 0 has metrics."""
+    """All that the loop works with. `done` steps lie behind, of which so many were `skipped`; only process 0
+    has metrics.
+    """
 
     config: TrainConfig
     pipe: Pipeline
@@ -40,6 +42,7 @@ class Run:
     metrics: Metrics | None
     writer: CheckpointWriter
     done: int = 0
+    skipped: int = 0
 
     @property
     def output(self) -> Path:
@@ -48,32 +51,39 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run leaves: its last checkpoint, what its last step really did, all steps' fill."""
+    """What a finished run leaves: its last checkpoint, what its last step really did, all steps' fill.
+
+    skipped: steps left out, in all
+    """
 
     checkpoint: Path
     timeline: Timeline
     fill: Fill
+    skipped: int = 0
 
 
 def train(run: Run) -> Outcome:
-    """Train from step `done` + 1 to the last. Collective. Raises RunError where the loss is not finite."""
+    """Train from step `done` + 1 to the last. Collective.
+
+    Raises RunError where loss or gradients are not finite, unless such steps are to be left out.
+    """
     section = run.config.train
     if run.done == 0:
         _evaluate(run, 0)
-    fill = Fill()
+    fill, skips = Fill(), Skips(section.nonfinite, run.skipped)
     for step in range(run.done + 1, section.steps + 1):
-        fill += _step(run, step)
+        fill += _step(run, step, skips)
         if step % section.evaluate_every == 0 or step == section.steps:
             _evaluate(run, step)
         if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
-            path = _save(run, step)
+            path = _save(run, step, skips.count)
     run.writer.wait()
-    return Outcome(path, run.pipe.timeline, fill)
+    return Outcome(path, run.pipe.timeline, fill, skips.count)
 
 
-def _save(run: Run, step: int) -> Path:
+def _save(run: Run, step: int, skipped: int) -> Path:
     path = checkpoint_folder(run.output, step)
-    state = state_after(step, run.config)
+    state = state_after(step, run.config, skipped)
     run.writer.save(
         path, run.optimizer, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
@@ -95,29 +105,34 @@ def _save_tokenizer(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
 
 
-def seed_step(seed: int, step: int, process: int) -> None:
-    """Make what a step draws at random (dropout) follow from the step: a resumed run needs no state of it."""
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, process)).generate_state(1)[0]))
+def seed_step(seed: int, step: int, process: int, part: int = 0) -> None:
+    """Make what a step draws at random (dropout) follow from the step: a resumed run needs no state of it.
+
+    process: of its pipeline, which works on this part of the batch
+    """
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, process, part)).generate_state(1)[0]))
 
 
-def _step(run: Run, step: int) -> Fill:
+def _step(run: Run, step: int, skips: Skips) -> Fill:
     section = run.config.train
     started = time.perf_counter()
-    seed_step(section.seed, step, run.pipe.processes.index)
-    rate = learning_rate(run.config.optimizer, section.steps, step)
+    seed_step(section.seed, step, run.pipe.processes.index, run.pipe.batch_part[0])
+    rate = learning_rate(run.config.optimizer, section.steps, step - skips.count)
     set_learning_rate(run.optimizer, rate)
     run.optimizer.zero_grad()
     batch = run.data.batch(step)
     result = run.pipe.step(batch.content)
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
-    _check_finite(step, loss=result.loss, grad_norm=norm)
-    run.optimizer.step()
+    judged = {"loss": result.loss, "grad_norm": norm}
+    if skips.leaves_out(step, **judged):
+        run.optimizer.zero_grad()
+    else:
+        run.optimizer.step()
     seconds = time.perf_counter() - started
     row: Row = {
         "step": step,
-        "loss": result.loss,
         "learning_rate": rate,
-        "grad_norm": norm,
+        **{name: value if math.isfinite(value) else None for name, value in judged.items()},
         "tokens": result.tokens,
         "tokens_per_second": result.tokens
         / seconds,  # those that the loss counts, which padding is not among
@@ -125,20 +140,14 @@ def _step(run: Run, step: int) -> Fill:
         "bubble": result.bubble,
         "seconds": seconds,
     }
+    if reason := not_finite(**judged):
+        row |= {"skipped": reason}
+    if skips.count:
+        row |= {"skipped_steps": skips.count}
     run.display.step(row)
     if run.metrics:
         run.metrics.write(row)
     return batch.fill
-
-
-def _check_finite(step: int, **values: float) -> None:
-    """Before the optimizer spoils the weights with it."""
-    if not all(math.isfinite(value) for value in values.values()):
-        raise RunError(
-            f"step {step}: {', '.join(f'{name}={value}' for name, value in values.items())}",
-            "these are finite numbers while a model trains",
-            "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32",
-        )
 
 
 def _evaluate(run: Run, step: int) -> None:
@@ -148,7 +157,7 @@ def _evaluate(run: Run, step: int) -> None:
     results = [run.pipe.evaluate(batch.content) for batch in batches]
     tokens = sum(result.tokens for result in results)
     loss = sum(result.loss * result.tokens for result in results) / tokens
-    _check_finite(step, held_out_loss=loss)
+    check_finite(step, held_out_loss=loss)
     if run.metrics:
         seconds = time.perf_counter() - started
         run.metrics.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})

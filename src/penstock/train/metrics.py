@@ -25,7 +25,7 @@ class Metrics:
         self._path = path
 
     def write(self, row: Row) -> None:
-        # a NaN would not be JSON; the loop ends the run before it would write one
+        # a NaN would not be JSON; the loop writes none of it
         line = json.dumps(row, allow_nan=False) + "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)

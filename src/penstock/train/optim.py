@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from penstock.train.config import OptimizerSection
 
 
 def make_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> AdamW:
-    """AdamW with weight decay on matrices only: on norms and biases it would pull a scale to zero."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+    """AdamW with weight decay on matrices only: on norms and biases it would pull a scale to zero.
+
+    Parameters of another mesh have groups of their own: AdamW computes on those of a group together, and
+    DTensors of two meshes, or beside plain tensors, cannot be.
+    """
+    matrices: dict[Any, list[nn.Parameter]] = {}
+    vectors: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            (matrices if parameter.ndim > 1 else vectors).setdefault(mesh, []).append(parameter)
     nothing = [{"params": [nn.Parameter()]}]  # a stage may be empty, and AdamW asks for a parameter
     groups = [
-        {"params": matrices, "weight_decay": section.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": group, "weight_decay": decay}
+        for kind, decay in ((matrices, section.weight_decay), (vectors, 0.0))
+        for group in kind.values()
     ]
     return AdamW(
-        [group for group in groups if group["params"]] or nothing,
+        groups or nothing,
         lr=section.learning_rate,
         betas=section.betas,
         eps=section.eps,

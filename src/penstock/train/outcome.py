@@ -24,6 +24,8 @@ def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path
     print(f"timeline    {picture}")
     if outcome.fill.padding:
         print(f"padding     {outcome.fill.padding:.1%} of the tokens, over all steps")
+    if outcome.skipped:
+        print(f"skipped     {outcome.skipped} steps, whose loss or gradients were not finite")
     print(
         f"bubble of the last step  predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}",
         flush=True,

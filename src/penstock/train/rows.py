@@ -46,6 +46,9 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
 
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """The rows of one batch, dealt out to the pipelines that work on a part of it each."""
+
     def batch(self, chosen: Sequence[int]) -> Batch: ...
 
     def fill(self, chosen: Sequence[int]) -> Fill: ...
@@ -60,6 +63,9 @@ class StreamRows:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
     def batch(self, chosen: Sequence[int]) -> Batch:
         """input_ids and labels, int64, (rows, sequence). Labels equal the inputs: the loss shifts them."""
@@ -77,7 +83,7 @@ class DocumentRows:
     """Rows of one document or more, each row as long as its documents.
 
     tokens: all documents end to end; pieces: the parts of them, which `packing` puts into rows
-    microbatches: how many a batch becomes
+    microbatches: how many a batch, or a pipeline's part of one, becomes
     padding: what the pipeline will do to them; None pads each microbatch to its own longest row
     flash: whether the model's attention is a flash attention (penstock.runtime.packed tells why it matters)
     """
@@ -101,6 +107,17 @@ class DocumentRows:
     def packed(self) -> bool:
         return any(len(row) > 1 for row in self.packing)
 
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Each part gets microbatches of all lengths, or else one pipeline would wait for the others: they go
+        round by their length, forth and back.
+        """
+        groups = self._groups(chosen, self.microbatches * parts)
+        dealt: list[list[int]] = [[] for _ in range(parts)]
+        for number, group in enumerate(groups):
+            there_and_back = number % (2 * parts)
+            dealt[min(there_and_back, 2 * parts - 1 - there_and_back)] += group
+        return dealt
+
     def batch(self, chosen: Sequence[int]) -> Batch:
         """A list of microbatches, each with rows as long as its own longest; the longest rows come first.
 
@@ -109,20 +126,21 @@ class DocumentRows:
         document before must not predict. There is no attention_mask: it would hide the documents from
         transformers, and padding at the end of a row needs none, as no token looks ahead.
         """
-        return Batch([self._microbatch(group) for group in self._groups(chosen)], self.fill(chosen))
+        groups = self._groups(chosen, self.microbatches)
+        return Batch([self._microbatch(group) for group in groups], self.fill(chosen))
 
     def fill(self, chosen: Sequence[int]) -> Fill:
-        lengths = [self.lengths[group] for group in self._groups(chosen)]
+        lengths = [self.lengths[group] for group in self._groups(chosen, self.microbatches)]
         longest = [int(group.max()) for group in lengths]
         if self.padding is not None:  # the pipeline makes all microbatches of a step alike
             longest = [self.padding.lengths(max(longest)).full] * len(longest)
         slots = sum(len(group) * most for group, most in zip(lengths, longest, strict=True))
         return Fill(int(sum(group.sum() for group in lengths)), slots)
 
-    def _groups(self, chosen: Sequence[int]) -> list[list[int]]:
+    def _groups(self, chosen: Sequence[int], count: int) -> list[list[int]]:
         """The rows of each microbatch. Rows of like length go together: the longest pads the others."""
         by_length = sorted(chosen, key=lambda row: -int(self.lengths[row]))
-        return [group.tolist() for group in np.array_split(by_length, min(self.microbatches, len(by_length)))]
+        return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
     def _microbatch(self, rows: list[int]) -> dict[str, Any]:
         length = int(self.lengths[rows].max())

@@ -1,0 +1,82 @@
+"""How many processes a run takes, and how many of them each axis has."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from penstock.errors import ConfigError, WorldSizeError
+from penstock.launch import under_torchrun
+from penstock.runtime.axes import MESH, Axes
+from penstock.train.config import TrainConfig
+from penstock.train.parallel import too_few_rows
+
+
+def started() -> int | None:
+    """How many processes there are; None for a process that was started alone."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def axes_of(config: TrainConfig) -> Axes:
+    """The axes beside the pipeline's, without -1.
+
+    Raises WorldSizeError where another number of processes was started; ConfigError for -1 where none was,
+    and for a batch with too few rows.
+    """
+    ranks, axes, world = config.pipeline.ranks, config.parallel.axes, started()
+    if world is None:
+        _check_sizes_given(axes)
+        world = ranks * axes.beside
+    if axes == Axes() and world != ranks:
+        raise WorldSizeError(
+            f"pipeline.ranks={ranks}",
+            f"each rank is one process and torchrun started {world}",
+            f"Start it with {ranks} processes, or set pipeline.ranks={world}",
+        )
+    full = axes.filled(ranks, world)
+    if few := too_few_rows(config.train.batch_size, config.pipeline.microbatches, full.batches):
+        rule, remedy = few
+        value, _, rest = rule.partition(" rows ")
+        raise ConfigError(value, f"its rows {rest}", remedy[0].upper() + remedy[1:])
+    return full
+
+
+def processes(config: TrainConfig) -> int:
+    """How many a run takes. Raises what `axes_of` raises."""
+    return config.pipeline.ranks * axes_of(config).beside
+
+
+def pipeline_number(axes: Axes) -> int:
+    """Which of the mesh's pipelines this process is in, from 0: `pp` is the outermost axis."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank % axes.beside
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def check_not_alone(axes: Axes) -> None:
+    """Raises WorldSizeError for a process that would be all of a mesh."""
+    if axes.beside > 1 and started() is None:
+        raise WorldSizeError(
+            f"parallel {axes} in one process",
+            "only the pipeline's ranks may share a process",
+            "Start it with penstock train or torchrun, or set every axis of parallel to 1",
+        )
+
+
+def _check_sizes_given(axes: Axes) -> None:
+    sizes = axes.sizes
+    for name in MESH[1:]:
+        if sizes[name] == -1:
+            raise ConfigError(
+                f"parallel.{name}=-1",
+                "it takes the processes that are left, and penstock train starts as many as the sizes say",
+                "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock "
+                "train ...",
+            )

@@ -1,0 +1,138 @@
+"""Runs of four processes on a mesh: the loss curve of one process, and steps that all leave out alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.train.assemble import preflight, run
+from penstock.train.config import TrainConfig
+from penstock.train.data import Data
+from penstock.train.rows import Batch
+from support import jobs_train
+from support.pool import Pool
+from support.tiny import tree
+
+STEPS = 4
+
+
+def sections(folder: Path, **parallel: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    made = tree(folder)
+    made["train"] |= {"steps": STEPS, "batch_size": 7}  # of two parts one has a row more than the other
+    made["parallel"] = parallel
+    return made
+
+
+def curve(folder: Path) -> list[tuple[Any, ...]]:
+    """Of each row: step, loss or held-out loss, the norm, the rate and how many tokens it is of."""
+    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (row["step"], row.get("loss", row.get("held_out_loss")), row.get("grad_norm", 0.0),
+         row.get("learning_rate", 0.0), row["tokens"], row.get("padding", 0.0))
+        for row in rows
+    ]  # fmt: skip
+
+
+def alone(folder: Path, made: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """The curve of the same run in one process, without a mesh."""
+    made = {**made, "parallel": {}, "output": {"folder": str(folder / "alone" / "out")}}
+    run(preflight(TrainConfig.model_validate(made)))
+    return curve(folder / "alone")
+
+
+def close(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert row == pytest.approx(other, rel=1e-5), other[0]
+
+
+MESHES = [
+    pytest.param({"dp_shard": 2}, {"ranks": 2}, 7, id="pp2 x dp_shard2"),
+    pytest.param({"dp_replicate": 2}, {"ranks": 2}, 7, id="pp2 x dp_replicate2"),
+    pytest.param(
+        {"dp_replicate": 2, "dp_shard": -1, "reshard_after_forward": True}, {"ranks": 1}, 8,
+        id="dp_replicate2 x dp_shard2", marks=pytest.mark.sweep,
+    ),
+    pytest.param({"tp": 2}, {"ranks": 2}, 7, id="pp2 x tp2", marks=pytest.mark.sweep),
+    pytest.param({"cp": 2}, {"ranks": 2}, 7, id="pp2 x cp2", marks=pytest.mark.sweep),
+    pytest.param({"dp_shard": 2}, {"ranks": 2, "schedule": "zb_v"}, 7, id="zb_v", marks=pytest.mark.sweep),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "pipeline", "rows"), MESHES)
+def test_a_mesh_has_the_curve_of_one_process(
+    pool: Pool, tmp_path: Path, parallel: dict[str, Any], pipeline: dict[str, Any], rows: int
+) -> None:
+    made = sections(tmp_path, **parallel)
+    made["model"]["config"] = {
+        **made["model"]["config"], "num_hidden_layers": 4, "num_key_value_heads": 2
+    }  # fmt: skip
+    made["train"]["batch_size"] = rows
+    made["pipeline"] |= pipeline
+    inner = {"cp", "tp"} & parallel.keys()
+    made["train"]["check"] = "auto" if inner else "always"
+    told = pool.run(4, jobs_train.trained, made)
+    assert [each["error"] for each in told] == [""] * 4
+    assert ("not checked against the whole model: with " if inner else "checked in ") in told[0]["said"]
+    assert [bool(each["said"]) for each in told] == [True, False, False, False]
+    close(curve(tmp_path), alone(tmp_path, made))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_ragged_rows_are_dealt_out_to_the_parts(pool: Pool, tmp_path: Path, packing: str) -> None:
+    made = sections(tmp_path, dp_shard=2)
+    texts = (bytes(range(33, 35 + number % 23)).decode() for number in range(120))
+    (tmp_path / "text").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    made["data"] |= {"kind": "jsonl", "packing": packing}
+    told = pool.run(4, jobs_train.trained, made)
+    assert [each["error"] for each in told] == [""] * 4
+    expected = alone(tmp_path, made)
+    close([row[:-1] for row in curve(tmp_path)], [row[:-1] for row in expected])  # padding is another
+
+
+def test_a_step_that_one_part_spoils_is_left_out_by_all(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = sections(tmp_path, dp_shard=2)
+    made["train"] |= {"nonfinite": "skip", "evaluate_every": 100}
+    made["optimizer"] |= {"warmup_steps": 3}
+    told = pool.run(4, jobs_train.trained, made, [2], 1)
+    assert [each["error"] for each in told] == [""] * 4
+    assert [each["updates"] for each in told] == [STEPS - 1] * 4
+    assert "step 2/4  skipped: loss=nan, grad_norm=nan" in told[0]["said"]
+    found = curve(tmp_path)[1:-1]  # without the evaluations at both ends
+    assert found[1][1] is None
+
+    original = Data.batch
+
+    def never_two(data: Data, step: int) -> Batch:
+        return original(data, step if step < 2 else step + 1)
+
+    monkeypatch.setattr(Data, "batch", never_two)
+    expected = alone(tmp_path, made)[1:-1]
+    close([row[1:] for row in (found[0], *found[2:])], [row[1:] for row in expected[: STEPS - 1]])
+
+
+def test_a_step_that_one_part_spoils_stops_all(pool: Pool, tmp_path: Path) -> None:
+    told = pool.run(4, jobs_train.trained, sections(tmp_path, dp_replicate=2), [2], 0)
+    assert {each["error"] for each in told} == {
+        "RunError: step 2: loss=nan, grad_norm=nan: these are finite numbers while a model trains. Lower "
+        "optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32. Single steps "
+        "may be left out with train.nonfinite=skip"
+    }
+    assert [each["updates"] for each in told] == [1] * 4
+
+
+def test_a_mesh_that_computes_something_else_is_found_by_all_before_the_first_step(
+    pool: Pool, tmp_path: Path
+) -> None:
+    made = sections(tmp_path, dp_shard=2)
+    made["train"]["check"] = "auto"
+    told = pool.run(4, jobs_train.trained, made, [1], 1)  # the check's own step is the first
+    assert all(each["error"].startswith("DifferenceError: loss: nan split, ") for each in told)
+    assert [each["updates"] for each in told] == [0] * 4

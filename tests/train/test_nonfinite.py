@@ -1,0 +1,108 @@
+"""Steps whose loss or gradients are not finite: the run stops, or goes on as if it never saw their batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import RunError
+from penstock.train.assemble import preflight, run
+from penstock.train.checkpoint import read_state
+from penstock.train.data import Data
+from penstock.train.nonfinite import IN_A_ROW, Skips
+from penstock.train.rows import Batch
+from penstock.train.start import NEWEST
+from support.jobs_train import poison
+from support.tiny import config
+
+NAN, INF = float("nan"), float("inf")
+EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
+def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
+    with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
+        Skips("stop").leaves_out(3, loss=loss, grad_norm=norm)
+    skips = Skips("skip", count=2)
+    assert skips.leaves_out(3, loss=loss, grad_norm=norm)
+    assert not skips.leaves_out(4, loss=1.0, grad_norm=1.0)
+    assert (skips.count, skips.in_a_row) == (3, 0)
+
+
+def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
+    skips = Skips("skip")
+    for step in range(3 * IN_A_ROW):
+        skips.leaves_out(step, loss=NAN if step % 2 else 1.0)
+    assert skips.count == 1.5 * IN_A_ROW
+    skips.leaves_out(30, loss=1.0)
+    for step in range(31, 30 + IN_A_ROW):
+        assert skips.leaves_out(step, loss=NAN)
+    with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan at the last: 10 steps in a row"):
+        skips.leaves_out(40, loss=NAN)
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, None])
+def test_a_run_that_leaves_a_step_out_is_one_that_never_saw_its_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    clip_norm: float | None,
+) -> None:  # fmt: skip
+    """Bit for bit: weights, moments and the rate go on from where they stood."""
+    for name in ("skips", "never"):
+        (tmp_path / name).mkdir()
+    options: dict[str, Any] = {"steps": 6, "nonfinite": "skip", "clip_norm": clip_norm}
+    with monkeypatch.context() as patch:
+        poison(patch, [3])
+        run(preflight(config(tmp_path / "skips", **options)))
+    said = capsys.readouterr().out
+    assert "step 3/6  skipped: loss=nan, grad_norm=nan" in said
+    assert "  skipped 1  lr" in said
+    assert "skipped     1 steps, whose loss or gradients were not finite" in said
+    found = steps(tmp_path / "skips")
+    assert [row.get("skipped_steps") for row in found] == [None, None, 1, 1, 1, 1]
+    assert (found[2]["loss"], found[2]["skipped"]) == (None, "loss=nan, grad_norm=nan")
+
+    original = Data.batch
+
+    def never_three(data: Data, step: int) -> Batch:
+        return original(data, step if step < 3 else step + 1)
+
+    monkeypatch.setattr(Data, "batch", never_three)
+    run(preflight(config(tmp_path / "never", **options)))
+    expected = steps(tmp_path / "never")
+    for row, other in zip([*found[:2], *found[3:]], expected[:5], strict=True):
+        assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
+
+
+def test_a_resumed_run_remembers_how_many_were_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"steps": 5, "nonfinite": "skip", "checkpoint_every": 3}
+    poison(monkeypatch, [2])
+    run(preflight(config(tmp_path, **options)))
+    whole = steps(tmp_path)
+    half = tmp_path / "out" / "checkpoints" / "step-00000003"
+    assert read_state(half)["skipped"] == 1
+    resumed = preflight(config(tmp_path, **options), str(half))
+    assert (resumed.done, resumed.skipped) == (3, 1)
+    run(resumed)
+    for row, other in zip(steps(tmp_path), whole, strict=True):
+        assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
+    assert steps(tmp_path)[-1]["skipped_steps"] == 1
+    assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).skipped == 1
+
+
+def test_broken_weights_end_a_run_that_leaves_steps_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, range(2, 100))
+    with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
+        run(preflight(config(tmp_path, steps=20, nonfinite="skip", evaluate_every=100)))
+    assert [row["step"] for row in steps(tmp_path)] == list(range(1, 11))

@@ -1,0 +1,121 @@
+"""How many processes a run takes, and every mesh that does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import Axes, Sharded
+from penstock.errors import ConfigError, PenstockError, WorldSizeError
+from penstock.train.assemble import make_auto, preflight, run
+from penstock.train.config import TrainConfig
+from penstock.train.parallel import too_few_rows
+from penstock.train.world import axes_of, pipeline_number, processes
+from support.tiny import tree
+
+
+def config(folder: Path, rows: int = 8, **parallel: Any) -> TrainConfig:
+    made = tree(folder)
+    made["train"]["batch_size"] = rows
+    return TrainConfig.model_validate({**made, "parallel": parallel})
+
+
+def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("RANK", str(rank))
+
+
+def test_ranks_times_the_axes_are_started(tmp_path: Path) -> None:
+    assert processes(config(tmp_path)) == 2
+    assert processes(config(tmp_path, dp_shard=2, dp_replicate=2)) == 8
+    assert processes(config(tmp_path, dp_shard=2, cp=2, ep=-1, tp=3)) == 24
+    assert axes_of(config(tmp_path, dp_shard=2, cp=2, ep=-1)) == Axes(dp_shard=2, cp=2, ep=4)
+
+
+def test_all_that_are_left_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_torchrun(monkeypatch, 8, rank=5)
+    made = config(tmp_path, dp_shard=-1)
+    assert axes_of(made) == Axes(dp_shard=4)
+    assert pipeline_number(axes_of(made)) == 1
+    prepared = preflight(made)
+    assert prepared.axes == Axes(dp_shard=4)
+    assert prepared.data.parts == 4
+
+
+def refused(made: TrainConfig) -> str:
+    with pytest.raises(PenstockError) as caught:
+        preflight(made)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_with_what_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = refused(config(tmp_path, dp_shard=-1))
+    assert said.startswith("parallel.dp_shard=-1: it takes the processes that are left")
+    assert "Give a number, or start the processes yourself: torchrun" in said
+    assert "Set ep to 1 or 2" in refused(config(tmp_path, dp_shard=2, ep=3))
+    under_torchrun(monkeypatch, 6)
+    said = refused(config(tmp_path, dp_shard=2))
+    assert "6 processes for pp=2 x dp_shard=2" in said
+    assert "Start 4 processes" in said
+    said = refused(config(tmp_path, rows=4, dp_shard=-1))
+    assert said.startswith("train.batch_size=4: its rows cannot be split into pipeline.microbatches=2 for")
+    assert "3 parts" in said
+    assert "Give 6 rows or more, or pipeline.microbatches=1 or fewer" in said
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"dp_shard": 0}, "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
+        ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most takes all that are left"),
+        ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 with whole weights: it is of weights that FSDP2"),
+        (
+            {"dp_shard": 8},
+            "rows cannot be split into pipeline.microbatches=2 for each of 8 parts",
+        ),
+    ],
+)
+def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
+    from penstock.train.config import load_config
+
+    file = tmp_path / "config.yaml"
+    file.write_text(config(tmp_path).to_yaml())
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"parallel.{name}={value}" for name, value in parallel.items()])
+    assert message in str(caught.value)
+
+
+def test_rows_that_are_enough() -> None:
+    assert too_few_rows(8, 4, 2) is None
+    assert too_few_rows(3, 4, 1) is not None
+    assert too_few_rows(7, 4, 2) == (
+        "train.batch_size=7 rows cannot be split into pipeline.microbatches=4 for each of 2 parts "
+        "(parallel.dp_replicate x parallel.dp_shard)",
+        "give 8 rows or more, or pipeline.microbatches=3 or fewer",
+    )
+
+
+def test_settings_reach_the_library(tmp_path: Path) -> None:
+    made = config(
+        tmp_path, dp_shard=2, param_dtype="bfloat16", reduce_dtype="float32", reshard_after_forward=True,
+        cpu_offload=True, context="ring", sequence_parallel=True,
+    )  # fmt: skip
+    auto = make_auto(made)
+    assert auto.axes == Axes(dp_shard=2)
+    assert auto.sharded == Sharded(torch.bfloat16, torch.float32, True, True)
+    assert (auto.context, auto.sequence_parallel) == ("ring", True)
+    plain = make_auto(config(tmp_path))
+    assert (plain.axes, plain.sharded) == (None, Sharded())
+    assert auto.trace_folder == tmp_path / "out" / "stalled" / "pipeline-0"
+    assert plain.trace_folder == tmp_path / "out" / "stalled"
+
+
+def test_a_mesh_in_one_process_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorldSizeError, match=r"parallel dp_shard=2 in one process"):
+        run(preflight(config(tmp_path, dp_shard=2)))
