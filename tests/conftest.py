@@ -20,7 +20,8 @@ def _quiet_and_single_threaded() -> None:
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Pool]:
     limit = float(pytestconfig.getoption("timeout") or pytestconfig.getini("timeout"))
-    pool = Pool(4, tmp_path_factory.mktemp("stores"), timeout=0.75 * limit)  # to tell of it before pytest does
+    # less, to tell of it before pytest ends the test
+    pool = Pool(4, tmp_path_factory.mktemp("stores"), timeout=0.75 * limit)
     yield pool
     pool.close()
 

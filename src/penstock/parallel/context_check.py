@@ -33,9 +33,9 @@ _REMEDY = "Set cp to 1 for this model"
 _log = logging.getLogger(__name__)
 
 
-def check(model: PreTrainedModel, count: int, how: How) -> None:
+def check(model: PreTrainedModel, count: int, how: How, tp: int = 1) -> None:
     """Raise ModelError or ConfigError where `model`, whole and with or without values, cannot be cut over
-    `count` ranks along its sequence.
+    `count` ranks along its sequence. tp: ranks that its heads are shared out over, and divide by, before.
 
     Packed documents are `refuse_packed`'s affair (penstock.runtime.packed), as they are without a cut.
     """
@@ -51,7 +51,8 @@ def check(model: PreTrainedModel, count: int, how: How) -> None:
     if how == "ulysses":
         config = model.config.get_text_config()
         heads = config.num_attention_heads
-        ulysses.repeats(heads, getattr(config, "num_key_value_heads", None) or heads, count)
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        ulysses.repeats(heads // tp, max(key_heads // tp, 1), count)
 
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
