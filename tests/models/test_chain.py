@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -391,3 +392,17 @@ def test_activation_bytes_are_what_autograd_holds() -> None:
     assert output.shape == (4, 32, 64)
     assert sum(held.values()) <= predicted.activation <= 1.25 * sum(held.values())
     assert predicted.buffer == predicted.sent == output.nbytes
+
+
+def test_what_torch_has_to_say_of_ops_without_values_is_not_told() -> None:
+    """The grouped product of the default experts takes float32, but not in torch's rules for shapes."""
+    told: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = told.append  # type: ignore[assignment, method-assign]
+    log.addHandler(handler)
+    try:
+        config = tiny_config("mixtral", num_local_experts=4, hidden_size=64)
+        AutoPipeline(ranks=2, microbatches=2).build(AutoModelForCausalLM.from_config(config))
+    finally:
+        log.removeHandler(handler)
+    assert not told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import Axes, Sharded
 from support import jobs_mesh
@@ -59,3 +60,19 @@ def test_computed_in_bfloat16(pool: Pool, schedule: str) -> None:
         assert found != expected
         assert found == pytest.approx(expected, rel=1e-2)
         assert kept
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_modules_of_one_s_own(pool: Pool, schedule: str) -> None:
+    answers = pool.run(4, jobs_mesh.provided, Axes(dp_shard=2), schedule)
+    stages = max(index for _, found in answers for index in found) + 1
+    whole = torch.nn.Sequential(*(jobs_mesh.Line(number) for number in range(stages)))
+    x, target = jobs_mesh.lines()
+    loss = (whole(x) - target).square().mean()
+    loss.backward()
+    for told, found in answers:
+        assert told == pytest.approx(float(loss.detach()), rel=1e-10)
+        for index, gradient in found.items():
+            expected = whole[index].get_parameter("weight").grad
+            assert expected is not None
+            assert torch.allclose(gradient, expected, rtol=1e-10, atol=1e-14)

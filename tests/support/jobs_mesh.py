@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock import AutoPipeline, Axes, CheckpointWriter, Sharded, load_checkpoint
+from penstock import AutoPipeline, Axes, CheckpointWriter, Pipeline, Sharded, load_checkpoint
 from penstock.errors import EquivalenceError
 from support.families import tiny_model
 from support.ragged import tokens
@@ -161,10 +161,49 @@ def in_halves(axes: Axes, schedule: str) -> tuple[float, float, bool]:
     model = tiny_model("llama", layers=4)
     whole = batch()
     how = Sharded(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pipe = AutoPipeline(
-        ranks=2, schedule=schedule, microbatches=2, timeout=30, axes=axes, sharded=how
-    ).build(model)
+    pipe = AutoPipeline(ranks=2, schedule=schedule, microbatches=2, timeout=30, axes=axes, sharded=how).build(
+        model
+    )
     found = pipe.step(own_part(whole, *pipe.batch_part)).loss
     kept = all(p.grad is not None and p.grad.dtype == torch.float32 for p in pipe.parameters())
     pipe.close()
     return found, plain_step(model, whole)[0], kept
+
+
+class Line(nn.Module):
+    """A stage of one's own that is no list of layers."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+def lines() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(9)
+    return torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)
+
+
+def provided(axes: Axes, schedule: str) -> tuple[float, dict[int, Tensor]]:
+    """Loss, and by stage of this rank the gradient."""
+    pipe = Pipeline.from_provider(
+        lambda info: Line(info.stage),
+        ranks=2,
+        schedule=schedule,
+        microbatches=2,
+        timeout=30,
+        axes=axes,
+        loss_fn=lambda output, part: (output - part["target"]).square().mean(),
+    )
+    x, target = lines()
+    loss = pipe.step(own_part({"x": x, "target": target}, *pipe.batch_part)).loss
+    found = {}
+    for index, module in pipe.modules.items():
+        gradient = module.get_parameter("weight").grad
+        assert gradient is not None
+        found[index] = full(gradient)
+    pipe.close()
+    return loss, found

@@ -7,6 +7,7 @@ looks at values on the plain meta device, does not ask for any.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     replaced: copies to take in place of those made here, by the id of the original. Tensors that are made
     inside the context are fake too.
     """
-    with FakeTensorMode():
+    with FakeTensorMode(), _not_told():
         memo: dict[int, Any] = {}
         for module in _kept(model, replaced or {}):
             for parameter in module.parameters(recurse=False):
@@ -36,6 +37,19 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
                 memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
         memo |= replaced or {}
         yield copy.deepcopy(model, memo)
+
+
+@contextmanager
+def _not_told() -> Iterator[None]:
+    """torch logs an error, with its traceback, for each op that fails without values. Whoever asked is told
+    by the exception, and may do without: a grouped product in float32 says that it takes bfloat16 only.
+    """
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _kept(module: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:

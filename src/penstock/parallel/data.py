@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from penstock.errors import ModelError
 from penstock.runtime.sums import flat, present
 
 
@@ -99,13 +100,27 @@ def shard(
     """
     from torch.distributed.fsdp import fully_shard
 
+    refuse_scalars(module)
     dealt = {parameter for part in experts for parameter in part.parameters()}
     for part in experts if copies is not None else ():
         fully_shard(part, mesh=copies, shard_placement_fn=lambda _: Shard(1), **how.options)
     for layer in layers:
+        if layer is module:  # of one's own, which is a single layer
+            continue
         fully_shard(layer, mesh=mesh, ignored_params=dealt, **how.options)
     fully_shard(module, mesh=mesh, ignored_params=dealt, **how.options)
     return StageShards(module, how)
+
+
+def refuse_scalars(module: nn.Module) -> None:
+    """Raises ModelError."""
+    for name, parameter in module.named_parameters():
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"{name}, a parameter of no dimension",
+                "FSDP2 spreads a weight along a dimension",
+                "Make it one of shape (1,), or leave out dp_shard, dp_replicate and cp",
+            )
 
 
 def groups_of(state: Any) -> list[Any]:
