@@ -43,8 +43,10 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that use the pool run in one xdist worker, so that there is one pool."""
+    """All tests that use the pool run in one xdist worker, so that there is one pool. xdist reads
+    groups in this hook too, and must come after."""
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))
