@@ -10,8 +10,10 @@ from benchmarks import (
     hooks,
     loading,
     memory,
+    meshes,
     networks,
     overhead,
+    paired,
     ragged,
     recording,
     report,
@@ -35,6 +37,8 @@ BENCHMARKS = {
     "loading": loading.measure,
     "startup": startup.measure,
     "hooks": hooks.measure,
+    "paired": paired.measure,
+    "meshes": meshes.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

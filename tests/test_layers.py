@@ -28,7 +28,7 @@ DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 PIPELINE = {
     "options", "parts", "wrapped", "functional", "provided", "steps", "evaluation", "clip", "measured",
     "summary", "split_model", "pipeline", "outline", "auto", "equivalence", "optimizer_state", "checkpoint",
-    "checkpoint_contents", "background",
+    "checkpoint_contents", "background", "cutting",
 }  # fmt: skip
 
 # Modules beside the layers: who may import them, and which modules they may import.

@@ -35,7 +35,6 @@ from penstock.runtime.world import open_world
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
 from penstock.schedule.recompute import mixed
-from penstock.steps import Cutter
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,11 @@ class AutoPipeline(Options):
         schedule, source = outline.schedule, outline.source
         world = open_world(schedule, self.link(), {**self.facts(), **_facts_of_model(outline)})
         ties = weights.tied_names(source.model)
+        beside = self.beside(world)
+        if beside is not None:
+            check_model(source.model, beside.axes, self.ways())  # by now sizes of -1 are known
         parts = {index: self._filled(outline, index, ties) for index in own_stages(schedule, world.ranks)}
         names = {index: names_in(part) for index, part in parts.items()}
-        beside = self.beside(world)
         stages = [self._stage(outline, index, part, world.device, beside) for index, part in parts.items()]
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
@@ -136,12 +137,7 @@ class AutoPipeline(Options):
                 if self.shapes == "exchanged" or not outline.chain.plain
                 else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
                 self.loss(),
-                Cutter(
-                    self.sharding or {},
-                    self.padding(),
-                    Completed(source.model),
-                    None if beside is None else beside.cut,
-                ),
+                self.cutter(beside, Completed(source.model)),
                 shared=_shared_weights(ties, outline, modules),
                 saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
                 names=names,

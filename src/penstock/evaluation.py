@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, ShapeError
+from penstock.cutting import MeshCutter
+from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parts import Parts
 from penstock.runtime.executor import Collect
 from penstock.runtime.loss import NextToken
@@ -40,6 +41,7 @@ class Evaluations:
     def __init__(self, parts: Parts, steps: Steps) -> None:
         self._parts, self._steps = parts, steps
         self._lowered: dict[int, Lowered] = {}  # by number of microbatches
+        self._count = 0  # of microbatches, the last time
 
     def loss(self, given: Given) -> StepResult:
         with evaluating(*(stage.module for stage in self._parts.stages)):
@@ -50,6 +52,8 @@ class Evaluations:
     ) -> tuple[StepResult, dict[int, Any]]:
         """What `collect` returned by microbatch, on the rank where it ran; the loss too where `scored`."""
         lowered = self._of(given)
+        if isinstance(self._parts.cutter, MeshCutter):
+            collect = self._parts.cutter.joining(collect)
         with evaluating(*(stage.module for stage in self._parts.stages)):
             result, _ = self._steps.run(lowered, given, collect, scored=scored)
         found: dict[int, Any] = {}
@@ -75,8 +79,7 @@ class Evaluations:
         result, found = self.results(given, collect, scored=scored)
         if everywhere:
             found = to_all(found, self._parts.world)
-        count = self._of(given).schedule.microbatches
-        outputs = [found.get(number) for number in range(count)] if found else None
+        outputs = [found.get(number) for number in range(self._count)] if found else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
         if not scored:
@@ -85,16 +88,22 @@ class Evaluations:
 
     def _of(self, given: Given) -> Lowered:
         """The forwards of as many microbatches as an evaluation makes of it."""
-        if isinstance(given, Mapping):
-            rows = batch_rows(given, self._parts.cutter.sharding)
-            count = min(self._parts.schedule.microbatches, rows)
-        else:
-            count = len(given)
-        count = max(count, 1)
+        count = self._count = self._counted(given)
         if count not in self._lowered:
             proof = verify(forwards(self._parts.schedule.placement, count))
             self._lowered[count] = self._steps.lower(proof)
         return self._lowered[count]
+
+    def _counted(self, given: Given) -> int:
+        """The number of microbatches, the same for all parts of a batch. Collective over the mesh."""
+        sums = self._parts.world.sums
+        if not isinstance(given, Mapping):
+            return max(len(given), 1)
+        try:
+            rows = batch_rows(given, self._parts.cutter.sharding)
+        except BatchError:  # once more where it is split, and there on all ranks alike
+            rows = 1
+        return sums.least(max(min(self._parts.schedule.microbatches, rows), 1))
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:

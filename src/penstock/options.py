@@ -5,27 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.cutting import MeshCutter
 from penstock.errors import ConfigError
 from penstock.models.checkpointing import Checkpointing, checkpointing
 from penstock.parallel.attention import How
 from penstock.parallel.beside import Beside, Ways
 from penstock.parallel.data import Sharded
+from penstock.parallel.dispatch import Directions
 from penstock.runtime.axes import Axes
+from penstock.runtime.groups import limit_waits
 from penstock.runtime.handshake import named
 from penstock.runtime.loss import Loss, LossLike, as_loss
 from penstock.runtime.microbatch import Sharding
 from penstock.runtime.network import Network
 from penstock.runtime.padding import Padding
+from penstock.runtime.shapes import Microbatch
 from penstock.runtime.world import Link, World
 from penstock.schedule import Schedule
 from penstock.schedule.config import ScheduleLike, chosen_schedule
 from penstock.schedule.exchanges import exchanges
 from penstock.schedule.recompute import Places, first_in_flight
+from penstock.steps import Cutter
 
 # "inferred": from the stages themselves, before anything is sent; "exchanged": told ahead of the tensors;
 # "padded", or a Padding: all microbatches of a step are made equal in length, and then inferred
@@ -71,6 +77,13 @@ class Options:
     context: how attention goes over a sequence that is cut over cp: "ulysses", where each rank has some of
         the heads, or "ring", where keys and values go round
     sequence_parallel: whether tp shares out what lies between its matrices along the sequence as well
+    overlap: whether the forward and the backward of a pair that the schedule marks (dualpipe, dualpipe_v,
+        1f1b with `paired`) run side by side, in two threads, so that what one of them spends waiting for
+        other ranks hides behind the other; "auto": where they hold such waits, with ep > 1. Not on a GPU, and
+        not where cp or tp exchange within ops too: those exchanges have one process group for both. A pair
+        runs one after the other all the same where a stage draws random numbers, is compiled, or is wrapped
+        by the caller's own fully_shard, and where FSDP2 gathers weights anew or casts them. A module of one's
+        own must not exchange in forwards and in backwards over one process group.
     """
 
     ranks: int | None = None
@@ -94,6 +107,7 @@ class Options:
     sharded: Sharded = field(default_factory=Sharded)
     context: How = "ulysses"
     sequence_parallel: bool = False
+    overlap: bool | Literal["auto"] = "auto"
 
     def chosen_schedule(self) -> Schedule:
         """Raises ConfigError for a name that is none, a size that it does not take, and messages that cannot
@@ -104,6 +118,12 @@ class Options:
         schedule = chosen_schedule(self.schedule, self.ranks, self.microbatches)
         if self.exchange == "batched":
             self._check_batched(schedule)
+        if self.overlap is True and not schedule.overlaps:
+            raise ConfigError(
+                f"overlap=True with schedule {schedule.name!r}",
+                "it marks no pairs of ops to run side by side",
+                "Take dualpipe_v, dualpipe or 1f1b with paired=True, or overlap='auto'",
+            )
         return schedule
 
     def link(self) -> Link:
@@ -118,7 +138,34 @@ class Options:
             self.exchange,
             self.network,
             self.axes,
+            self.overlaps,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pairs run side by side where they can. Raises ConfigError."""
+        if self.overlap not in (True, False, "auto"):
+            rule = "pairs run side by side or one after the other, or as fits"
+            raise ConfigError(f"overlap={self.overlap!r}", rule, "Take True, False or 'auto'")
+        against = self._against_overlap()
+        if self.overlap is True and against is not None:
+            raise ConfigError(f"overlap=True with {against[0]}", against[1], "Take overlap='auto'")
+        if self.overlap == "auto":
+            return against is None and self.axes is not None and self.axes.ep not in (0, 1)
+        return self.overlap is True
+
+    def _against_overlap(self) -> tuple[str, str] | None:
+        """An option that leaves no pair that could run side by side, and why."""
+        if self.exchange == "batched":
+            rule = "what a rank exchanges between two ops is fixed for ops one after the other"
+            return "exchange='batched'", rule
+        if self.axes is not None and (self.axes.cp != 1 or self.axes.tp != 1):
+            rule = "cp and tp exchange over one process group in forwards and in backwards"
+            return str(self.axes), rule
+        if self.sharded.reshard_after_forward:
+            rule = "weights are gathered over one process group in forwards and in backwards"
+            return "reshard_after_forward", rule
+        return None
 
     def padding(self) -> Padding | None:
         """What `shapes` says of padding. Raises ConfigError."""
@@ -141,11 +188,28 @@ class Options:
         return Ways(self.sharded, self.context, self.sequence_parallel)
 
     def beside(self, world: World) -> Beside | None:
-        """What the axes make of stages; None where there are none. Collective."""
-        if self.axes is None or world.mesh is None:
+        """What the axes make of stages; None where there are none. Collective.
+
+        Raises WorldSizeError, ConfigError for axes in one process.
+        """
+        if self.axes is None:
+            return None
+        if world.mesh is None:
+            self.axes.alone(len(world.ranks))
             return None
         axes = self.axes.filled(world.mesh["pp"].size(), world.mesh.size())
-        return Beside(world.mesh, axes, self.ways())
+        beside = Beside(world.mesh, axes, self.ways())
+        if beside._experts is not None:
+            # separate groups where two threads exchange tokens at once
+            directions = Directions.of(beside._experts.own, separate=world.transport.overlap)
+            limit_waits({directions.forward, directions.backward}, self.timeout)
+            beside._directions = directions
+        return beside
+
+    def cutter(self, beside: Beside | None, complete: Callable[[Microbatch], Microbatch] = dict) -> Cutter:
+        """complete: adds what the model needs and can be told from a microbatch. Raises ConfigError."""
+        alone = Cutter(self.sharding or {}, self.padding(), complete)
+        return alone if beside is None else MeshCutter.around(alone, beside)
 
     def loss(self) -> Loss:
         return as_loss(self.loss_fn, self.sharding or {})

@@ -128,6 +128,8 @@ class Pipeline(SplitModel):
         everywhere: whether every rank has the outputs, and not just the one that hosts the last stage: the
             last rank, or rank 0 where the placement goes out and back. Where two copies of the model run
             (dualpipe), no rank hosts all of it: outputs over several processes then ask for everywhere=True
+        Beside other axes outputs are of the rows of this pipeline's own part of the batch (`batch_part`); the
+        loss is of all parts. Each rank of cp has the outputs of whole sequences.
         Raises ConfigError without it.
         """
         given = self._with(batch, entries)
@@ -139,7 +141,7 @@ class Pipeline(SplitModel):
         """Run the forward alone, in evaluation mode, and keep what comes out of it.
 
         collect: called with what the last stage returned and the microbatch's number as soon as it is there,
-            on the rank of the last stage; None keeps the output itself
+            on the rank of the last stage, of whole sequences under cp too; None keeps the output itself
         Returns what `collect` returned by microbatch, on the rank of the last stage; nothing on others.
         """
         given = self._with(batch, entries)

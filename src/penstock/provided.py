@@ -20,7 +20,6 @@ from penstock.runtime.handshake import named
 from penstock.runtime.shared import of_replicas
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import open_world
-from penstock.steps import Cutter
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -107,7 +106,7 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
         {index: layers_of(module) for index, module in modules.items()},
         edges,
         options.loss(),
-        Cutter(options.sharding or {}, options.padding()),
+        options.cutter(beside),
         shared=list(of_replicas(schedule.placement, modules)),
         recomputed=recomputed_places(schedule, how),
         trace_folder=options.trace_folder,

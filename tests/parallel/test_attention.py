@@ -42,6 +42,7 @@ def test_gradients_are_those_of_one_process(pool: Pool, ranks: int, cases: list[
     none_wrong(pool.run(ranks, jobs_context.equivalence, cases))
 
 
+@pytest.mark.parallel
 def test_the_same_in_float64(pool: Pool) -> None:
     cases: list[Case] = [
         ("llama", "packed", "ring"),
@@ -56,6 +57,7 @@ def test_the_same_under_activation_checkpointing(pool: Pool) -> None:
     none_wrong(pool.run(2, jobs_context.equivalence, cases, torch.float32, True))
 
 
+@pytest.mark.parallel
 def test_two_models_in_one_process_do_not_mix(pool: Pool) -> None:
     none_wrong(pool.run(2, jobs_context.two_models))
 

@@ -24,7 +24,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "first", "second", "background"), WAYS)
+@pytest.mark.parametrize(("family", "first", "second", "background"), [WAYS[0], WAYS[5]])
 def test_goes_on_on_another_mesh(
     pool: Pool,
     tmp_path: Path,
@@ -40,6 +40,19 @@ def test_goes_on_on_another_mesh(
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
     for name, weight in model.named_parameters():
         assert torch.allclose(opened.get_parameter(name), weight, rtol=1e-7, atol=1e-9), name
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("family", "first", "second", "background"), WAYS[1:5])
+def test_more_ways(
+    pool: Pool,
+    tmp_path: Path,
+    family: str,
+    first: tuple[int, Axes, str],
+    second: tuple[int, Axes, str],
+    background: bool,
+) -> None:
+    test_goes_on_on_another_mesh(pool, tmp_path, family, first, second, background)
 
 
 def alone(family: str) -> tuple[list[float], torch.nn.Module]:

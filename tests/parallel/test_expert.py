@@ -32,7 +32,7 @@ DOUBLE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.parallel)])
 def test_every_rank_s_own_tokens(pool: Pool, ranks: int) -> None:
     cases: list[Case] = [(model_type, "float32", {}) for model_type in FIVE]
     cases += [(model_type, "float64", options) for model_type, options in DOUBLE.items()]

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.errors import ScheduleError
+from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, Wait, build, loop, simulate
 
 
@@ -67,3 +67,48 @@ def test_a_schedule_that_would_hang_is_refused() -> None:
     programs = ((Op(0, "B", 0), Op(0, "F", 0)),)
     with pytest.raises(ScheduleError, match="it needs 0F0"):
         simulate(Schedule("mine", loop(1), 1, programs))
+
+
+def pair_of(costs: Costs) -> Timeline:
+    """One rank, two microbatches: 0F0 (0F1;0B0) 0B1."""
+    return simulate(build("1f1b", ranks=1, microbatches=2, paired=True), costs)
+
+
+def test_a_pair_hides_what_its_ops_wait_for_within_themselves() -> None:
+    """F of 3 and B of 5, of which 1 is an exchange: together 3 + 5 - 2 of compute."""
+    timeline = pair_of(Costs(forward=3, input_grad=3, weight_grad=2, exchange=1))
+    assert starts_and_ends(timeline) == {"0F0": (0, 3), "0F1": (3, 9), "0B0": (3, 9), "0B1": (9, 14)}
+    assert timeline.busy == (14.0,)  # what runs side by side counts once
+    assert timeline.bubble == 0
+    assert timeline.critical_path == (Op(0, "F", 0), Op(0, "B", 0), Op(0, "B", 1))
+
+
+def test_a_pair_takes_no_less_than_each_op_alone() -> None:
+    timeline = pair_of(Costs(forward=3, input_grad=6, weight_grad=2, exchange=3))
+    assert starts_and_ends(timeline)["0B0"] == (3, 11)
+    timeline = pair_of(Costs(forward=3, input_grad=6, weight_grad=2, exchange=1, exchange_in_backward=5))
+    assert starts_and_ends(timeline)["0B0"] == (3, 11)
+    timeline = pair_of(Costs(forward=8, input_grad=3, weight_grad=2, exchange=6, exchange_in_backward=0))
+    assert starts_and_ends(timeline)["0B0"] == (8, 16)
+
+
+def test_without_an_exchange_a_pair_runs_one_after_the_other() -> None:
+    timeline = pair_of(Costs(forward=3, input_grad=3, weight_grad=2))
+    assert starts_and_ends(timeline) == {"0F0": (0, 3), "0F1": (3, 6), "0B0": (6, 11), "0B1": (11, 16)}
+
+
+def test_a_pair_waits_for_both_its_inputs() -> None:
+    schedule = build("1f1b", ranks=2, microbatches=4, paired=True)
+    timeline = simulate(schedule, Costs(communication=0.5, exchange=0.5, activation=1, buffer=0.25))
+    times = starts_and_ends(timeline)
+    for pair in schedule.overlaps:
+        assert times[str(pair.forward)] == times[str(pair.backward)]
+        for op in pair:
+            ends = [times[str(needed)][1] for needed in schedule.predecessors(op)]
+            assert times[str(pair.forward)][0] >= max(ends, default=0)
+    assert timeline.peak_memory[0] >= 4
+
+
+def test_an_exchange_longer_than_its_op_is_refused() -> None:
+    with pytest.raises(ConfigError, match="what 0F1 waits within itself, 2, is a part of what it takes, 1"):
+        pair_of(Costs(forward=1, exchange=2))

@@ -158,11 +158,8 @@ def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def in_halves(family: str, sequence_parallel: bool, more: bool) -> int:
-    """A stage's backward in two halves; the bytes that the second waited with.
-
-    more: the tape looks through a DTensor as it does through views
-    """
+def in_halves(family: str, sequence_parallel: bool) -> int:
+    """A stage's backward in two halves; the bytes that the second waited with."""
     model = build(family, torch.float64)
     hidden = torch.randn(4, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
@@ -175,15 +172,13 @@ def in_halves(family: str, sequence_parallel: bool, more: bool) -> int:
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
-    views = tape.VIEWS | {"_ToTorchTensorBackward"} if more else tape.VIEWS
-    with mock.patch.object(tape, "VIEWS", views):
-        received = leaf(hidden.clone())
-        with tape.deferring() as held:
-            total = forward(received)
-        live = hold((received,), (total,), held)
-        inputs, deferred = input_backward(live, (torch.ones_like(total),))
-        waiting = deferred.nbytes
-        deferred.run()
+    received = leaf(hidden.clone())
+    with tape.deferring() as held:
+        total = forward(received)
+    live = hold((received,), (total,), held)
+    inputs, deferred = input_backward(live, (torch.ones_like(total),))
+    waiting = deferred.nbytes
+    deferred.run()
     assert_gradients({"inputs": inputs[0]}, {"inputs": plain.grad}, 1e-10)  # type: ignore[dict-item]
     complete_gradients(model)
     found = gathered(model)

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.parallel import context, context_check, expert
 from penstock.parallel.attention import Context, How, enter
-from penstock.parallel.data import Sharded, StageShards, data_mesh, expert_meshes, shard
+from penstock.parallel.data import Sharded, StageShards, data_mesh, expert_meshes, refuse_scalars, shard
 from penstock.parallel.dispatch import Directions
 from penstock.parallel.tensor import check, complete_gradients, tensor_parallel
 from penstock.runtime.axes import Axes
@@ -50,16 +53,12 @@ def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
 
     Raises ConfigError, ModelError. An axis of -1 is looked at once its size is known.
     """
+    if (axes.dp_replicate, axes.dp_shard, axes.cp) != (1, 1, 1):
+        refuse_scalars(model)
     if axes.tp > 1:
         check(model, axes.tp, sequence_parallel=ways.sequence_parallel)
     if axes.cp > 1:
         context_check.check(model, axes.cp, ways.context, max(axes.tp, 1))
-        if getattr(model.config.get_text_config(), "output_router_logits", False):
-            raise ConfigError(
-                f"cp={axes.cp} with output_router_logits of {type(model).__name__}",
-                "the auxiliary loss is of a whole sequence's routing, and each rank of cp sees a part of it",
-                "Set output_router_logits=False, or cp=1",
-            )
     if axes.ep > 1:
         expert.check(model, axes.ep)
 
@@ -75,6 +74,12 @@ class Beside:
         self._directions = None if self._experts is None else Directions.of(self._experts.own)
         if self._axes.cp > 1:
             self._context = Context(mesh.get_group("cp"), ways.context)
+        self._parts: list[tuple[Microbatch, dict[str, Any]]] = []
+
+    @property
+    def axes(self) -> Axes:
+        """Without -1."""
+        return self._axes
 
     @property
     def computed(self) -> torch.dtype | None:
@@ -99,11 +104,34 @@ class Beside:
             return shard(module, layers, self._data, self._ways.sharded, experts, spare)
         return _Complete(module) if self._axes.tp > 1 else None
 
+    def prepare(self, microbatches: Sequence[Microbatch]) -> None:
+        """Cut the microbatches of a step, for `cut` and `joined`. Raises BatchError."""
+        if self._axes.cp > 1:
+            index, count = self._mesh.get_local_rank("cp"), self._axes.cp
+            self._parts = [(whole, context.cut(whole, index, count)) for whole in microbatches]
+
     def cut(self, microbatch: Microbatch) -> Microbatch:
-        """This rank's part of it."""
+        """This rank's part of one of those that were prepared."""
         if self._axes.cp == 1:
             return microbatch
-        return context.cut(microbatch, self._mesh.get_local_rank("cp"), self._axes.cp)
+        return next(part for whole, part in self._parts if whole is microbatch)
+
+    def joined(self, output: Any, number: int) -> Any:
+        """Of what the last stage made of this rank's part of prepared microbatch `number`: tensors with an
+        entry for each token are put together over cp, in the sequence's order. Collective over cp.
+        """
+        if self._axes.cp == 1:
+            return output
+        cut: context.Whole = self._parts[number][1][context.WHOLE]
+
+        def whole(part: Tensor) -> Tensor:
+            if part.dim() < 2 or part.shape[1] != 2 * cut.piece:
+                return part
+            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(cut.count)]
+            dist.all_gather(parts, part.contiguous(), group=self._mesh.get_group("cp"))
+            return context.joined(parts, 1)[:, : cut.length]
+
+        return tree_map_only(Tensor, whole, output)
 
 
 class _Complete:

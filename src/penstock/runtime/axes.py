@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -38,6 +37,9 @@ class Axes:
             rule = "one axis at most takes all that are left"
             raise ConfigError(f"{' and '.join(open_ended)} of -1", rule, "Give all but one a size")
         for name, size in self.sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                rule = "an axis has a whole number of ranks"
+                raise ConfigError(f"{name}={size!r}", rule, "Give 1 or more, or -1 for all that are left")
             if size < 1 and size != -1:
                 raise ConfigError(f"{name}={size}", "an axis has one rank at least", "Give 1, or -1")
 
@@ -68,12 +70,12 @@ class Axes:
         product = ranks * full.beside if full.known else 0
         if product != world:
             raise WorldSizeError(
-                f"{world} processes for {_times({'pp': ranks, **self.sizes})}",
+                f"{world} processes for {_times(self._factors(ranks))}",
                 "the axes' sizes multiply to the number of processes",
                 f"{_capital(' or '.join(self._would_do(ranks, world)))}",
             )
-        room = full.dp_shard * full.cp
-        if room % full.ep:
+        if not full._deals_out:
+            room = full.dp_shard * full.cp
             fitting = [str(size) for size in range(1, room + 1) if room % size == 0]
             raise ConfigError(
                 f"ep={full.ep} with dp_shard={full.dp_shard} and cp={full.cp}",
@@ -81,6 +83,28 @@ class Axes:
                 f"Set ep to {', '.join(fitting[:-1])} or {fitting[-1]}" if room > 1 else "Set ep to 1",
             )
         return full
+
+    def alone(self, ranks: int) -> Axes:
+        """Without -1, for a pipeline whose ranks all live in one process. Raises WorldSizeError, ConfigError
+        where there would be others beside it.
+        """
+        least = replace(self, **{name: 1 for name, size in self.sizes.items() if size == -1})
+        if least.beside > 1:
+            raise WorldSizeError(
+                f"the axes {least} in one process",
+                "only the pipeline's own ranks may share a process",
+                f"Start {ranks * least.beside} processes with torchrun, or set these axes to 1",
+            )
+        return least.filled(ranks, ranks)
+
+    @property
+    def _deals_out(self) -> bool:
+        """Whether experts go evenly over dp_shard x cp; of axes without -1."""
+        return self.dp_shard * self.cp % self.ep == 0
+
+    def _factors(self, ranks: int) -> dict[str, int]:
+        """What multiplies to the number of processes; ep is folded onto others."""
+        return {"pp": ranks, **{name: size for name, size in self.sizes.items() if name != "ep"}}
 
     def _with_the_rest(self, ranks: int, world: int) -> Axes:
         name = next((name for name, size in self.sizes.items() if size == -1), None)
@@ -92,12 +116,29 @@ class Axes:
         return replace(self, **{name: world // rest}) if world % rest == 0 and world >= rest else self
 
     def _would_do(self, ranks: int, world: int) -> list[str]:
-        """Single changes after which the product fits."""
-        given = {"pp": ranks, **{name: abs(size) for name, size in self.sizes.items() if name != "ep"}}
-        product = math.prod(given.values())
-        fits = {name: world * size // product for name, size in given.items() if not world * size % product}
-        changes = [f"set {name} to {size}" for name, size in fits.items() if size != given[name] and size]
-        return [f"start {product} processes", *changes]
+        """Single changes after each of which everything fits."""
+        changes = list(self._changes(ranks, world))
+        fitting = [text for text, axes in changes if axes._deals_out]
+        return fitting or [f"{text} with ep=1" for text, _ in changes]
+
+    def _changes(self, ranks: int, world: int) -> Iterator[tuple[str, Axes]]:
+        """Those after which the product fits, and what the axes are then, without -1."""
+        rest = next((name for name, size in self.sizes.items() if size == -1), None)
+        closed = [self]
+        if rest is not None:  # with more ranks of an axis, experts may go evenly where they do not with one
+            closed = [replace(self, **{rest: n + 1}) for n in range(1 if rest == "ep" else max(self.ep, 1))]
+        started = next((axes for axes in closed if axes._deals_out), closed[0])
+        yield f"start {ranks * started.beside} processes", started
+        least = closed[0]
+        product = ranks * least.beside
+        for name, size in least._factors(ranks).items():
+            fits, left = divmod(world * size, product)
+            if left or fits == size or name == rest:
+                continue
+            if name == "pp":
+                yield f"set the pipeline's ranks to {fits}", least
+            else:
+                yield f"set {name} to {fits}", replace(least, **{name: fits})
 
     def open(self, ranks: int, device: torch.device) -> DeviceMesh:
         """The mesh over the whole world, of filled axes. Collective."""

@@ -6,6 +6,7 @@ import copy
 import datetime
 import json
 import os
+import re
 import secrets
 import time
 from collections import deque
@@ -28,17 +29,20 @@ from penstock.runtime.processes import Processes
 from penstock.runtime.progress import Progress
 from penstock.runtime.transport import add_up, spread
 from penstock.runtime.watch import Watch
-from penstock.schedule import Schedule
+from penstock.schedule import Op, Schedule
 
 
 class DistributedTransport:
     """The transport of one rank on the `pp` axis of a mesh. It has no channels before `open`."""
+
+    overlap = False
 
     def __init__(self, groups: Groups, device: torch.device, timeout: float) -> None:
         self.rank = groups.rank
         self._groups, self._limit = groups, groups.limit
         self._device, self._at = device, groups.control_device(device)
         self._channels: Channels | None = None
+        self.closers: list[Callable[[], None]] = []
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
         notes = PrefixStore(f"penstock-watch/{self._token()}", _store())
@@ -75,6 +79,15 @@ class DistributedTransport:
         if self._agreement is not None:  # before anything is posted: a refused batch leaves nothing behind
             self.settle()
         self._opened.post(message, specs)
+
+    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+        if not isinstance(cause, dist.DistError) and not _OF_GLOO.search(str(cause)):
+            return cause
+        self.watch.begin(f"what {op} exchanges", None)
+        try:
+            return self.watch.error(cause)
+        finally:
+            self.watch.end()
 
     def receive(self, message: Message) -> Parcel:
         return self._opened.receive(message)
@@ -173,7 +186,11 @@ class DistributedTransport:
         return self._opened.pending
 
     def reset(self) -> None:
-        """A step that failed on one rank cannot be taken up again: buffers may still be written to."""
+        """A step that failed on one rank cannot be taken up again: buffers may still be written to.
+
+        One that was refused before anything was sent leaves no question behind.
+        """
+        self._agreement = None
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         """From now on let the other ranks know now and then how far this one is."""
@@ -186,6 +203,8 @@ class DistributedTransport:
         self._opened.end_step()
 
     def close(self) -> None:
+        for closer in self.closers:
+            closer()
         self.watch.close()
         if self._channels is not None:
             self._channels.close()
@@ -249,6 +268,8 @@ def _gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]
 # Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over.
 # If it were the last to do so it would need Python, which may be ending by then: that aborts the process.
 _LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
+# what gloo says where a rank of a collective is gone or late: nothing but the words tells these errors apart
+_OF_GLOO = re.compile(r"gloo|connection (closed|reset)|timed out waiting", re.IGNORECASE)
 _SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 

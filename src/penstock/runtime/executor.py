@@ -6,7 +6,7 @@ What is left here is to give each action its effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,43 +18,21 @@ from torch import Tensor
 from penstock.runtime.loss import Loss
 from penstock.runtime.lower import Compute, Exchange, Free, Hand, Message, Plan, Post, Reduce, Send, Wait
 from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
+from penstock.runtime.pairs import Actions, Begin, End, Pairing
 from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel, gradient_specs, take_apart
+from penstock.runtime.partner import Draws
 from penstock.runtime.progress import Progress
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import EdgeShapes, Microbatch, check, microbatch_key
+from penstock.runtime.shapes import EdgeShapes, check
 from penstock.runtime.stage import Stage
+from penstock.runtime.step import Collect as Collect
+from penstock.runtime.step import StepInput as StepInput
+from penstock.runtime.together import run_together as run_together
 from penstock.runtime.transport import Transport, of_their_own
 from penstock.schedule import Op
 
 _UNMEASURED = nullcontext()
 _REMEMBERED = 4096  # shapes whose footprints are known
-
-# (what the last stage returned, number of the microbatch) -> whatever the caller wants to keep of it
-Collect = Callable[[Any, int], Any]
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """What a step works on; every rank has all of it.
-
-    weight: valid items over all microbatches, what the loss is divided by
-    collect: takes the place of the loss where nothing is trained
-    """
-
-    microbatches: Sequence[Microbatch]
-    weight: int
-    collect: Collect | None = None
-
-    @cached_property
-    def keys(self) -> tuple[object, ...]:
-        """Of each microbatch, equal where all shapes and dtypes are."""
-        return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
-
-    @cached_property
-    def shapes(self) -> tuple[int, ...]:
-        """The same as numbers of this step's own."""
-        numbers: dict[object, int] = {}
-        return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])
 
 
 @dataclass
@@ -79,6 +57,7 @@ class Executor:
     peak_live: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     current: Op | None = None
+    pairing: Pairing | None = None  # of a step whose pairs run side by side
     expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
     footprints: dict[object, Footprint] = field(default_factory=dict)  # of all that were ever seen
 
@@ -88,14 +67,28 @@ class Executor:
 
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields the message that another rank of this process must send first."""
+        if self.pairing is None and self.transport.overlap and self.plan.schedule.overlaps:
+            self.pairing = Pairing(self)
+        try:
+            yield from self._run(self.plan.actions if self.pairing is None else self.pairing.actions, step)
+        except BaseException as error:
+            if self.pairing is not None:
+                self.pairing.join()
+            if self.current is not None and isinstance(error, RuntimeError):
+                typed = self.transport.broke_off(self.current, error)
+                if typed is not error:
+                    raise typed from error
+            raise
+
+    def _run(self, actions: Actions, step: StepInput) -> Iterator[Message]:
         self.recorder.begin_step()
         self.totals, self.shares, self.results, self.seed, self.expected = [], [], {}, None, {}
         self.peak_live, self.ledger = 0, Ledger()
         told = self.edges is None
-        for action in self.plan.actions:
+        for action in actions:
             match action:
                 case Compute(op, takes, gives):
-                    result = self._compute(op, takes, step)
+                    result = self.compute(op, takes, step)
                     if gives:
                         assert result is not None
                         self.outbox[op] = result
@@ -106,7 +99,7 @@ class Executor:
                     began = self.recorder.now()
                     while (parcel := self.transport.receive(message)) is None:
                         yield message
-                    self.recorder.waited(began, self.recorder.now())
+                    self.recorder.waited(message.op, began, self.recorder.now())
                     self.ledger.receive(parcel)
                     self.inbox[message.op] = parcel
                     del parcel  # or the last message would live on here while this rank waits
@@ -125,11 +118,20 @@ class Executor:
                     self.transport.free(message)
                 case Reduce(index):
                     self.stages[index].reduce()
+                case Begin(Compute(op, takes, _), forward):
+                    assert self.pairing is not None
+                    self.pairing.begin(op, takes, forward, step)
+                case End(Compute(op, takes, gives)):
+                    assert self.pairing is not None
+                    result = self.pairing.end(op, takes, step)
+                    if gives:
+                        self.outbox[op] = result
+                    del result
         if self.totals:
             self.shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
 
-    def _compute(self, op: Op, takes: Op | None, step: StepInput) -> Parcel | None:
+    def compute(self, op: Op, takes: Op | None, step: StepInput) -> Parcel | None:
         """Its result for another stage."""
         self.current = op
         received = None if takes is None else self.inbox.pop(takes)
@@ -143,7 +145,7 @@ class Executor:
                 result = None
             case _:
                 result = self._backward(op, received, step)
-        self.recorder.add(op, start, self.recorder.now())
+        self.recorder.add(op, takes, start, self.recorder.now())
         self.current = None
         return result
 
@@ -153,10 +155,10 @@ class Executor:
             return self._infer(op, received, step)
         number, microbatch = op.microbatch, step.microbatches[op.microbatch]
         stage, place = self.stages[op.stage], (op.stage, op.microbatch)
-        split, recompute = place in self.split, place in self.plan.recomputed
-        casts = torch.is_autocast_enabled(self.recorder.device.type)
-        key = op.stage, step.keys[number], split, recompute, stage.module.training, casts
+        key = self.key(op, step)
+        *_, split, recompute, _, _ = key
         known = self.footprints.get(key)
+        draws = None if known is not None else Draws()
         expected = self._expected(op, step)  # which may have to be learnt: no part of what the forward leaves
         with _UNMEASURED if known is not None else measuring(self.recorder.device) as measured:
             if op.stage in self.last:
@@ -170,11 +172,20 @@ class Executor:
             outputs = () if result is None else result.tensors
             if len(self.footprints) >= _REMEMBERED:
                 self.footprints.pop(next(iter(self.footprints)))
-            known = self.footprints[key] = footprint(measured.nbytes, stage.live[number].inputs, outputs)
+            left = footprint(measured.nbytes, stage.live[number].inputs, outputs)
+            known = self.footprints[key] = left._replace(draws=draws is not None and draws.happened())
         self.ledger.take(received)
         self.ledger.forward(*place, known, result)
         self._count(known.output)
         return None if result is None else result._replace(loose=known.output)
+
+    def key(self, op: Op, step: StepInput) -> tuple[int, object, bool, bool, bool, bool]:
+        """Of a microbatch on a stage, equal where its forward leaves the same behind."""
+        place = op.stage, op.microbatch
+        split, recompute = place in self.split, place in self.plan.recomputed
+        casts = torch.is_autocast_enabled(self.recorder.device.type)
+        training = self.stages[op.stage].module.training
+        return op.stage, step.keys[op.microbatch], split, recompute, training, casts
 
     def _infer(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel | None:
         """What goes to the next stage, of a forward that holds nothing."""
@@ -195,14 +206,19 @@ class Executor:
 
     def _backward(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel:
         """The gradients of what came in, none on the first stage."""
-        stage, number = self.stages[op.stage], op.microbatch
         self._count()  # the gradients are here, and the activation still is
-        gradients = (self._seed(step),) if received is None else received.tensors
-        if op.kind == "I":
-            inputs = stage.input_backward(number, gradients)
-        else:
-            inputs = stage.backward(number, gradients)
-        del gradients
+        inputs = self.gradients(op, (self.loss_gradient(step),) if received is None else received.tensors)
+        return self.after_backward(op, received, inputs, step)
+
+    def gradients(self, op: Op, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Of a backward, which may run in another thread: it touches nothing but the stage."""
+        stage = self.stages[op.stage]
+        return (stage.input_backward if op.kind == "I" else stage.backward)(op.microbatch, gradients)
+
+    def after_backward(
+        self, op: Op, received: Parcel | None, inputs: tuple[Tensor, ...], step: StepInput
+    ) -> Parcel:
+        stage, number = self.stages[op.stage], op.microbatch
         self.ledger.take(received)
         deferred = stage.deferred.get(number)
         self.ledger.backward(op.stage, number, 0 if deferred is None else deferred.nbytes)
@@ -212,7 +228,7 @@ class Executor:
             check(op, inputs, SINGLE, expected)
         return Parcel(inputs, expected or EdgeSpecs.of(inputs, SINGLE))
 
-    def _seed(self, step: StepInput) -> Tensor:
+    def loss_gradient(self, step: StepInput) -> Tensor:
         """The gradient of the totals, whose sum over the weight is the step's loss."""
         if self.seed is None:
             self.seed = torch.full_like(self.totals[0], 1 / step.weight)
@@ -252,7 +268,9 @@ class Executor:
 
         made: bytes of a result that is yet to be sent
         """
-        live = sum([stage.held for stage in self.stages.values()])
+        live = self.held
+        if self.pairing is not None and self.pairing.busy:  # the backward may have let go of its own by now
+            live = self.pairing.held
         self.peak_live = max(self.peak_live, live)
         assert live <= self.plan.peak_live, f"{live} live activations, {self.plan.peak_live} proven"
         self.ledger.sample(self.transport.buffer_bytes + made)
@@ -263,29 +281,22 @@ class Executor:
         return Progress(self.plan.schedule.programs[self.plan.rank], self.recorder.done, self.current)
 
     @property
+    def held(self) -> int:
+        """Live activations."""
+        return sum([stage.held for stage in self.stages.values()])
+
+    @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.inbox) + len(self.outbox) + sum(s.held for s in self.stages.values())
+        return len(self.inbox) + len(self.outbox) + self.held
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""
-        self.current = None
+        if self.pairing is not None:
+            self.pairing.close()
+        self.current = self.pairing = None
         self.inbox.clear()
         self.outbox.clear()
         self.results = {}
         for stage in self.stages.values():
             stage.reset()
-
-
-def run_together(executors: Sequence[Executor], step: StepInput) -> None:
-    """Run the plans of all ranks that live in this process, each as far as it can get, in turn."""
-    running = {executor.plan.rank: executor.run(step) for executor in executors}
-    awaited: dict[int, Message] = {}  # by rank, what it stood waiting for in the round before
-    while running:
-        before, awaited = awaited, {}
-        for rank, run in list(running.items()):
-            try:
-                awaited[rank] = next(run)
-            except StopIteration:
-                del running[rank]
-        assert not running or awaited != before, f"nobody can go on: {awaited}"

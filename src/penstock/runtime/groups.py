@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -59,3 +59,11 @@ class Groups:
             if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
                 dist.destroy_process_group(group)
         self._made = []
+
+
+def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
+    """Let collectives of groups that a mesh made break off after `timeout` seconds; torch's own limit is 30
+    minutes, and a rank that has failed may live on for longer than that.
+    """
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)

@@ -25,10 +25,12 @@ class Footprint(NamedTuple):
 
     activation: bytes held until its backward: what came in, and all that autograd saved
     output: bytes of what goes to the next stage that are held for nothing but to be sent
+    draws: whether it drew random numbers
     """
 
     activation: int
     output: int
+    draws: bool = False
 
 
 class Held(NamedTuple):

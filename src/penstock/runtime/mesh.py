@@ -43,10 +43,11 @@ def pipeline_mesh(
     ConfigError for a mesh that has not the axes.
     """
     if axes is not None:
+        if mesh is not None:
+            _check_axes(mesh, ranks, axes)
         axes = axes.filled(ranks, dist.get_world_size())
         if mesh is None:
             return axes.open(ranks, device)
-        _check_axes(mesh, axes)
     if mesh is None:
         if dist.get_world_size() != ranks:
             raise WorldSizeError(
@@ -77,14 +78,28 @@ def pipeline_mesh(
     return mesh
 
 
-def _check_axes(mesh: DeviceMesh, axes: Axes) -> None:
+def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
     names = mesh.mesh_dim_names or ()
-    sizes = {name: size for name, size in axes.sizes.items() if name in MESH}
-    if wrong := [n for n, size in sizes.items() if n not in names or mesh[n].size() != size]:
+    if names != MESH:  # torch takes several axes at once in the mesh's own order alone
         raise ConfigError(
-            f"a mesh of {dict(zip(names, mesh.shape, strict=True))} for {axes}",
-            f"it has the axes {', '.join(MESH)}, each as long as is said, and {wrong[0]} is not",
-            "Leave mesh out, and it is made",
+            f"axes beside a mesh with the axes {', '.join(map(str, names)) or 'without names'}",
+            f"such a mesh has the axes {', '.join(MESH)}, in this order",
+            "Leave mesh out, and it is made, or leave axes out",
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"axes beside a mesh of {mesh.size()} of {dist.get_world_size()} processes",
+            "such a mesh has all of them",
+            "Leave mesh out, and it is made, or leave axes out",
+        )
+    said = {"pp": ranks, **axes.sizes}
+    there = dict(zip(names, mesh.shape, strict=True))
+    if wrong := [name for name in names if said[name] not in (there[name], -1)]:
+        changes = [f"{'ranks' if name == 'pp' else name} to {there[name]}" for name in wrong]
+        raise WorldSizeError(
+            f"{', '.join(f'{name}={said[name]}' for name in wrong)} beside a mesh of {there}",
+            "the mesh's axes are as long as ranks and axes say",
+            f"Set {' and '.join(changes)}, or leave mesh out, and it is made",
         )
 
 

@@ -35,22 +35,23 @@ class Recorder:
         self.device, self._cuda = device, device.type == "cuda"
         self._offset = clock_offset
         self._marks: list[tuple[Op, Mark, Mark, Mark, Mark]] = []
-        self._waited: tuple[Mark, Mark] | None = None  # for the op to come
+        self._waited: dict[Op, tuple[Mark, Mark]] = {}  # by what was waited for
         self._zero: tuple[float, torch.cuda.Event] | None = None
         self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._marks, self._waited = [], None
+        self._marks, self._waited = [], {}
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
-    def waited(self, start: Mark, end: Mark) -> None:
-        """For the input of the op that comes next."""
-        self._waited = start, end
+    def waited(self, made: Op, start: Mark, end: Mark) -> None:
+        """For the result of `made`."""
+        self._waited[made] = start, end
 
-    def add(self, op: Op, start: Mark, end: Mark) -> None:
-        self._marks.append((op, start, end, *(self._waited or (start, start))))
-        self._waited = None
+    def add(self, op: Op, takes: Op | None, start: Mark, end: Mark) -> None:
+        """In the order of the program. takes: what it took from another stage"""
+        waited = None if takes is None else self._waited.pop(takes, None)
+        self._marks.append((op, start, end, *(waited or (start, start))))
 
     @property
     def done(self) -> list[Op]:

@@ -18,6 +18,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.memory import Held
 from penstock.runtime.recorder import Marks, timeline
 from penstock.schedule import Op, Schedule, Timeline
+from penstock.schedule.timeline import covered
 
 Reports = Sequence[Sequence[float]]  # by rank
 _MARKS = 6  # where they begin
@@ -55,7 +56,10 @@ def bubble(schedule: Schedule, reports: Reports) -> float:
     marks = [_marks(program, vector) for program, vector in zip(schedule.programs, reports, strict=True)]
     ran = [rank for rank in marks if rank]  # a rank of a copy that gets no microbatch has nothing to do
     makespan = max(rank[-_EACH + 1] for rank in ran) - min(rank[0] for rank in ran)
-    busy = sum(sum(rank[1::_EACH]) - sum(rank[::_EACH]) for rank in marks)
+    if schedule.overlaps:  # what runs side by side counts once
+        busy = sum(covered(zip(rank[::_EACH], rank[1::_EACH], strict=True)) for rank in marks)
+    else:
+        busy = sum(sum(rank[1::_EACH]) - sum(rank[::_EACH]) for rank in marks)
     return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
 
 

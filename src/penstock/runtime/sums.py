@@ -17,19 +17,19 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import BatchError
+from penstock import errors
+from penstock.errors import BatchError, InputError
 from penstock.runtime.watch import Watch
 
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = (*BATCH, "cp")
-ALIKE = ("cp", "tp")
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
 
 
@@ -49,7 +49,15 @@ class Sums(Protocol):
         """The processes of this rank and those beside it, which host the same stages."""
 
     def alike(self, fingerprint: int, description: str) -> None:
-        """Raises BatchError, on all of them, where ranks that work on one part of the batch differ in it."""
+        """Raises BatchError, on all ranks, where some that work on one part of the batch differ in it."""
+
+    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
+        """Raises, on all ranks, what the first of them has to say against its own part of the batch, and
+        BatchError where they make different numbers of microbatches of their parts.
+        """
+
+    def least(self, count: int) -> int:
+        """Of what each rank gives."""
 
     def items(self, count: int) -> int:
         """Valid items of the whole batch, of which this pipeline has `count`."""
@@ -78,6 +86,13 @@ class NoSums:
     def alike(self, fingerprint: int, description: str) -> None:
         """There is nobody else."""
 
+    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
+        if refusal is not None:
+            raise refusal
+
+    def least(self, count: int) -> int:
+        return count
+
     def items(self, count: int) -> int:
         return count
 
@@ -100,7 +115,7 @@ class MeshSums:
     def __init__(self, mesh: DeviceMesh, watch: Watch, limit: object) -> None:
         self._watch, self._limit = watch, limit
         self._device = torch.device(mesh.device_type)
-        self._alike = over(mesh, ALIKE)
+        self._whole = over(mesh, mesh.mesh_dim_names or ())
         self._batch, self._loss = over(mesh, BATCH), over(mesh, LOSS)
         others = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
         self._others = over(mesh, others)
@@ -112,24 +127,78 @@ class MeshSums:
         self.first = all(mesh.get_local_rank(name) == 0 for name in others)
 
     def alike(self, fingerprint: int, description: str) -> None:
-        if self._alike is None:
+        if self._whole is None:
             return
-        ranks = dist.get_process_group_ranks(self._alike)
         with self._waiting("the ranks that work on the same part of the batch"):
-            mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in ranks]
-            work = dist.all_gather(everyone, mine, group=self._alike, async_op=True)
+            mine = torch.tensor([self.part[0], fingerprint], dtype=torch.int64, device=self._device)
+            everyone = [torch.empty_like(mine) for _ in range(self._whole.size())]
+            work = dist.all_gather(everyone, mine, group=self._whole, async_op=True)
             assert work is not None
             work.wait(self._limit)
-            if len(set(map(int, everyone))) == 1:
+            numbers: dict[int, set[int]] = {}
+            for part, number in (told.tolist() for told in everyone):
+                numbers.setdefault(part, set()).add(number)
+            differing = [part for part, found in numbers.items() if len(found) > 1]
+            if not differing:
                 return
-            told: list[str] = [""] * len(ranks)
-            dist.all_gather_object(told, description, group=self._alike)
+            descriptions = self._told((self.part[0], description))
+        # of one part, as the others may differ in the same way
+        shown = {rank: text for rank, (part, text) in descriptions.items() if part == differing[0]}
         raise BatchError(
-            "; ".join(f"process {rank}: {text}" for rank, text in zip(ranks, told, strict=True)),
-            "the ranks of cp and tp step on the same part of the batch",
+            "; ".join(f"process {rank}: {text}" for rank, text in shown.items()),
+            "all ranks of a pipeline, and those of cp and tp beside them, step on the same part of the batch",
             "Give each of them the part that pipe.batch_part tells, from the same data",
         )
+
+    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
+        if self._whole is None:
+            return NoSums().accepted(microbatches, refusal)
+        with self._waiting("the other ranks' batches"):
+            found = self._most([int(refusal is not None), microbatches, -microbatches])
+            if not found[0] and found[1] == -found[2]:
+                return None
+            told = self._told(
+                (
+                    microbatches,
+                    refusal and (type(refusal).__name__, refusal.value, refusal.rule, refusal.remedy),
+                )
+            )
+        refusals = {rank: refused for rank, (_, refused) in told.items() if refused is not None}
+        if refusals:
+            first = next(iter(refusals.values()))
+            by = [rank for rank, refused in refusals.items() if refused == first]
+            name, value, rule, remedy = first
+            where = "" if len(by) == len(told) else f", given to process {', '.join(map(str, by))}"
+            kind: type[InputError] = getattr(errors, name, BatchError)
+            raise kind(f"{value}{where}", rule, remedy) from refusal
+        counts = "; ".join(f"{count} on process {rank}" for rank, (count, _) in told.items())
+        raise BatchError(
+            f"microbatches: {counts}",
+            "all parts of a batch are cut into as many, as their ranks exchange something in each",
+            "Give every rank a list of the same length",
+        )
+
+    def least(self, count: int) -> int:
+        if self._whole is None:
+            return count
+        with self._waiting("the other ranks' batches"):
+            return -self._most([-count])[0]
+
+    def _most(self, numbers: list[int]) -> list[int]:
+        """Of each, over the whole mesh."""
+        given = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        work = dist.all_reduce(given, dist.ReduceOp.MAX, group=self._whole, async_op=True)
+        assert work is not None
+        work.wait(self._limit)
+        return [int(number) for number in given]
+
+    def _told(self, mine: Any) -> dict[int, Any]:
+        """What each process of the mesh tells, by its rank in the world."""
+        assert self._whole is not None
+        ranks = dist.get_process_group_ranks(self._whole)
+        told: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(told, mine, group=self._whole)
+        return dict(sorted(zip(ranks, told, strict=True)))
 
     def items(self, count: int) -> int:
         given = torch.tensor([count], dtype=torch.int64, device=self._device)

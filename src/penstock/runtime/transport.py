@@ -11,10 +11,21 @@ from torch import Tensor
 from penstock.runtime.lower import Message
 from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec
 from penstock.runtime.progress import Progress
+from penstock.schedule import Op
 
 
 class Transport(Protocol):
-    """Moves messages over channels, first in first out, and values between all ranks of the pipeline."""
+    """Moves messages over channels, first in first out, and values between all ranks of the pipeline.
+
+    overlap: whether pairs of ops that the schedule marks run side by side
+    closers: what `close` calls besides
+    """
+
+    overlap: bool
+    closers: list[Callable[[], None]]
+
+    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+        """The error to raise where `cause` ended `op`: a typed one where it is another rank's doing."""
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Make room for a message that will come; None where it tells itself what it is."""
@@ -79,9 +90,15 @@ class Transport(Protocol):
 class LocalTransport:
     """All ranks in one process: a message is handed over as it is."""
 
+    overlap = False
+
     def __init__(self, wire: torch.dtype | None = None) -> None:
         self._wire = wire
         self._mail: dict[Message, Parcel] = {}
+        self.closers: list[Callable[[], None]] = []
+
+    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+        return cause  # there is no other process
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Nothing to do: no buffer is needed."""
@@ -137,7 +154,8 @@ class LocalTransport:
         """Nothing to do: no other process waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        for closer in self.closers:
+            closer()
 
 
 def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:

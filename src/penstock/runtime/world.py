@@ -61,6 +61,8 @@ class Link:
         sends and receives between two ops goes in one exchange with all its neighbours
     network: one to emulate, slower than what there is, for experiments
     axes: the mesh's other axes, where it is to be made; None takes what `mesh` has, or none
+    overlap: whether pairs of ops that the schedule marks run side by side; on a GPU they do not, as both
+        ops' kernels go to one stream
     """
 
     mesh: DeviceMesh | None = None
@@ -71,6 +73,7 @@ class Link:
     exchange: str = "channels"
     network: Network | None = None
     axes: Axes | None = None
+    overlap: bool = False
 
     @property
     def batched(self) -> bool:
@@ -79,7 +82,8 @@ class Link:
     @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks."""
-        return {"exchange": self.exchange, "network": str(self.network), "axes": str(self.axes)}
+        return {"exchange": self.exchange, "network": str(self.network), "axes": str(self.axes),
+                "overlap": str(self.overlap)}  # fmt: skip
 
     def check(self) -> None:
         """Raises ConfigError."""
@@ -111,9 +115,11 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     if link.network is not None and device.type != "cpu":
         rule = f"when an op has ended is known at once on the CPU only, and the device is {device}"
         raise ConfigError(f"network={link.network}", rule, "Take device='cpu', or leave network out")
+    overlap = link.overlap and bool(schedule.overlaps) and device.type == "cpu"
     if link.transport == "local" or not one_rank_per_process(link.mesh):
         _check_alone(link)
         here = LocalTransport(link.wire)
+        here.overlap = overlap
         return World(tuple(range(schedule.ranks)), device, here, OneProcess(), batched=link.batched)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -121,6 +127,7 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     mesh = pipeline_mesh(link.mesh, schedule.ranks, device, link.axes)
     groups = Groups(mesh, link.timeout, link.transport)
     transport = DistributedTransport(groups, device, link.timeout)
+    transport.overlap = overlap
     # before anything relies on it
     common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts}
     shake_hands(transport, {**common, **(facts or {})})

@@ -83,11 +83,14 @@ class LoopedBFS(ScheduleConfig):
 
 
 class OneFOneB(ScheduleConfig):
-    """1F1B in all its forms: interleaved from two stages a rank on, backwards split with `zero_bubble`."""
+    """1F1B in all its forms: interleaved from two stages a rank on, backwards split with `zero_bubble`, each
+    forward beside a backward with `paired`.
+    """
 
     schedule: Literal["1f1b"]
     stages_per_rank: _StagesPerRank = 1
     zero_bubble: bool = False
+    paired: bool = False
     microbatch_group_size: _GroupSize = None
 
     @model_validator(mode="after")
@@ -97,11 +100,18 @@ class OneFOneB(ScheduleConfig):
                 f"microbatch_group_size={self.microbatch_group_size}: with stages_per_rank=1 there are "
                 "no groups; give stages_per_rank=2 or more, or leave it out"
             )
+        if self.paired and self.stages_per_rank > 1:
+            raise ValueError(
+                f"paired=True with stages_per_rank={self.stages_per_rank}: pairs are of 1f1b with one stage "
+                "a rank; take dualpipe_v, which pairs with two, or leave it out"
+            )
         return self
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         if self.stages_per_rank == 1:
-            return BUILDERS["1f1b"](ranks=ranks, microbatches=microbatches, zero_bubble=self.zero_bubble)
+            return BUILDERS["1f1b"](
+                ranks=ranks, microbatches=microbatches, zero_bubble=self.zero_bubble, paired=self.paired
+            )
         name = "interleaved_zero_bubble" if self.zero_bubble else "interleaved_1f1b"
         options = {
             "stages_per_rank": self.stages_per_rank,

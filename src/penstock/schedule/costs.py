@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
 from typing import TypeGuard
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Kind
+from penstock.schedule.ops import Kind, Op, Pair
 from penstock.schedule.placement import Placement
 from penstock.schedule.timeline import Timeline
 
@@ -20,8 +20,9 @@ Row = list[float]  # one number a microbatch
 
 # those of the costs that differ between stages
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
-         "held_in_backward")  # fmt: skip
-_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation"}
+         "held_in_backward", "exchange", "exchange_in_backward")  # fmt: skip
+_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
+              "exchange_in_backward": "exchange"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class Costs:
         keeps the result anyway; None: as much as the buffer
     held_in_backward: what it holds while I or B runs: more than the activation where the forward is run
         again; None: as much as the activation
+    exchange: what of F is spent waiting for other ranks within the op, as by a mixture whose tokens travel to
+        their experts. Where it is above 0 overlapped pairs run side by side, and one op's waits are hidden by
+        what the other one computes
+    exchange_in_backward: what of B or I is; None: as much as of F
     """
 
     forward: Cost = 1.0
@@ -56,6 +61,8 @@ class Costs:
     buffer: Cost = 0.0
     sent: Cost | None = None
     held_in_backward: Cost | None = None
+    exchange: Cost = 0.0
+    exchange_in_backward: Cost | None = None
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
@@ -69,6 +76,11 @@ class Costs:
     def counts_buffers(self) -> bool:
         """Whether what is on its way holds anything."""
         return any(map(_is_something, (self.buffer, self.sent)))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether there is anything that a pair could hide."""
+        return any(map(_is_something, (self.exchange, self.exchange_in_backward)))
 
     def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
         """The cost called `name` by stage and microbatch; copies of a stage cost alike.
@@ -96,6 +108,31 @@ class Costs:
             return self.rows(name, placement, microbatches)
         parts = (self.durations("I", placement, microbatches), self.durations("W", placement, microbatches))
         return [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
+
+    def side_by_side(self, placement: Placement, microbatches: int) -> Callable[[Pair], float]:
+        """What a pair takes whose ops begin together: what both compute, or one op alone if that is longer.
+
+        Raises ConfigError where an op would take less than its exchange.
+        """
+        forward = self.rows("exchange", placement, microbatches)
+        backward = self.rows("exchange_in_backward", placement, microbatches)
+        waits: dict[Kind, list[Row]] = {"F": forward, "B": backward, "I": backward}
+        durations = {kind: self.durations(kind, placement, microbatches) for kind in waits}
+
+        def parts(op: Op) -> tuple[float, float]:
+            """All of it, and what it waits."""
+            stage, kind, microbatch = op
+            whole, wait = durations[kind][stage][microbatch], waits[kind][stage][microbatch]
+            if wait > whole:
+                rule = f"what {op} waits within itself, {wait:g}, is a part of what it takes, {whole:g}"
+                raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give as much at most")
+            return whole, wait
+
+        def takes(pair: Pair) -> float:
+            (ahead, hidden), (behind, also_hidden) = map(parts, pair)
+            return max(ahead, behind, ahead - hidden + behind - also_hidden)
+
+        return takes
 
     def delays(self, placement: Placement, microbatches: int) -> list[Row]:
         """What the edge behind each stage takes, by microbatch, where it joins two ranks."""

@@ -107,8 +107,8 @@ class _Messages:
 
 
 def _reached(times: Times) -> Iterator[float]:
-    """When a rank gets to each op of its program: as soon as the one before has ended."""
-    return (times[at - 1][1] if at else 0.0 for at in range(len(times)))
+    """When a rank gets to each op of its program: as soon as the one before has ended, or begins with it."""
+    return (min(times[at - 1][1], times[at][0]) if at else 0.0 for at in range(len(times)))
 
 
 def _edge(op: Op) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
+from typing import NamedTuple
 
 from penstock.schedule.costs import Costs
 from penstock.schedule.memory import memory
-from penstock.schedule.ops import Op, Schedule
+from penstock.schedule.ops import Op, Pair, Schedule
 from penstock.schedule.order import NOTHING, Numbers, Walk
 from penstock.schedule.timeline import Span, Timeline, Wait
 from penstock.schedule.verify import verify
@@ -16,8 +17,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Start every op as soon as its rank is free and its inputs are there, in program order.
 
     An input from another rank is there when the edge's delay is over after its op ended. Overlapped pairs run
-    one after the other. Times are in the unit of `costs` (unit times where none are given) and begin at 0.
-    Raises ScheduleError for a schedule that `verify` refuses.
+    one after the other; with `Costs.exchange` side by side: both begin when both their inputs are there, and
+    both count as ended when the pair has. Times are in the unit of `costs` (unit times where none are given)
+    and begin at 0. Raises ScheduleError for a schedule that `verify` refuses.
     """
     costs = costs or Costs()
     proof = verify(schedule)
@@ -57,25 +59,54 @@ class _Run:
         self.times: list[list[tuple[float, float]]] = [[] for _ in programs]
         self.waits: list[list[Wait]] = [[] for _ in programs]
         free_at = [0.0] * schedule.ranks
-        for rank, at in Walk(numbers, programs, needs):
-            number, needed = programs[rank][at], needs[rank][at]
-            start, there = free_at[rank], ended[needed]
-            if needed != NOTHING:
-                there += delays[min(number, needed)]
-            if there > start:
-                self.waits[rank].append(Wait(rank, schedule.programs[rank][at], start, there, ended[needed]))
-                start, held_up_by[number] = there, needed
-            else:
-                held_up_by[number] = last[rank]
-            end = start + durations[rank][at]
-            ended[number] = free_at[rank] = end
-            last[rank] = number
-            self.times[rank].append((start, end))
+        pairs = _pairs(schedule, programs, costs)
+        together = {first: needs[rank][at + 1] for first, (rank, at, _) in pairs.items()}
+        for rank, at in Walk(numbers, programs, needs, together=together):
+            if at < len(self.times[rank]):  # the second of a pair, which ran with the first
+                continue
+            start, held_up = free_at[rank], last[rank]
+            pair = pairs.get(programs[rank][at])
+            beyond = at + (1 if pair is None else 2)
+            for place in range(at, beyond):  # a pair waits for both its inputs
+                number, needed = programs[rank][place], needs[rank][place]
+                there = ended[needed]
+                if needed != NOTHING:
+                    there += delays[min(number, needed)]
+                if there > start:
+                    op = schedule.programs[rank][place]
+                    self.waits[rank].append(Wait(rank, op, start, there, ended[needed]))
+                    start, held_up = there, needed
+            end = start + (durations[rank][at] if pair is None else pair.takes)
+            for number in programs[rank][at:beyond]:
+                ended[number], held_up_by[number] = end, held_up
+                self.times[rank].append((start, end))
+            free_at[rank], last[rank] = end, number
 
     def last_to_end(self) -> int:
         """Of the ranks' last ops."""
         ended = self.ended.__getitem__
         return max((number for number in self.last if number != NOTHING), key=ended, default=NOTHING)
+
+
+class _Pair(NamedTuple):
+    """Where the first op of an overlapped pair stands, and how long the two take side by side."""
+
+    rank: int
+    at: int
+    takes: float
+
+
+def _pairs(schedule: Schedule, programs: list[list[int]], costs: Costs) -> dict[int, _Pair]:
+    """By the number of the first op; none where they run one after the other."""
+    if not costs.overlaps or not schedule.overlaps:
+        return {}
+    takes = costs.side_by_side(schedule.placement, schedule.microbatches)
+    return {
+        programs[rank][at]: _Pair(rank, at, takes(Pair(*two)))
+        for rank, program in enumerate(schedule.programs)
+        for at, two in enumerate(pairwise(program))
+        if two in schedule.overlaps
+    }
 
 
 def _durations(schedule: Schedule, costs: Costs) -> list[list[float]]:

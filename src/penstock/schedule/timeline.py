@@ -84,8 +84,8 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time spent computing, per rank."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self._by_rank)
+        """Time spent computing, per rank; what runs side by side counts once."""
+        return tuple(covered((span.start, span.end) for span in spans) for spans in self._by_rank)
 
     @cached_property
     def rank_bubble(self) -> tuple[float, ...]:
@@ -157,6 +157,18 @@ class Timeline:
     @cached_property
     def _extent(self) -> tuple[float, ...]:
         return tuple(max(s.end for s in spans) - spans[0].start if spans else 0.0 for spans in self._by_rank)
+
+
+def covered(times: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of them lasts: (start, end) in order of start."""
+    total, until = 0.0, -inf
+    for start, end in times:
+        if start >= until:
+            total += end - start
+        elif end > until:
+            total += end - until
+        until = max(until, end)
+    return total
 
 
 def curve(changes: Iterable[tuple[float, float]]) -> Curve:

@@ -14,6 +14,10 @@ def peak(ranks: int, microbatches: int, rank: int) -> int:
     return min(ranks - rank, microbatches)
 
 
+def paired_peak(ranks: int, microbatches: int, rank: int) -> int:
+    return min(2 * (ranks - rank), microbatches)
+
+
 def idle(ranks: int, costs: Costs, zero_bubble: bool) -> float:
     """How long rank 0 waits."""
     forward, input_grad, weight_grad = costs.forward, costs.input_grad, costs.weight_grad
@@ -98,3 +102,52 @@ def test_turns_leave_nothing_out(warm_up: int, put_off: int) -> None:
         sum(1 if op.kind == "I" else -1 if op.kind == "W" else 0 for op in ops[:at]) for at in range(10)
     ]
     assert max(waiting) == min(put_off + 1, 3)
+
+
+@pytest.mark.parametrize("zero_bubble", [False, True])
+def test_conforms_paired(zero_bubble: bool) -> None:
+    check_builder(
+        one_f_one_b,
+        ranks=range(1, 7),
+        microbatches=range(1, 14),
+        placement=loop,
+        peak_live=paired_peak,
+        zero_bubble=zero_bubble,
+        paired=True,
+    )
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_each_forward_after_the_warm_up_is_beside_a_backward(ranks: int, microbatches: int) -> None:
+    schedule = one_f_one_b(ranks, microbatches, paired=True)
+    for rank, program in enumerate(schedule.programs):
+        warm_up = min(2 * (ranks - 1 - rank) + 1, microbatches)
+        assert all(op.kind == "F" for op in program[:warm_up])
+        beside = {pair.forward.microbatch for pair in schedule.overlaps if pair.forward.stage == rank}
+        assert beside == set(range(warm_up, microbatches))
+        assert all(p.forward.microbatch - p.backward.microbatch == warm_up for p in schedule.overlaps
+                   if p.forward.stage == rank)  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_pairs_one_after_the_other_take_no_longer_than_1f1b(ranks: int, microbatches: int) -> None:
+    paired, plain = one_f_one_b(ranks, microbatches, paired=True), one_f_one_b(ranks, microbatches)
+    assert simulate(paired).makespan == simulate(plain).makespan
+
+
+def test_pairs_turn_by_turn() -> None:
+    """The drawing in the docstring: warm-up and cool-down in columns of one op, pairs in columns of two."""
+    assert str(one_f_one_b(3, 4, paired=True)).splitlines() == [
+        "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
+        "1F0 1F1 1F2 (1F3;1B0)OVERLAP_F_B 1B1 1B2 1B3",
+        "2F0 (2F1;2B0)OVERLAP_F_B (2F2;2B1)OVERLAP_F_B (2F3;2B2)OVERLAP_F_B 2B3",
+    ]
+
+
+def test_half_of_each_op_spent_waiting_is_hidden_in_the_steady_phase() -> None:
+    """F of 2 and B of 4, half of each an exchange: a pair takes 4 where the two take 6."""
+    costs = Costs(forward=2, input_grad=2, weight_grad=2, exchange=[1, 1, 1, 1])
+    paired, plain = (simulate(one_f_one_b(4, 64, paired=p), costs).makespan for p in (True, False))
+    warm_up_and_drain = 7 * (2 + 4) + 6
+    assert plain == 6 * (64 + 3)
+    assert paired <= 64 * 4 + warm_up_and_drain + 6

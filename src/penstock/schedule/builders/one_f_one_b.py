@@ -18,26 +18,50 @@ that of its weights, and its live activations stay what they were. `zb_h1` puts 
 every rank holds as much as rank 0 does; `zb_h2` holds twice that. Both are these same turns with other
 numbers.
 
-The bubble is GPipe's, (P-1) / (m+P-1); the live activations are min(P - r, m) on rank r. Rank 0 idles for
+With paired, the two ops of a turn are to overlap, so that what one of them waits for within itself hides
+behind the other: what Megatron calls combined 1F1B. The inputs of both are there before either begins, so
+that F_{w+i} on rank r + 1 comes from a turn before the one that B_i goes to, on rank r. Twice the warm-up,
+w = min(2(P - 1 - r) + 1, m), leaves a whole turn between the two: with a turn less they would be next to each
+other, and neighbours would work by turns. P = 3, m = 6, one column a turn:
+
+    r = 0 | F0 F1 F2 F3    F4    F5&B0 B1    B2    B3    B4    B5
+    r = 1 |    F0 F1 F2    F3&B0 F4&B1 F5&B2 B3    B4    B5
+    r = 2 |       F0 F1&B0 F2&B1 F3&B2 F4&B3 F5&B4 B5
+
+The bubble is that without pairs or less, by how much hangs on what overlaps; rank r holds min(2(P - r), m)
+live activations.
+
+Without, the bubble is GPipe's, (P-1) / (m+P-1), and rank r holds min(P - r, m). Rank 0 idles for
 (P-1)(F + I + W), with zero_bubble for (P-1)(F + I): in unit times a bubble of 2(P-1) / (3m + 2(P-1)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 
-from penstock.schedule.ops import Kind, Op, Schedule
+from penstock.schedule.ops import Kind, Op, Pair, Schedule
 from penstock.schedule.placement import loop
 
 
-def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False) -> Schedule:
-    def program(rank: int) -> tuple[Op, ...]:
-        warm_up = ranks - 1 - rank
-        if zero_bubble:
-            return split_turns(rank, microbatches, warm_up, put_off=0)
-        return turns(_row(rank, "F", microbatches), _row(rank, "B", microbatches), warm_up)
+def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired: bool = False) -> Schedule:
+    warm_ups = [2 * after + 1 if paired else after for after in reversed(range(ranks))]
 
-    return Schedule("1f1b", loop(ranks), microbatches, tuple(program(rank) for rank in range(ranks)))
+    def program(rank: int) -> tuple[Op, ...]:
+        if zero_bubble:
+            return split_turns(rank, microbatches, warm_ups[rank], put_off=0)
+        return turns(_row(rank, "F", microbatches), _row(rank, "B", microbatches), warm_ups[rank])
+
+    programs = tuple(program(rank) for rank in range(ranks))
+    pairs = chain.from_iterable(map(_steady, programs, warm_ups))
+    return Schedule("1f1b", loop(ranks), microbatches, programs, frozenset(pairs if paired else ()))
+
+
+def _steady(program: tuple[Op, ...], warm_up: int) -> Iterator[Pair]:
+    """The forwards after the warm-up, each with the gradient behind it."""
+    for op, following in pairwise(program):
+        if op.kind == "F" and op.microbatch >= warm_up:
+            yield Pair(op, following)
 
 
 def split_turns(stage: int, microbatches: int, warm_up: int, put_off: int) -> tuple[Op, ...]:

@@ -83,6 +83,16 @@ class Panel:
             if forward in place_of and backward in place_of:
                 yield spans[place_of[forward]], spans[place_of[backward]]
 
+    @cached_property
+    def side_by_side(self) -> frozenset[Op]:
+        """Those that really ran at the same time."""
+        return frozenset(
+            span.op
+            for forward, backward in self.pairs
+            if max(forward.start, backward.start) < min(forward.end, backward.end)
+            for span in (forward, backward)
+        )
+
 
 @dataclass(frozen=True)
 class Drawing:

@@ -1,9 +1,9 @@
 """A drawing as a trace for https://ui.perfetto.dev, in Chrome's trace event format.
 
-A panel is a process and a rank is a thread of it. An op is a slice, and so is a wait for a peer's compute and
-one for the wire. What a rank holds is a counter, and an arrow runs from each op to the one on another rank
-that waits for its result. Perfetto colours slices by their
-name without its numbers, so each kind has its own colour.
+A panel is a process and a rank is a thread of it; where ops ran side by side the backwards have one more. An
+op is a slice, and so is a wait for a peer's compute and one for the wire. What a rank holds is a counter, and
+an arrow runs from each op to the one on another rank that waits for its result. Perfetto colours slices by
+their name without its numbers, so each kind has its own colour.
 
 Times are in microseconds, as the format wants. Seconds become what they are; a time without a unit, or in
 another one than ``"s"``, becomes a millisecond.
@@ -23,6 +23,7 @@ Event = dict[str, Any]
 
 _MICROSECONDS = {"s": 1e6}
 _OTHERWISE = 1e3
+_BESIDE = 2**20  # from a rank's thread to the one for what ran beside it; more than ranks and panels
 _NANOSECOND = 1e-3  # the finest step that Perfetto knows
 
 
@@ -63,12 +64,25 @@ class _Process:
             yield self._event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
             yield self._event("M", rank, name="thread_sort_index", args={"sort_index": rank})
 
+        for rank in sorted(
+            {self._row(span) - _BESIDE for span in self.timeline.spans if self._is_second(span)}
+        ):
+            row = rank + _BESIDE
+            yield self._event("M", row, name="thread_name", args={"name": f"rank {rank}, beside"})
+            yield self._event("M", row, name="thread_sort_index", args={"sort_index": rank})
+
+    def _is_second(self, span: Span) -> bool:
+        return span.op.kind != "F" and span.op in self.panel.side_by_side
+
+    def _row(self, span: Span) -> int:
+        return span.rank + (_BESIDE if self._is_second(span) else 0)
+
     def _slice(self, span: Span) -> Event:
         start, end = self._time(span.start), self._time(span.end)
         stage, kind, microbatch = span.op
         return self._event(
             "X",
-            span.rank,
+            self._row(span),
             name=str(span.op),
             cat=KINDS[kind],
             ts=start,
@@ -93,8 +107,8 @@ class _Process:
                 continue
             leaves = max(self._time(span.start), round(self._time(span.end) - _NANOSECOND, 3))
             flow = {"name": "result", "cat": "result", "id": f"{self.process}.{number}"}
-            yield self._event("s", span.rank, ts=leaves, **flow)
-            yield self._event("f", spans[at].rank, ts=self._time(spans[at].start), bp="e", **flow)
+            yield self._event("s", self._row(span), ts=leaves, **flow)
+            yield self._event("f", self._row(spans[at]), ts=self._time(spans[at].start), bp="e", **flow)
 
     def _counter(self, rank: int) -> Iterator[Event]:
         what, (curves, _) = self.drawing.held, self.drawing.curves(self.panel)

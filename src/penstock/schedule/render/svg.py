@@ -147,14 +147,18 @@ class _Sketch:
         shade = self.shades[span]
         times = f"{self.drawing.time(start)} to {self.drawing.time(end)}"
         corner = ' rx="2"' if width > 6 else ""
-        box = f'<rect class="{shade.name}" {self._box(start, end, y)}{corner}>'
+        height = self.row
+        if span.op in self.panel.side_by_side:  # the forward above, the backward below
+            height = self.row // 2
+            y += 0 if span.op.kind == "F" else self.row - height
+        box = f'<rect class="{shade.name}" {self._box(start, end, y, height)}{corner}>'
         drawn = f"{box}<title>{escape(f'{span.op}, {times}')}</title></rect>"
-        size = self._label_size(width)
+        size = self._label_size(width, height)
         if size is None:
             return drawn
         x = _pixel(_LEFT + (start + end) / 2 * self.pixels)
         style = f"op{_LABEL_SIZES[size]} {'on-dark' if shade.on_dark else 'on-light'}"
-        return f'{drawn}<text class="{style}" x="{x}" y="{y + self.row // 2 + 4}">{span.op.microbatch}</text>'
+        return f'{drawn}<text class="{style}" x="{x}" y="{y + height // 2 + 4}">{span.op.microbatch}</text>'
 
     def _pair(self, one: Span, other: Span) -> str:
         """An outline round both, and round what lies between them where they were held up."""
@@ -166,22 +170,22 @@ class _Sketch:
             f'width="{_pixel(width)}" height="{self.row + 2 * _PAIR_BEYOND}" rx="3"/>'
         )
 
-    def _label_size(self, width: float) -> int | None:
+    def _label_size(self, width: float, height: int) -> int | None:
         """The size at which any microbatch's number fits: like ops are then labelled all or none."""
         for size in _LABEL_SIZES:
-            if size * _DIGIT * self.digits + 2 <= width and size + 2 <= self.row:
+            if size * _DIGIT * self.digits + 2 <= width and size + 2 <= height:
                 return size
         return None
 
     def _y(self, rank: int) -> int:
         return self.rows + rank * self.pitch
 
-    def _box(self, start: float, end: float, y: int) -> str:
+    def _box(self, start: float, end: float, y: int, height: int | None = None) -> str:
         width = (end - start) * self.pixels
         gap = 1.0 if width > 5 else 0.0
         return (
             f'x="{_pixel(_LEFT + start * self.pixels + gap / 2)}" y="{y}" '
-            f'width="{_pixel(width - gap)}" height="{self.row}"'
+            f'width="{_pixel(width - gap)}" height="{height or self.row}"'
         )
 
 

@@ -69,7 +69,8 @@ def _rows(panel: Panel, column: float, full_text: bool) -> list[list[str]]:
     for span in timeline.spans:
         first, beyond = (math.ceil((time - timeline.start) / column - 0.5) for time in (span.start, span.end))
         for at in range(first, min(beyond, columns)):
-            rows[span.rank][at] = _label(span, full_text)
+            if at % 2 or rows[span.rank][at] == ".":  # ops side by side take turns
+                rows[span.rank][at] = _label(span, full_text)
     return rows
 
 

@@ -1,0 +1,134 @@
+"""Overlapped pairs: a forward, and beside it a backward in a second thread.
+
+What is gained is what the two spend waiting for other ranks within themselves, as a mixture does whose tokens
+travel to their experts: meanwhile the other one computes. So a plan for this begins the backward before the
+forward, and takes its result after what the forward made is on its way:
+
+    one after the other   wait 1F0   2F0   send 2F0   wait 3B1   2B1   send 2B1
+    side by side          wait 1F0   wait 3B1   begin 2B1   2F0   send 2F0   end 2B1   send 2B1
+
+Both ops' inputs are there before either begins, as `verify` has proven possible. Which thread adds to a
+gradient does not change: backwards follow each other, in the order of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from penstock.runtime.lower import Action, Compute, Plan
+from penstock.runtime.parcel import Parcel
+from penstock.runtime.partner import Partner
+from penstock.runtime.step import StepInput
+from penstock.schedule import Op
+
+if TYPE_CHECKING:
+    from penstock.runtime.executor import Executor
+
+
+class Begin(NamedTuple):
+    """Begin a backward in the second thread, if `forward`, which comes next, may run beside it."""
+
+    compute: Compute
+    forward: Op
+
+
+class End(NamedTuple):
+    """Wait for that backward, or run it now."""
+
+    compute: Compute
+
+
+Actions = tuple[Action | Begin | End, ...] | tuple[Action, ...]
+
+
+def side_by_side(plan: Plan) -> Actions:
+    """The actions of `plan`, whose pairs are one after the other, with its pairs side by side.
+
+    What comes before the backward moves in front of the forward: posts, a wait, and the frees that this wait
+    proves. What the forward sends is not among them: the backward's input cannot hang on it, or the two could
+    not begin together.
+    """
+    forwards = {pair.forward: pair.backward for pair in plan.schedule.overlaps}
+    actions: list[Action | Begin | End] = []
+    rest = iter(plan.actions)
+    for action in rest:
+        if isinstance(action, Compute) and action.op in forwards:
+            between, backward = _up_to(forwards[action.op], rest)
+            given = [step for step in between if _made_by(step, action.op)]
+            actions += [step for step in between if not _made_by(step, action.op)]
+            actions += [Begin(backward, action.op), action, *given, End(backward)]
+        else:
+            actions.append(action)
+    return tuple(actions)
+
+
+def _up_to(op: Op, actions: Iterator[Action]) -> tuple[list[Action], Compute]:
+    between: list[Action] = []
+    for action in actions:
+        if isinstance(action, Compute):
+            assert action.op == op, f"{action.op} stands between the two ops of a pair"
+            return between, action
+        between.append(action)
+    raise AssertionError(f"{op} is not in the plan")
+
+
+def _made_by(action: Action, op: Op) -> bool:
+    """Whether it passes the result of `op` on."""
+    return getattr(getattr(action, "message", None), "op", None) == op
+
+
+class Pairing:
+    """Runs the pairs of one executor's plan.
+
+    A pair runs one after the other where nothing is known of one of the forwards yet (its first time), where
+    one draws random numbers, and where the modules' own ways forbid it (`Partner.may_begin`).
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._partner = Partner(executor.stages, executor.recorder.now)
+        self.actions = side_by_side(executor.plan)
+        self.ran = 0  # pairs that ran side by side
+        executor.transport.closers.append(self.close)
+        self.held = 0  # live activations while one does, the forward's own among them
+
+    @property
+    def busy(self) -> bool:
+        return self._partner.busy
+
+    def begin(self, op: Op, takes: Op | None, forward: Op, step: StepInput) -> None:
+        """The backward of a pair, in the second thread, if that may be. takes: as `Compute` has it"""
+        executor = self._executor
+        known = [executor.footprints.get(executor.key(each, step)) for each in (forward, op)]
+        if any(left is None or left.draws for left in known) or not self._partner.may_begin(forward, op):
+            return
+        executor._count()  # as before every backward
+        given = (executor.loss_gradient(step),) if takes is None else executor.inbox[takes].tensors
+        self.held = executor.held + 1
+        self.ran += 1
+        self._partner.begin(forward, op, partial(executor.gradients, op, given))
+
+    def end(self, op: Op, takes: Op | None, step: StepInput) -> Parcel:
+        """Its result for another stage; it runs now where it has not begun."""
+        executor = self._executor
+        if not self._partner.busy:
+            result = executor.compute(op, takes, step)
+            assert result is not None
+            return result
+        executor.current = op
+        ran = self._partner.result()
+        received = None if takes is None else executor.inbox.pop(takes)
+        result = executor.after_backward(op, received, ran.inputs, step)
+        executor.recorder.add(op, takes, ran.start, ran.end)
+        executor.current = None
+        return result
+
+    def join(self) -> None:
+        """Leave no backward at work where the step has failed."""
+        self._partner.join()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._partner.close()

@@ -1,0 +1,126 @@
+"""Optimizers over weights that are spread: several steps are those of one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from penstock import Axes
+from penstock.parallel.whole_matrices import Muon
+from support import jobs_axes as jobs
+from support.jobs_mesh import batch
+from support.pool import Pool
+
+CASES: list[tuple[str, int, Axes, list[str]]] = [
+    ("llama", 2, Axes(dp_shard=2), ["adamw", "foreach", "fused", "muon"]),
+    ("llama", 2, Axes(tp=2), ["adamw", "muon"]),
+    ("mixtral", 2, Axes(dp_shard=2, ep=2), ["adamw", "foreach", "muon"]),
+    ("mixtral", 1, Axes(dp_shard=4, ep=2), ["muon"]),
+    ("llama", 1, Axes(dp_shard=2, tp=2), ["muon"]),
+]
+
+
+def plain_matrices(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """torch's own Muon; of experts, on each one's matrix, which shares its storage with the whole."""
+    hidden = [p for p in parameters if p.ndim > 1 and p.shape[0] != 64]
+    rest = [p for p in parameters if p.ndim == 1 or p.shape[0] == 64]
+    matrices = [
+        nn.Parameter(matrix)
+        for whole in (p.detach() for p in hidden)
+        for matrix in ((whole,) if whole.ndim == 2 else whole.unbind())
+    ]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+def give_gradients(parameters: list[nn.Parameter], matrices: list[nn.Parameter]) -> None:
+    gradients: list[Tensor] = []
+    for p in parameters:
+        if p.ndim > 1 and p.shape[0] != 64:
+            assert p.grad is not None
+            gradients.extend((p.grad,) if p.ndim == 2 else p.grad.unbind())
+    for matrix, gradient in zip(matrices, gradients, strict=True):
+        matrix.grad = gradient
+
+
+def alone(family: str, kind: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """The same steps in one plain process, by torch's own optimizers."""
+    model, whole = jobs.model_of(family), batch()
+    parameters = list(model.parameters())
+    own = plain_matrices(parameters) if kind == "muon" else [torch.optim.AdamW(parameters, lr=1e-2)]
+    losses, norms = [], []
+    for _ in range(jobs.STEPS):
+        model.zero_grad()
+        logits = model(input_ids=whole["input_ids"], use_cache=False).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"][:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.5)))
+        if kind == "muon":
+            give_gradients(parameters, own[0].param_groups[0]["params"])
+        for optimizer in own:
+            optimizer.step()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("family", "ranks", "axes", "kinds"), CASES)
+def test_steps_are_those_of_one_process(
+    pool: Pool, family: str, ranks: int, axes: Axes, kinds: list[str]
+) -> None:
+    told = pool.run(4, jobs.trained, family, ranks, axes, kinds, {})
+    for kind in kinds:
+        losses, norms, weights = alone(family, kind)
+        names: set[str] = set()
+        for found in told:
+            assert found[kind][0] == pytest.approx(losses, rel=1e-9), kind
+            assert found[kind][1] == pytest.approx(norms, rel=1e-9), kind
+            for name, weight in found[kind][2].items():
+                size = float(weights[name].abs().max())
+                assert float((weight - weights[name]).abs().max()) <= 1e-9 * size, (kind, name)
+                names.add(name)
+        assert names == set(weights)
+
+
+def test_muon_of_plain_matrices_is_torchs() -> None:
+    options: list[dict[str, Any]] = [
+        {},
+        {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
+    ]
+    for option in options:
+        torch.manual_seed(0)
+        whole = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))]
+        ours = [nn.Parameter(p.detach().clone()) for p in whole]
+        theirs, mine = torch.optim.Muon(whole, lr=0.1, **option), Muon(ours, lr=0.1, **option)
+        for _ in range(3):
+            for one, other in zip(whole, ours, strict=True):
+                one.grad = torch.randn_like(one)
+                other.grad = one.grad.clone()
+            theirs.step()  # type: ignore[no-untyped-call]
+            mine.step()
+        for one, other in zip(whole, ours, strict=True):
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_muon_of_what_is_no_matrix() -> None:
+    with pytest.raises(ValueError, match=r"Muon is for matrices, and not for one of shape \[3\]"):
+        Muon([nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.parallel
+@pytest.mark.parametrize(("family", "axes"), [("llama", Axes(tp=2)), ("mixtral", Axes(dp_shard=2, ep=2))])
+def test_what_is_saved_opens_with_the_same_logits(
+    pool: Pool, tmp_path: Path, family: str, axes: Axes
+) -> None:
+    pool.run(4, jobs.saved, str(tmp_path), family, 2, axes)
+    opened = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(opened(input_ids=ids).logits, jobs.model_of(family).eval()(input_ids=ids).logits)
