@@ -22,7 +22,10 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("afab.py", "gpipe"), ("one_f_one_b.py", "1f1b")])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [pytest.param("afab.py", "gpipe", marks=pytest.mark.sweep), ("one_f_one_b.py", "1f1b")],
+)
 def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
     name: str, schedule: str, tmp_path: Path
 ) -> None:

@@ -52,8 +52,8 @@ def test_inside_fully_shard(pool: Pool) -> None:
     assert not jobs.told(pool.run(2, jobs.under_fsdp, "deepseek_v3"))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("masked", [True])
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.parallel)])
 def test_the_auxiliary_loss_is_that_of_all_tokens(pool: Pool, model_type: str, masked: bool) -> None:
     assert not jobs.told(pool.run(2, jobs.balanced, model_type, masked))
 

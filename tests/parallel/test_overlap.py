@@ -26,7 +26,8 @@ def test_a_mixture_as_one_process(pool: Pool, schedule: Any, options: dict[str, 
         assert max(told["busy"]) <= told["makespan"]
 
 
-@pytest.mark.parametrize("schedule", [PAIRED], ids=str)
+@pytest.mark.parallel
+@pytest.mark.parametrize("schedule", ["dualpipe_v", PAIRED], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_within_a_pair_ends_the_step_on_all_ranks(pool: Pool, schedule: Any, where: str) -> None:
     *others, failed = pool.run(4, jobs_overlap.failing, schedule, where)
