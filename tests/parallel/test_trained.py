@@ -51,10 +51,12 @@ def quiet() -> dict[str, str]:
 @pytest.mark.parametrize("config", MESHES, ids=[file.stem for file in MESHES])
 def test_as_one_process(config: Path, tmp_path: Path) -> None:
     data = text(tmp_path / "text")
-    expected = train(config, tmp_path / "alone", data, *ALONE)
-    found = train(config, tmp_path / "mesh", data)
+    mixture = "moe" in config.stem  # the grouped product of its experts takes no double precision
+    dtype = "model.dtype=float32" if mixture else "model.dtype=float64"
+    expected = train(config, tmp_path / "alone", data, *ALONE, dtype)
+    found = train(config, tmp_path / "mesh", data, dtype)
     assert len(expected) >= 8
-    assert found == pytest.approx(expected, rel=1e-8)
+    assert found == pytest.approx(expected, rel=1e-5 if mixture else 1e-8)
 
 
 def test_two_hosts(tmp_path: Path) -> None:
