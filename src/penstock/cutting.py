@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.errors import InputError
 from penstock.parallel.beside import Beside
-from penstock.runtime.executor import Collect
 from penstock.runtime.microbatch import fingerprint
 from penstock.runtime.shapes import Microbatch
+from penstock.runtime.step import Collect
 from penstock.runtime.world import World
 from penstock.steps import Cutter, Given
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from penstock.cutting import MeshCutter
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parts import Parts
-from penstock.runtime.executor import Collect
 from penstock.runtime.loss import NextToken
 from penstock.runtime.microbatch import batch_rows
 from penstock.runtime.parcel import EdgeSpecs, Parcel, pack_specs, put_together, take_apart, unpack_specs
 from penstock.runtime.stage import evaluating
+from penstock.runtime.step import Collect
 from penstock.runtime.world import World
 from penstock.schedule import verify
 from penstock.schedule.builders.inference import forwards
@@ -58,8 +58,8 @@ class Evaluations:
             result, _ = self._steps.run(lowered, given, collect, scored=scored)
         found: dict[int, Any] = {}
         for executor in lowered.executors:
-            found |= executor.results
-            executor.results = {}
+            found |= executor.ops.results
+            executor.ops.results = {}
         return result, dict(sorted(found.items()))
 
     def outputs(self, given: Given, wanted: Collect | bool, everywhere: bool) -> Evaluation:

@@ -31,7 +31,7 @@ def step_costs(told: Told, executors: Sequence[Executor], processes: Processes) 
     Collective.
     """
     schedule = told[0]
-    mine = [[*place, *sizes] for executor in executors for place, sizes in executor.ledger.sizes.items()]
+    mine = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
     known = {(stage, number): Sizes(*sizes) for part in processes.gather(mine)
              for stage, number, *sizes in part}  # fmt: skip
     none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through

@@ -19,11 +19,11 @@ from penstock.options import Options, Shapes
 from penstock.parts import Parts
 from penstock.provided import provided_parts, taking
 from penstock.runtime import report
-from penstock.runtime.executor import Collect
 from penstock.runtime.memory import Held
 from penstock.runtime.microbatch import with_entries
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.shared import SharedGradients
+from penstock.runtime.step import Collect
 from penstock.schedule import Costs, Proof, Timeline, verify
 from penstock.split_model import SplitModel
 from penstock.steps import Given, StepResult, Steps, Told

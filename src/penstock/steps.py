@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from penstock.errors import BatchError, ModelError, PeerError, RunError, ShapeError
 from penstock.models.edges import DeclaredEdges
 from penstock.runtime import report
-from penstock.runtime.executor import Collect, Executor, StepInput, run_together
+from penstock.runtime.executor import Executor
 from penstock.runtime.last_words import last_words
 from penstock.runtime.loss import Loss
 from penstock.runtime.lower import lower
@@ -23,6 +23,8 @@ from penstock.runtime.padding import Padding
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import EdgeShapes, Microbatch
 from penstock.runtime.stage import Stage
+from penstock.runtime.step import Collect, StepInput
+from penstock.runtime.together import run_together
 from penstock.runtime.world import World
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.exchanges import exchanges
@@ -228,5 +230,5 @@ def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch])
 
 def _tell_apart(executor: Executor, weight: int) -> None:
     """What `_with_loss` put together, each to where it belongs."""
-    executor.shares = [total / weight for total, _ in executor.results.values()]
-    executor.results = {number: kept for number, (_, kept) in executor.results.items()}
+    executor.ops.shares = [total / weight for total, _ in executor.ops.results.values()]
+    executor.ops.results = {number: kept for number, (_, kept) in executor.ops.results.items()}

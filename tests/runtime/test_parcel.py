@@ -17,7 +17,6 @@ from penstock.runtime.parcel import (
     EdgeSpecs,
     TensorSpec,
     declared,
-    gradient_specs,
     pack_specs,
     put_together,
     take_apart,
@@ -136,10 +135,10 @@ def test_specs_stand_for_tensors() -> None:
 
 def test_gradients_come_back_for_what_has_one() -> None:
     specs = specs_of([*TENSORS, torch.ones(5, requires_grad=True)])
-    assert gradient_specs(specs) == EdgeSpecs((specs.tensors[2], specs.tensors[-1]))
+    assert specs.gradients == EdgeSpecs((specs.tensors[2], specs.tensors[-1]))
     told = declared(list(TENSORS))  # whoever declares a tensor of floats means one with a gradient
     carrying = [told.tensors[i] for i in (0, 1, 2, 5, 6)]
-    assert gradient_specs(told) == EdgeSpecs(tuple(carrying))
+    assert told.gradients == EdgeSpecs(tuple(carrying))
 
 
 def test_specs_in_words() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ShapeError
-from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec, declared, gradient_specs, take_apart
+from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec, declared, take_apart
 from penstock.runtime.shapes import Microbatch, check
 from penstock.runtime.sharding import Sharding
 from penstock.runtime.stage import Stage
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
     expected = declared((TensorSpec((2, 3), torch.float32), whole))
     tensors, form = take_apart((torch.zeros(2, 3), whole))
     check(Op(0, "F", 1), tensors, form, expected)
-    assert gradient_specs(expected).tensors == expected.tensors[:1]
+    assert expected.gradients.tensors == expected.tensors[:1]
     for wrong in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(6)):
         with pytest.raises(
             ShapeError, match=r"0F1 gave .*: the next rank expects float32\[2, 3\], int64\[2\]"

@@ -8,12 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
-from penstock.runtime.executor import Executor, StepInput, run_together
+from penstock.runtime.executor import Executor
 from penstock.runtime.lower import lower
 from penstock.runtime.parcel import EdgeSpecs, TensorSpec
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import Stage
+from penstock.runtime.step import StepInput
+from penstock.runtime.together import run_together
 from penstock.runtime.transport import LocalTransport
 from penstock.schedule import Proof, Schedule, verify
 from support.programs import perhaps_broken
@@ -69,7 +71,7 @@ def run(schedule: Schedule, proof: Proof) -> list[nn.Module]:
     ]
     run_together(executors, StepInput(microbatches(schedule.microbatches), 1))
     assert sum(executor.left_over for executor in executors) + transport.pending == 0
-    assert tuple(executor.peak_live for executor in executors) == proof.peak_live
+    assert tuple(executor.ops.peak_live for executor in executors) == proof.peak_live
     return [stages[stage].module for stage in range(schedule.stages)]
 
 

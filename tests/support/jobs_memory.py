@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from penstock import AutoPipeline, Pipeline
-from penstock.runtime.executor import Executor
-from penstock.runtime.memory import Measured
+from penstock.runtime.memory import Ledger, Measured
 from penstock.schedule import simulate
 from support.families import tiny_model
 from support.ragged import Microbatches, tokens
@@ -41,9 +41,8 @@ def peaks(ranks: int, schedule: Any, ragged: bool, how: Any) -> Peaks:
     pipe.step(batch)  # measures each shape
     for parameter in pipe.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    (executor,) = pipe._training.executors
     forget_buffers(pipe)
-    counted = count_bytes(executor, pipe, batch)
+    counted = count_bytes(pipe, batch)
     predicted = simulate(pipe.schedule, pipe.costs()).peak_memory[dist.get_rank()]
     told = pipe.memory[dist.get_rank()].total
     hosted = len(pipe.stages)
@@ -57,18 +56,16 @@ def forget_buffers(pipe: Pipeline) -> None:
     channels._opened._pool._buffers.clear()
 
 
-def count_bytes(executor: Executor, pipe: Pipeline, batch: Sequence[Any]) -> int:
+def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     most = 0
-    look = executor._count
+    look = Ledger.sample
 
-    def watch(made: int = 0) -> None:
+    def watch(ledger: Ledger, buffers: int) -> None:
         nonlocal most
         time.sleep(OP)
-        look(made)
+        look(ledger, buffers)
         most = max(most, alive.nbytes)
 
-    executor._count = watch  # type: ignore[method-assign]
-    with Measured() as alive:
+    with patch.object(Ledger, "sample", watch), Measured() as alive:
         pipe.step(batch)
-    executor._count = look  # type: ignore[method-assign]
     return most

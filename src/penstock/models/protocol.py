@@ -100,6 +100,7 @@ class ProvidedCall:
         self._places = [p.name for p in parameters if p.kind in by_place]
         self._takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
         self._takes_more = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+        self._taken: dict[tuple[object, ...], list[str]] = {}  # of a microbatch, by what is given
         self._needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
@@ -113,12 +114,14 @@ class ProvidedCall:
     def _with_entries(
         self, given: tuple[Any, ...], by_name: dict[str, Any], microbatch: Microbatch
     ) -> dict[str, Any]:
-        placed = set(self._places[: len(given)])
-        rest = [name for name in self._names if name in microbatch and name not in placed]
-        by_name = {**{name: microbatch[name] for name in rest}, **by_name}
-        if missing := self._needed - placed - by_name.keys():
-            self._refuse(missing, microbatch)
-        return by_name
+        form = len(given), *by_name, None, *microbatch
+        if (names := self._taken.get(form)) is None:
+            placed = {*self._places[: len(given)], *by_name}
+            names = [name for name in self._names if name in microbatch and name not in placed]
+            if missing := self._needed - placed - set(names):
+                self._refuse(missing, microbatch)
+            self._taken[form] = names
+        return {**{name: microbatch[name] for name in names}, **by_name}
 
     def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What comes over the edge, by position and by name. Raises ModelError for what does not fit in."""

@@ -11,7 +11,6 @@ it puts off is run when the rank has nothing better to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -20,8 +19,11 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.runtime.deferred import Deferred, without_autocast
-from penstock.runtime.parcel import Parcel, TensorSpec
+from penstock.runtime.parcel import Parcel
 from penstock.runtime.tape import Tape
+
+# nodes whose graph lives on by a token, which get_gradient_edge makes; of all others the edge is at hand
+_IN_PYTHON: type = torch._C._FunctionBase
 
 
 class Live(NamedTuple):
@@ -32,31 +34,41 @@ class Live(NamedTuple):
     tape: Tape | None = None  # of a forward under `deferring`
 
 
-def leaf(received: Tensor, differentiable: bool = True) -> Tensor:
+def leaf(received: Tensor, carries_gradient: bool = True) -> Tensor:
     """`received`, which no graph holds yet, as the start of one."""
-    floating = received.is_floating_point() or received.is_complex()
-    return received.requires_grad_(floating and differentiable)
+    return received.requires_grad_(carries_gradient and can_carry(received))
+
+
+def can_carry(tensor: Tensor) -> bool:
+    """Whether its dtype can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def leaves(received: Parcel) -> tuple[Tensor, ...]:
-    pairs = zip(received.tensors, received.specs.tensors, strict=True)
-    return tuple([leaf(tensor, spec.differentiable) for tensor, spec in pairs])
+    pairs = zip(received.tensors, received.specs.carrying, strict=True)
+    return tuple([tensor.requires_grad_(carries) for tensor, carries in pairs])
 
 
 def hold(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     tape: Tape | None = None,
-    specs: Sequence[TensorSpec] | None = None,
+    carrying: Sequence[bool] | None = None,
 ) -> Live:
     """tape: of the forward, where it ran under `deferring`
 
-    specs: what was said of the outputs; None: each one of floating point gets a gradient
+    carrying: which of the outputs were said to get a gradient; None: each one that can
     """
-    specs = [TensorSpec(o.shape, o.dtype) for o in outputs] if specs is None else specs
-    roots = [get_gradient_edge(output) if output.requires_grad else None
-             for output, spec in zip(outputs, specs, strict=True) if spec.carries_gradient]  # fmt: skip
+    carrying = list(map(can_carry, outputs)) if carrying is None else carrying
+    roots = [_edge(output) for output, carries in zip(outputs, carrying, strict=True) if carries]
     return Live(tuple(inputs), tuple(roots), tape)
+
+
+def _edge(output: Tensor) -> GradientEdge | None:
+    node = output.grad_fn
+    if node is None or isinstance(node, _IN_PYTHON):
+        return get_gradient_edge(output) if output.requires_grad else None
+    return GradientEdge(node, output.output_nr)
 
 
 def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -65,8 +77,11 @@ def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...
     gradients: of each output that was said to get one, in order.
     """
     roots, given = _pair(live, gradients)
-    with nullcontext() if live.tape is None else live.tape.replaying():
+    if live.tape is None:
         _run(roots, given)
+    else:
+        with live.tape.replaying():
+            _run(roots, given)
     return _input_gradients(live)
 
 

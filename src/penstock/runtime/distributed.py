@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from penstock.errors import BatchError
 from penstock.runtime.channels import Channels
 from penstock.runtime.groups import Groups
-from penstock.runtime.lower import Message, channels
+from penstock.runtime.lower import Action, Message, channels
 from penstock.runtime.network import Network
 from penstock.runtime.parcel import EdgeSpecs, Parcel
 from penstock.runtime.processes import Processes
@@ -36,6 +36,7 @@ class DistributedTransport:
     """The transport of one rank on the `pp` axis of a mesh. It has no channels before `open`."""
 
     overlap = False
+    needless: frozenset[type[Action]] = frozenset()
 
     def __init__(self, groups: Groups, device: torch.device, timeout: float) -> None:
         self.rank = groups.rank

@@ -6,71 +6,72 @@ What is left here is to give each action its effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from penstock.runtime.loss import Loss
-from penstock.runtime.lower import Compute, Exchange, Free, Hand, Message, Plan, Post, Reduce, Send, Wait
-from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
-from penstock.runtime.pairs import Actions, Begin, End, Pairing
-from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel, gradient_specs, take_apart
-from penstock.runtime.partner import Draws
+from penstock.runtime.lower import (
+    Action,
+    Compute,
+    Exchange,
+    Free,
+    Hand,
+    Message,
+    Plan,
+    Post,
+    Reduce,
+    Send,
+    Wait,
+)
+from penstock.runtime.ops import Ops, Task
+from penstock.runtime.pairs import Begin, End, Pairing
+from penstock.runtime.parcel import Parcel
 from penstock.runtime.progress import Progress
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import EdgeShapes, check
+from penstock.runtime.recorder import Mark, Recorder
+from penstock.runtime.shapes import EdgeShapes
 from penstock.runtime.stage import Stage
-from penstock.runtime.step import Collect as Collect
-from penstock.runtime.step import StepInput as StepInput
-from penstock.runtime.together import run_together as run_together
+from penstock.runtime.step import StepInput
 from penstock.runtime.transport import Transport, of_their_own
 from penstock.schedule import Op
 
-_UNMEASURED = nullcontext()
-_REMEMBERED = 4096  # shapes whose footprints are known
+# what gives an action its effect; None for a wait, which may have to let other ranks go first
+Effect = Callable[[Any, StepInput], None] | None
 
 
-@dataclass
 class Executor:
-    """Runs one rank's plan. `inbox`, `outbox` and the stages' live activations are empty between steps.
+    """Runs one rank's plan. `inbox` and `outbox` are empty between steps.
 
     edges: None where each message tells itself what it is
     """
 
-    plan: Plan
-    stages: Mapping[int, Stage]
-    edges: EdgeShapes | None
-    loss: Loss
-    transport: Transport
-    recorder: Recorder
-    inbox: dict[Op, Parcel] = field(default_factory=dict)  # by the op that made it
-    outbox: dict[Op, Parcel] = field(default_factory=dict)
-    totals: list[Tensor] = field(default_factory=list)  # loss of each microbatch, on the last stage's rank
-    shares: list[Tensor] = field(default_factory=list)  # those of the step's loss, once it has ended
-    results: dict[int, Any] = field(default_factory=dict)  # what `collect` returned, by microbatch
-    seed: Tensor | None = None  # the loss's own gradient, 1 / weight
-    peak_live: int = 0
-    ledger: Ledger = field(default_factory=Ledger)
-    current: Op | None = None
-    pairing: Pairing | None = None  # of a step whose pairs run side by side
-    expected: dict[tuple[int, int, str], EdgeSpecs] = field(default_factory=dict)  # of one step, see _specs
-    footprints: dict[object, Footprint] = field(default_factory=dict)  # of all that were ever seen
-
-    @cached_property
-    def split(self) -> frozenset[tuple[int, int]]:
-        return self.plan.schedule.split
+    def __init__(
+        self,
+        plan: Plan,
+        stages: Mapping[int, Stage],
+        edges: EdgeShapes | None,
+        loss: Loss,
+        transport: Transport,
+        recorder: Recorder,
+    ) -> None:
+        self.plan, self.transport, self.recorder = plan, transport, recorder
+        self.stages, self._told = stages, edges is None
+        self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: transport.buffer_bytes)
+        self._by_kind = self.ops.by_kind
+        self.inbox: dict[Op, Parcel] = {}  # by the op that made it
+        self.outbox: dict[Op, Parcel] = {}
+        self.current: Op | None = None
+        self.pairing: Pairing | None = None  # of a step whose pairs run side by side
+        self._effects: list[tuple[Effect, Any]] | None = None
 
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields the message that another rank of this process must send first."""
-        if self.pairing is None and self.transport.overlap and self.plan.schedule.overlaps:
-            self.pairing = Pairing(self)
+        if self._effects is None:
+            if self.transport.overlap and self.plan.schedule.overlaps:
+                self.pairing = Pairing(self)
+            actions = self.plan.actions if self.pairing is None else self.pairing.actions
+            self._effects = list(self._bound(actions))
         try:
-            yield from self._run(self.plan.actions if self.pairing is None else self.pairing.actions, step)
+            yield from self._run(self._effects, step)
         except BaseException as error:
             if self.pairing is not None:
                 self.pairing.join()
@@ -80,200 +81,85 @@ class Executor:
                     raise typed from error
             raise
 
-    def _run(self, actions: Actions, step: StepInput) -> Iterator[Message]:
+    def _run(self, effects: Iterable[tuple[Effect, Any]], step: StepInput) -> Iterator[Message]:
         self.recorder.begin_step()
-        self.totals, self.shares, self.results, self.seed, self.expected = [], [], {}, None, {}
-        self.peak_live, self.ledger = 0, Ledger()
-        told = self.edges is None
-        for action in actions:
-            match action:
-                case Compute(op, takes, gives):
-                    result = self.compute(op, takes, step)
-                    if gives:
-                        assert result is not None
-                        self.outbox[op] = result
-                    del result  # what nobody takes goes now
-                case Post(message):
-                    self.transport.post(message, self._specs(message, step))
-                case Wait(message):
-                    began = self.recorder.now()
-                    while (parcel := self.transport.receive(message)) is None:
-                        yield message
-                    self.recorder.waited(message.op, began, self.recorder.now())
-                    self.ledger.receive(parcel)
-                    self.inbox[message.op] = parcel
-                    del parcel  # or the last message would live on here while this rank waits
-                case Hand(message):
-                    given = self.outbox.pop(message.op)
-                    tensors = of_their_own(given.tensors, given.specs)
-                    self.inbox[message.op] = Parcel(tensors, given.specs)
-                    del tensors
-                    self.ledger.receive(given)
-                    del given
-                case Send(message):
-                    self.transport.send(message, self.outbox.pop(message.op), told)
-                case Exchange(_, in_line):
-                    self.transport.start(in_line)
-                case Free(message):
-                    self.transport.free(message)
-                case Reduce(index):
-                    self.stages[index].reduce()
-                case Begin(Compute(op, takes, _), forward):
-                    assert self.pairing is not None
-                    self.pairing.begin(op, takes, forward, step)
-                case End(Compute(op, takes, gives)):
-                    assert self.pairing is not None
-                    result = self.pairing.end(op, takes, step)
-                    if gives:
-                        self.outbox[op] = result
-                    del result
-        if self.totals:
-            self.shares = list(torch._foreach_div(self.totals, step.weight))
-            self.totals = []
+        self.ops.begin_step()
+        for effect, action in effects:
+            if effect is not None:
+                effect(action, step)
+                continue
+            began = self.recorder.now()
+            while not self._arrived(action.message, began):
+                yield action.message
+        self.ops.end_step(step)
 
-    def compute(self, op: Op, takes: Op | None, step: StepInput) -> Parcel | None:
-        """Its result for another stage."""
+    def _bound(self, actions: Iterable[Action | Begin | End]) -> Iterator[tuple[Effect, Any]]:
+        """Each action's effect, found once for all steps."""
+        effects: Mapping[type, Effect] = {
+            Post: self._post, Wait: None, Hand: self._hand, Send: self._send, Exchange: self._exchange,
+            Free: self._free, Reduce: self._reduce, Begin: self._begin, End: self._end,
+        }  # fmt: skip
+        for action in actions:
+            if isinstance(action, Compute):
+                yield self.compute, self.ops.tasks[action.op]
+            elif type(action) not in self.transport.needless:
+                yield effects[type(action)], action
+
+    def compute(self, task: Task, step: StepInput) -> None:
+        op, takes = task.op, task.takes
         self.current = op
         received = None if takes is None else self.inbox.pop(takes)
-        start = self.recorder.now()
-        match op.kind:
-            case "F":
-                result = self._forward(op, received, step)
-            case "W":
-                self.stages[op.stage].weight_backward(op.microbatch)
-                self.ledger.weight_backward(op.stage, op.microbatch)
-                result = None
-            case _:
-                result = self._backward(op, received, step)
-        self.recorder.add(op, takes, start, self.recorder.now())
+        now = self.recorder.now
+        start = now()
+        result = self._by_kind[op.kind](task, received, step)
+        self.recorder.add(op, takes, start, now())
         self.current = None
-        return result
+        if task.gives:
+            assert result is not None
+            self.outbox[op] = result
 
-    def _forward(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel | None:
-        """What goes to the next stage."""
-        if not self.plan.peak_live:  # no backward will come: hold nothing
-            return self._infer(op, received, step)
-        number, microbatch = op.microbatch, step.microbatches[op.microbatch]
-        stage, place = self.stages[op.stage], (op.stage, op.microbatch)
-        key = self.key(op, step)
-        *_, split, recompute, _, _ = key
-        known = self.footprints.get(key)
-        draws = None if known is not None else Draws()
-        expected = self._expected(op, step)  # which may have to be learnt: no part of what the forward leaves
-        with _UNMEASURED if known is not None else measuring(self.recorder.device) as measured:
-            if op.stage in self.last:
-                total = stage.forward_loss(number, received, microbatch, self.loss, split, recompute)
-                self.totals.append(total)
-                result = None
-            else:
-                result = stage.forward(number, received, microbatch, expected, split, recompute)
-        if known is None:
-            assert measured is not None
-            outputs = () if result is None else result.tensors
-            if len(self.footprints) >= _REMEMBERED:
-                self.footprints.pop(next(iter(self.footprints)))
-            left = footprint(measured.nbytes, stage.live[number].inputs, outputs)
-            known = self.footprints[key] = left._replace(draws=draws is not None and draws.happened())
-        self.ledger.take(received)
-        self.ledger.forward(*place, known, result)
-        self._count(known.output)
-        return None if result is None else result._replace(loose=known.output)
+    def _arrived(self, message: Message, began: Mark) -> bool:
+        """Whether the message is here; waits for it unless another rank of this process has to send it.
 
-    def key(self, op: Op, step: StepInput) -> tuple[int, object, bool, bool, bool, bool]:
-        """Of a microbatch on a stage, equal where its forward leaves the same behind."""
-        place = op.stage, op.microbatch
-        split, recompute = place in self.split, place in self.plan.recomputed
-        casts = torch.is_autocast_enabled(self.recorder.device.type)
-        training = self.stages[op.stage].module.training
-        return op.stage, step.keys[op.microbatch], split, recompute, training, casts
-
-    def _infer(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel | None:
-        """What goes to the next stage, of a forward that holds nothing."""
-        stage, microbatch = self.stages[op.stage], step.microbatches[op.microbatch]
-        output = stage.infer(received, microbatch)
-        self.ledger.take(received)
-        if op.stage not in self.last:
-            tensors, form = take_apart(output)
-            if (expected := self._expected(op, step)) is not None:
-                check(op, tensors, form, expected)
-            return Parcel(tensors, expected or EdgeSpecs.of(tensors, form))
-        with torch.no_grad():
-            if step.collect is not None:
-                self.results[op.microbatch] = step.collect(output, op.microbatch)
-            else:
-                self.totals.append(self.loss.total(output, microbatch))
-        return None
-
-    def _backward(self, op: Op, received: Parcel | None, step: StepInput) -> Parcel:
-        """The gradients of what came in, none on the first stage."""
-        self._count()  # the gradients are here, and the activation still is
-        inputs = self.gradients(op, (self.loss_gradient(step),) if received is None else received.tensors)
-        return self.after_backward(op, received, inputs, step)
-
-    def gradients(self, op: Op, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Of a backward, which may run in another thread: it touches nothing but the stage."""
-        stage = self.stages[op.stage]
-        return (stage.input_backward if op.kind == "I" else stage.backward)(op.microbatch, gradients)
-
-    def after_backward(
-        self, op: Op, received: Parcel | None, inputs: tuple[Tensor, ...], step: StepInput
-    ) -> Parcel:
-        stage, number = self.stages[op.stage], op.microbatch
-        self.ledger.take(received)
-        deferred = stage.deferred.get(number)
-        self.ledger.backward(op.stage, number, 0 if deferred is None else deferred.nbytes)
-        self._count(sum([gradient.nbytes for gradient in inputs]))
-        expected = self._expected(op, step)
-        if expected is not None:
-            check(op, inputs, SINGLE, expected)
-        return Parcel(inputs, expected or EdgeSpecs.of(inputs, SINGLE))
-
-    def loss_gradient(self, step: StepInput) -> Tensor:
-        """The gradient of the totals, whose sum over the weight is the step's loss."""
-        if self.seed is None:
-            self.seed = torch.full_like(self.totals[0], 1 / step.weight)
-        return self.seed
-
-    @cached_property
-    def last(self) -> frozenset[int]:
-        """The stages whose output goes into the loss."""
-        placement = self.plan.schedule.placement
-        return frozenset(filter(placement.is_last, range(placement.stages)))
-
-    @cached_property
-    def crossing(self) -> dict[Op, Message]:
-        """By op, what it sends to another rank."""
-        return {action.message.op: action.message for action in self.plan.actions if isinstance(action, Send)}
-
-    def _expected(self, op: Op, step: StepInput) -> EdgeSpecs | None:
-        """What the rank that waits for the result of `op` expects; None where it is told with it."""
-        message = self.crossing.get(op)
-        return None if message is None else self._specs(message, step)
-
-    def _specs(self, message: Message, step: StepInput) -> EdgeSpecs | None:
-        """What the message holds; looked up once a step for all microbatches of one shape."""
-        if self.edges is None:
-            return None
-        op = message.op
-        key = (step.shapes[op.microbatch], op.stage, op.kind)
-        if (known := self.expected.get(key)) is not None:
-            return known
-        behind = min(op.stage, message.target) % self.plan.schedule.placement.depth
-        edge = self.edges(behind, step.microbatches[op.microbatch])
-        self.expected[key] = edge if op.kind == "F" else gradient_specs(edge)
-        return self.expected[key]
-
-    def _count(self, made: int = 0) -> None:
-        """Live activations, and bytes, where either may be at its peak.
-
-        made: bytes of a result that is yet to be sent
+        began: when the rank began to wait for it
         """
-        live = self.held
-        if self.pairing is not None and self.pairing.busy:  # the backward may have let go of its own by now
-            live = self.pairing.held
-        self.peak_live = max(self.peak_live, live)
-        assert live <= self.plan.peak_live, f"{live} live activations, {self.plan.peak_live} proven"
-        self.ledger.sample(self.transport.buffer_bytes + made)
+        parcel = self.transport.receive(message)
+        if parcel is None:
+            return False
+        self.recorder.waited(message.op, began, self.recorder.now())
+        self.ops.ledger.receive(parcel)
+        self.inbox[message.op] = parcel
+        return True
+
+    def _post(self, action: Post, step: StepInput) -> None:
+        self.transport.post(action.message, self.ops.specs(action.message, step))
+
+    def _hand(self, action: Hand, step: StepInput) -> None:
+        op = action.message.op
+        given = self.outbox.pop(op)
+        self.ops.ledger.receive(given)
+        self.inbox[op] = Parcel(of_their_own(given.tensors, given.specs), given.specs)
+
+    def _send(self, action: Send, step: StepInput) -> None:
+        message = action.message
+        self.transport.send(message, self.outbox.pop(message.op), self._told)
+
+    def _exchange(self, action: Exchange, step: StepInput) -> None:
+        self.transport.start(action.in_line)
+
+    def _free(self, action: Free, step: StepInput) -> None:
+        self.transport.free(action.message)
+
+    def _reduce(self, action: Reduce, step: StepInput) -> None:
+        self.stages[action.stage].reduce()
+
+    def _begin(self, action: Begin, step: StepInput) -> None:
+        assert self.pairing is not None
+        self.pairing.begin(self.ops.tasks[action.compute.op], self.ops.tasks[action.forward], step)
+
+    def _end(self, action: End, step: StepInput) -> None:
+        assert self.pairing is not None
+        self.pairing.end(self.ops.tasks[action.compute.op], step)
 
     @property
     def progress(self) -> Progress:
@@ -281,22 +167,15 @@ class Executor:
         return Progress(self.plan.schedule.programs[self.plan.rank], self.recorder.done, self.current)
 
     @property
-    def held(self) -> int:
-        """Live activations."""
-        return sum([stage.held for stage in self.stages.values()])
-
-    @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.inbox) + len(self.outbox) + self.held
+        return len(self.inbox) + len(self.outbox) + self.ops.held
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""
         if self.pairing is not None:
             self.pairing.close()
-        self.current = self.pairing = None
+        self.current = self.pairing = self._effects = None
         self.inbox.clear()
         self.outbox.clear()
-        self.results = {}
-        for stage in self.stages.values():
-            stage.reset()
+        self.ops.reset()

@@ -45,7 +45,7 @@ def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
     schedule = executors[0].plan.schedule
     ended = {executor.plan.rank: executor.recorder.ended() for executor in executors}
     spans = [Span(rank, op, of.start, of.end) for rank, marks in sorted(ended.items()) for op, of in marks]
-    live = {executor.plan.rank: executor.peak_live for executor in executors}
+    live = {executor.plan.rank: executor.ops.peak_live for executor in executors}
     peaks = tuple(live.get(rank, 0) for rank in range(schedule.ranks))
     return Timeline(schedule.name, schedule.ranks, tuple(spans), peaks, overlaps=schedule.overlaps)
 

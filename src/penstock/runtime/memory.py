@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.parcel import Parcel
+from penstock.schedule import Op
+
+Place = tuple[int, int]  # stage and microbatch
 
 
 class Footprint(NamedTuple):
@@ -58,46 +61,53 @@ class Sizes(NamedTuple):
 
 
 class Ledger:
-    """The sums over one step, and the most they came to.
-
-    sizes: what each microbatch held on each stage
-    """
+    """The sums over one step, and the most they came to."""
 
     def __init__(self) -> None:
         self.peak = Held()
         self.most_deferred = 0
-        self.sizes: dict[tuple[int, int], Sizes] = {}
-        self._activations = self._deferred = 0
+        self._activations = self._deferred = self._most = 0
         self._received = 0  # not yet taken over by an op
+        self._forwards: dict[Place, tuple[Footprint, int]] = {}
+        self._for_weight: dict[Place, int] = {}
 
     def sample(self, buffers: int) -> None:
-        now = Held(self._activations, buffers + self._received, self._deferred)
-        if now.total > self.peak.total:
-            self.peak = now
+        total = self._activations + self._deferred + self._received + buffers
+        if total > self._most:
+            self._most = total
+            self.peak = Held(self._activations, buffers + self._received, self._deferred)
 
     def receive(self, parcel: Parcel) -> None:
         self._received += parcel.nbytes
 
-    def take(self, parcel: Parcel | None) -> None:
+    def take(self, parcel: Parcel) -> None:
         """An op has used what was received up, or made it part of an activation."""
-        if parcel is not None:
-            self._received -= parcel.nbytes
+        self._received -= parcel.nbytes
 
-    def forward(self, stage: int, microbatch: int, left: Footprint, result: Parcel | None) -> None:
-        buffer = 0 if result is None else result.nbytes
-        self.sizes[stage, microbatch] = Sizes(left.activation, left.output, buffer, 0)
+    def forward(self, op: Op, left: Footprint, result: int) -> None:
+        """result: bytes that another stage is given"""
+        self._forwards[op.stage, op.microbatch] = left, result
         self._activations += left.activation
 
-    def backward(self, stage: int, microbatch: int, deferred: int) -> None:
+    def backward(self, op: Op, deferred: int) -> None:
         """deferred: bytes that are held on for W"""
-        sizes = self.sizes[stage, microbatch]._replace(held_for_weight=deferred)
-        self.sizes[stage, microbatch] = sizes
-        self._activations -= sizes.activation
-        self._deferred += deferred
-        self.most_deferred = max(self.most_deferred, self._deferred)
+        place = op.stage, op.microbatch
+        self._activations -= self._forwards[place][0].activation
+        if deferred:
+            self._for_weight[place] = deferred
+            self._deferred += deferred
+            self.most_deferred = max(self.most_deferred, self._deferred)
 
-    def weight_backward(self, stage: int, microbatch: int) -> None:
-        self._deferred -= self.sizes[stage, microbatch].held_for_weight
+    def weight_backward(self, op: Op) -> None:
+        self._deferred -= self._for_weight.get((op.stage, op.microbatch), 0)
+
+    @property
+    def sizes(self) -> dict[Place, Sizes]:
+        """What each microbatch held on each stage."""
+        return {
+            place: Sizes(left.activation, left.output, result, self._for_weight.get(place, 0))
+            for place, (left, result) in self._forwards.items()
+        }
 
 
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -18,13 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.runtime.lower import Action, Compute, Plan
-from penstock.runtime.parcel import Parcel
 from penstock.runtime.partner import Partner
 from penstock.runtime.step import StepInput
 from penstock.schedule import Op
 
 if TYPE_CHECKING:
     from penstock.runtime.executor import Executor
+    from penstock.runtime.ops import Task
 
 
 class Begin(NamedTuple):
@@ -92,38 +92,40 @@ class Pairing:
         self.actions = side_by_side(executor.plan)
         self.ran = 0  # pairs that ran side by side
         executor.transport.closers.append(self.close)
-        self.held = 0  # live activations while one does, the forward's own among them
 
     @property
     def busy(self) -> bool:
         return self._partner.busy
 
-    def begin(self, op: Op, takes: Op | None, forward: Op, step: StepInput) -> None:
-        """The backward of a pair, in the second thread, if that may be. takes: as `Compute` has it"""
-        executor = self._executor
-        known = [executor.footprints.get(executor.key(each, step)) for each in (forward, op)]
-        if any(left is None or left.draws for left in known) or not self._partner.may_begin(forward, op):
+    def begin(self, task: Task, forward: Task, step: StepInput) -> None:
+        """The backward of a pair, in the second thread, if that may be."""
+        executor, ops = self._executor, self._executor.ops
+        known = [ops.footprint(each, step) for each in (forward, task)]
+        if any(left is None or left.draws for left in known):
             return
-        executor._count()  # as before every backward
-        given = (executor.loss_gradient(step),) if takes is None else executor.inbox[takes].tensors
-        self.held = executor.held + 1
+        if not self._partner.may_begin(forward.op, task.op):
+            return
+        ops.before_backward()
+        given = ops.given(None if task.takes is None else executor.inbox[task.takes], step)
+        ops.beside = ops.held + 1  # the forward's own among them
         self.ran += 1
-        self._partner.begin(forward, op, partial(executor.gradients, op, given))
+        self._partner.begin(forward.op, task.op, partial(ops.gradients, task, given))
 
-    def end(self, op: Op, takes: Op | None, step: StepInput) -> Parcel:
-        """Its result for another stage; it runs now where it has not begun."""
+    def end(self, task: Task, step: StepInput) -> None:
+        """What its result is for another stage goes into the outbox; it runs now where it has not begun."""
         executor = self._executor
         if not self._partner.busy:
-            result = executor.compute(op, takes, step)
-            assert result is not None
-            return result
-        executor.current = op
+            executor.compute(task, step)
+            return
+        executor.current = task.op
         ran = self._partner.result()
-        received = None if takes is None else executor.inbox.pop(takes)
-        result = executor.after_backward(op, received, ran.inputs, step)
-        executor.recorder.add(op, takes, ran.start, ran.end)
+        executor.ops.beside = None
+        received = None if task.takes is None else executor.inbox.pop(task.takes)
+        result = executor.ops.after_backward(task, received, ran.inputs, step)
+        executor.recorder.add(task.op, task.takes, ran.start, ran.end)
         executor.current = None
-        return result
+        if task.gives:
+            executor.outbox[task.op] = result
 
     def join(self) -> None:
         """Leave no backward at work where the step has failed."""

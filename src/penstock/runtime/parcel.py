@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +64,12 @@ class Form(NamedTuple):
     constants: tuple[tuple[int, Any], ...] = ()
 
 
-class EdgeSpecs(NamedTuple):
+@dataclass(frozen=True)
+class EdgeSpecs:
     """All that is known of a value before its tensors come."""
 
     tensors: tuple[TensorSpec, ...]
-    form: Form = Form()
+    form: Form = field(default_factory=Form)
 
     def __str__(self) -> str:
         told = ", ".join(map(str, self.tensors)) or "no tensor"
@@ -78,6 +81,20 @@ class EdgeSpecs(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor], form: Form) -> EdgeSpecs:
         return cls(tuple([TensorSpec.of(tensor) for tensor in tensors]), form)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum([spec.nbytes for spec in self.tensors])
+
+    @cached_property
+    def carrying(self) -> tuple[bool, ...]:
+        """Of each tensor, whether a gradient comes back for it."""
+        return tuple([spec.carries_gradient for spec in self.tensors])
+
+    @cached_property
+    def gradients(self) -> EdgeSpecs:
+        """What comes back over the edge that this went out on: a tuple of tensors."""
+        return EdgeSpecs(tuple([spec for spec in self.tensors if spec.carries_gradient]))
 
 
 class Parcel(NamedTuple):
@@ -92,7 +109,7 @@ class Parcel(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum([tensor.nbytes for tensor in self.tensors])
+        return self.specs.nbytes
 
     @property
     def value(self) -> Any:
@@ -163,11 +180,6 @@ def declared(value: Any) -> EdgeSpecs:
     constants = tuple((i, spec) for i, spec in enumerate(specs) if not isinstance(spec, TensorSpec))
     _check_constants(constants)
     return EdgeSpecs(tensors, Form(tree, constants))
-
-
-def gradient_specs(forward: EdgeSpecs) -> EdgeSpecs:
-    """What comes back over the edge that `forward` went out on: a tuple of tensors."""
-    return EdgeSpecs(tuple([spec for spec in forward.tensors if spec.carries_gradient]))
 
 
 def describe(tensors: Sequence[Tensor]) -> str:

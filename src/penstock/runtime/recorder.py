@@ -34,13 +34,14 @@ class Recorder:
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
         self.device, self._cuda = device, device.type == "cuda"
         self._offset = clock_offset
-        self._marks: list[tuple[Op, Mark, Mark, Mark, Mark]] = []
+        self._done: list[Op] = []
+        self._marks: list[Mark] = []  # of each op that is done: start, end, start and end of its wait
         self._waited: dict[Op, tuple[Mark, Mark]] = {}  # by what was waited for
         self._zero: tuple[float, torch.cuda.Event] | None = None
         self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._marks, self._waited = [], {}
+        self._done, self._marks, self._waited = [], [], {}
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
@@ -50,26 +51,28 @@ class Recorder:
 
     def add(self, op: Op, takes: Op | None, start: Mark, end: Mark) -> None:
         """In the order of the program. takes: what it took from another stage"""
-        waited = None if takes is None else self._waited.pop(takes, None)
-        self._marks.append((op, start, end, *(waited or (start, start))))
+        waited = self._waited.pop(takes, None) if takes is not None else None
+        self._done.append(op)
+        self._marks += (start, end, *(waited or (start, start)))
 
     @property
     def done(self) -> list[Op]:
         """The step's ops so far, in the order in which they ran."""
-        return [mark[0] for mark in self._marks]
+        return list(self._done)
 
-    def marks(self) -> list[tuple[Op, Marks]]:
-        """The same with their times."""
+    def times(self) -> list[float]:
+        """The fields of each op's Marks, one op after the other."""
         if self._cuda:
             torch.cuda.synchronize()
-        return [(op, Marks(*map(self._seconds, times))) for op, *times in self._marks]
+            return list(map(self._seconds, self._marks))
+        offset = self._offset
+        return [mark + offset for mark in self._marks]  # type: ignore[operator]
 
     def ended(self) -> list[tuple[Op, Marks]]:
         """Those of ops that have ended, without waiting: in a step that failed a kernel may never end."""
-        return [
-            (op, Marks(*map(self._seconds, times)))
-            for op, *times in takewhile(lambda mark: _is_over(mark[2]), self._marks)
-        ]
+        each = zip(*[iter(self._marks)] * len(Marks._fields), strict=False)
+        over = takewhile(lambda of: _is_over(of[1][1]), zip(self._done, each, strict=False))
+        return [(op, Marks(*map(self._seconds, times))) for op, times in over]
 
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float):

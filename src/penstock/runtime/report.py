@@ -27,12 +27,12 @@ _EACH = len(Marks._fields)
 
 def report(executor: Executor) -> Tensor:
     """One rank's vector, float64."""
-    loss = float(torch.stack(executor.shares).double().sum()) if executor.shares else 0.0
-    marks = [time for _, times in executor.recorder.marks() for time in times]
+    loss = float(torch.stack(executor.ops.shares).double().sum()) if executor.ops.shares else 0.0
+    marks = executor.recorder.times()
     longest = _EACH * max(map(len, executor.plan.schedule.programs))
     padding = [0.0] * (longest - len(marks))
-    ledger = executor.ledger
-    head = [loss, executor.peak_live, ledger.most_deferred, *ledger.peak]
+    ledger = executor.ops.ledger
+    head = [loss, executor.ops.peak_live, ledger.most_deferred, *ledger.peak]
     return torch.tensor([*head, *marks, *padding], dtype=torch.float64)
 
 

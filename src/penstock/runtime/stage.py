@@ -102,7 +102,7 @@ class Stage:
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
         outputs = Parcel(tensors, expected or EdgeSpecs.of(tensors, form))
-        self.live[number] = hold(inputs, tensors, tape, outputs.specs.tensors)
+        self.live[number] = hold(inputs, tensors, tape, outputs.specs.carrying)
         return outputs
 
     def forward_loss(

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.lower import Message
+from penstock.runtime.lower import Action, Exchange, Free, Message, Post
 from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec
 from penstock.runtime.progress import Progress
 from penstock.schedule import Op
@@ -18,10 +18,12 @@ class Transport(Protocol):
     """Moves messages over channels, first in first out, and values between all ranks of the pipeline.
 
     overlap: whether pairs of ops that the schedule marks run side by side
+    needless: the actions that have no effect here
     closers: what `close` calls besides
     """
 
     overlap: bool
+    needless: frozenset[type[Action]]
     closers: list[Callable[[], None]]
 
     def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
@@ -88,9 +90,10 @@ class Transport(Protocol):
 
 
 class LocalTransport:
-    """All ranks in one process: a message is handed over as it is."""
+    """All ranks in one process: a message is handed over as it is, and takes no buffer."""
 
     overlap = False
+    needless: frozenset[type[Action]] = frozenset({Post, Exchange, Free})
 
     def __init__(self, wire: torch.dtype | None = None) -> None:
         self._wire = wire
@@ -107,7 +110,9 @@ class LocalTransport:
         return self._mail.pop(message, None)
 
     def send(self, message: Message, parcel: Parcel, told: bool) -> None:
-        tensors = restored(narrowed(parcel.tensors, self._wire), parcel.specs)
+        tensors = parcel.tensors
+        if self._wire is not None:
+            tensors = restored(narrowed(tensors, self._wire), parcel.specs)
         self._mail[message] = Parcel(of_their_own(tensors, parcel.specs), parcel.specs)
 
     def start(self, in_line: bool) -> None:
@@ -183,8 +188,8 @@ def of_their_own(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, .
     What has no gradient may be changed in place, and be an entry of the batch or what another stage still
     holds: it is copied. Autograd refuses the same for the others.
     """
-    pairs = zip(tensors, specs.tensors, strict=True)
-    return tuple([t.detach() if spec.carries_gradient else t.detach().clone() for t, spec in pairs])
+    pairs = zip(tensors, specs.carrying, strict=True)
+    return tuple([t.detach() if carries else t.detach().clone() for t, carries in pairs])
 
 
 @torch.no_grad()
