@@ -105,6 +105,7 @@ class Channels:
                          if groups.backend == "gloo" and not batched
                          and hosts[channel.source] == groups.rank}  # fmt: skip
         self._posted: dict[Message, Receiving] = {}
+        self._posted_bytes = 0
         self._sending: dict[Message, Sending] = {}
         # by channel, those that were posted and will tell what they are; the first one's header is received
         self._in_line: dict[Channel, deque[Message]] = {}
@@ -126,6 +127,7 @@ class Channels:
         stamp = None if self._network is None else self._pool.take(STAMP)
         works = self._receive(message, buffers if stamp is None else (stamp, *buffers))
         self._posted[message] = Receiving(works, buffers, specs, stamp)
+        self._posted_bytes += sum([buffer.nbytes for buffer in buffers])
 
     def _buffers(self, specs: EdgeSpecs) -> tuple[Tensor, ...]:
         return tuple([self._pool.take(spec) for spec in on_wire(specs, self._wire)])
@@ -146,6 +148,7 @@ class Channels:
 
     def _receive_next(self, message: Message) -> Parcel:
         works, buffers, specs, stamp = self._posted.pop(message)
+        self._posted_bytes -= sum([buffer.nbytes for buffer in buffers])
         self._finish(works, message)
         if specs is None:
             specs = self._told(message, buffers[0])
@@ -264,9 +267,8 @@ class Channels:
 
     @property
     def buffer_bytes(self) -> int:
-        posted = sum([tensor.nbytes for receiving in self._posted.values() for tensor in receiving.tensors])
         sending = sum([sending.nbytes for sending in self._sending.values()])
-        return posted + sending + self._pool.idle_bytes
+        return self._posted_bytes + sending + self._pool.idle_bytes
 
     def end_step(self) -> None:
         if self._staging is not None:

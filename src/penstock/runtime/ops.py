@@ -121,7 +121,7 @@ class Ops:
             assert live <= self._plan.peak_live, f"{live} live activations, {self._plan.peak_live} proven"
             self.peak_live = live
         ledger.sample(self._buffers() + known.output)
-        return None if result is None else result._replace(loose=known.output)
+        return None if result is None else Parcel(result.tensors, result.specs, known.output)
 
     def _forward(
         self, task: Task, received: Parcel | None, expected: EdgeSpecs | None, step: StepInput
