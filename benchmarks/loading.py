@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
-from penstock import AutoPipeline
+from penstock import AutoPipeline, Axes
+from penstock.runtime.spread import own
 
 RANKS, MIB = 4, 2**20
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -61,6 +62,21 @@ def load_stage(rank: Rank, folder: str) -> tuple[float, float, float, float]:
     return took, held("VmHWM") - before, sum(sizes), max(sizes)
 
 
+def load_spread(rank: Rank, folder: str) -> tuple[float, float, float, float]:
+    """The same of one stage that FSDP2 spreads over all ranks: with MiB of this rank's part of it."""
+    auto = AutoPipeline(ranks=1, microbatches=rank.count, axes=Axes(dp_shard=rank.count))
+    rank.kept.pop("pipe", None)
+    auto.outline(folder)
+    dist.barrier()
+    before, start = reset_peak(), time.perf_counter()
+    pipe = rank.kept["pipe"] = auto.build(folder)
+    took = time.perf_counter() - start
+    weights = [parameter.detach() for parameter in pipe.parameters()]
+    part = sum(own(weight).nbytes for weight in weights)
+    largest = max(weight.numel() * weight.itemsize for weight in weights)
+    return took, held("VmHWM") - before, part / MIB, largest / MIB
+
+
 def load_whole(rank: Rank, folder: str) -> tuple[float, float]:
     rank.kept.pop("model", None)
     before, start = reset_peak(), time.perf_counter()
@@ -80,10 +96,12 @@ def measure(repeats: int) -> Found:
     with tempfile.TemporaryDirectory() as scratch:
         source, target = f"{scratch}/source", Path(scratch, "target")
         parts: list[list[tuple[float, float, float, float]]] = []
+        shares: list[list[tuple[float, float, float, float]]] = []
         wholes, ours, theirs = [], [], []
         with Pool(1, join=False) as one, Pool(RANKS) as pool:
             one.run(make, source)
             for number in range(repeats + 1):
+                spread = pool.run(load_spread, source)
                 part, whole = pool.run(load_stage, source), one.run(load_whole, source)[0]
                 saved = max(pool.run(save, "pipe", str(target)))
                 shutil.rmtree(target)
@@ -91,13 +109,14 @@ def measure(repeats: int) -> Found:
                 shutil.rmtree(target)
                 if number:  # the first one warms up
                     parts.append(part)
+                    shares.append(spread)
                     wholes.append(whole)
                     ours.append(saved)
                     theirs.append(other)
-        return _found(parts, wholes, ours, theirs)
+        return _found(parts, shares, wholes, ours, theirs)
 
 
-def _found(parts: Any, wholes: Any, ours: list[float], theirs: list[float]) -> Found:
+def _found(parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list[float]) -> Found:
     rows = []
     for rank in range(RANKS):
         of_rank = [part[rank] for part in parts]
@@ -107,6 +126,15 @@ def _found(parts: Any, wholes: Any, ours: list[float], theirs: list[float]) -> F
             Row(f"rank {rank}", "peak while loading", peak, "MiB", median(w[1] for w in wholes),
                 f"at most its stage, one tensor and {AT_MOST} MiB", peak <= stage + largest + AT_MOST),
         ]  # fmt: skip
+    most = max(range(RANKS), key=lambda rank: median(entry[rank][1] for entry in shares))
+    took, peak, share, largest = (median(entry[most][place] for entry in shares) for place in range(4))
+    rows += [
+        Row(f"dp_shard={RANKS}", "a rank's part of the one stage", share, "MiB"),
+        Row(f"dp_shard={RANKS}", "peak while loading, of the rank with most", peak, "MiB",
+            median(w[1] for w in wholes), f"at most its part, one tensor and {AT_MOST} MiB",
+            peak <= share + largest + AT_MOST),
+        Row(f"dp_shard={RANKS}", "load, that rank", took, "s", median(w[0] for w in wholes)),
+    ]  # fmt: skip
     slowest = median(max(entry[0] for entry in part) for part in parts)
     rows += [
         Row("slowest rank", "load", slowest, "s", median(w[0] for w in wholes)),
@@ -123,5 +151,5 @@ def _found(parts: Any, wholes: Any, ours: list[float], theirs: list[float]) -> F
             "peak: VmHWM above VmRSS before, files mapped into the process included",
             "penstock's save also hashes each file and waits until the disk has it; transformers' does not",
         ),
-        {"loads": parts, "wholes": wholes, "saves": ours, "whole saves": theirs},
+        {"loads": parts, "spread loads": shares, "wholes": wholes, "saves": ours, "whole saves": theirs},
     )

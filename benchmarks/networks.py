@@ -28,7 +28,7 @@ from benchmarks.steptime import (
 )
 from penstock.runtime.network import Network
 from penstock.schedule import Costs, Schedule, Timeline, simulate
-from penstock.schedule.config import chosen_schedule
+from penstock.schedule.chosen import chosen_schedule
 
 BAR = 1.05
 NBYTES = 4 * HIDDEN[0] * HIDDEN[1] * HIDDEN[2]

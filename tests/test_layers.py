@@ -27,8 +27,9 @@ DEPTH = {name: depth for depth, layer in enumerate(LAYERS) for name in layer}
 # The pipeline layer is a few modules at the top of the package rather than a folder.
 PIPELINE = {
     "options", "parts", "wrapped", "functional", "provided", "steps", "evaluation", "clip", "measured",
-    "summary", "split_model", "pipeline", "outline", "auto", "equivalence", "optimizer_state", "checkpoint",
-    "checkpoint_contents", "background", "cutting",
+    "summary", "split_model", "pipeline", "outline", "auto", "equivalence", "optimizer_state",
+    "stored_optimizer", "checkpoint", "checkpoint_contents", "background", "cutting",
+    "choices", "cutter", "fitting",
 }  # fmt: skip
 
 # Modules beside the layers: who may import them, and which modules they may import.

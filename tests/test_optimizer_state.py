@@ -14,8 +14,9 @@ from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from penstock.checkpoint import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
-from penstock.optimizer_state import Named, Stored, state_of
+from penstock.optimizer_state import Named, state_of
 from penstock.pipeline import Pipeline
+from penstock.stored_optimizer import Stored
 from support.jobs_checkpoint import KINDS, advance, make
 
 Held = dict[tuple[str, str], Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,25 +12,31 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.commit import MANIFEST, check_folder
-from penstock.errors import ConfigError, ModelError
-from penstock.functional import make_stage, own_stages
+from penstock.errors import ConfigError
+from penstock.fitting import check_fits
+from penstock.functional import Spread, make_stage, own_stages
 from penstock.models import initial, weights
+from penstock.models.absent import compute_in
 from penstock.models.balance import LayerCosts
 from penstock.models.chain import Chain, find_chain
-from penstock.models.doors import compute_in
-from penstock.models.hf import Completed, HFCall, HFEdges, refuse_what_would_not_show
+from penstock.models.hf import HFCall, HFEdges, refuse_what_would_not_show
+from penstock.models.meta import outlined, placed
 from penstock.models.named_modules import ModuleNames, named_split
 from penstock.models.partition import check_ways, partition
 from penstock.models.saved import SavedModel
+from penstock.models.shadow import shadow
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.options import Options
-from penstock.outline import Outline, outline_stage
+from penstock.outline import Outline, outline_stage, shared_weights
+from penstock.parallel.balance import asks_for_balance
 from penstock.parallel.beside import Beside, check_model
+from penstock.parallel.routed import Routed
 from penstock.parts import Parts, names_in
 from penstock.pipeline import Pipeline
-from penstock.runtime.handshake import flat
-from penstock.runtime.shared import SharedWeights, of_replicas
-from penstock.runtime.stage import Stage, StageCall
+from penstock.runtime.handshake import compare_values
+from penstock.runtime.members import Everyone
+from penstock.runtime.spread import give_storage
+from penstock.runtime.stage import Shards, Stage, StageCall
 from penstock.runtime.world import open_world
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
@@ -52,6 +58,9 @@ class AutoPipeline(Options):
     module_fqns_per_stage: the same as modules_per_stage, by the name that torch gives it
     seed: of the initial values, where the model comes without any
     dtype, attention: as transformers names them; None takes the config's
+    replay_routing: whether what activation checkpointing runs again chooses the experts that were chosen
+        before, however nearly others are tied with them. Steps take `routed_experts` then, the experts that
+        tokens are to choose, and `Pipeline.routed_experts` tells which ones they chose
     """
 
     embedding_weight: int = 1
@@ -66,6 +75,7 @@ class AutoPipeline(Options):
     seed: int = 0
     dtype: torch.dtype | None = None
     attention: str | None = None
+    replay_routing: bool = False
 
     def outline(self, model: ModelLike) -> Outline:
         """All that `build` would refuse, found without reading a weight or joining other processes.
@@ -88,7 +98,10 @@ class AutoPipeline(Options):
         ways = self.ways()
         if self.axes is not None:
             check_model(source.model, self.axes, ways)
+        routed = self._routed(source.model)
         chain = find_chain(source.model)
+        if self.axes is not None:
+            check_fits(source.model, chain, self.axes, ways, trains=schedule.trains)
         if self.exchange == "batched" and not chain.plain:
             raise ConfigError(
                 f"exchange='batched' for {type(source.model).__name__}",
@@ -101,7 +114,7 @@ class AutoPipeline(Options):
             outline_stage(source.model, chain, stage, schedule, shares[stage % depth])
             for stage in range(schedule.stages)
         )
-        outline = Outline(schedule, proof, stages, source, chain)
+        outline = Outline(schedule, proof, stages, source, chain, routed)
         outline.recomputed(self.checkpointing())  # for its refusals
         return outline
 
@@ -116,14 +129,23 @@ class AutoPipeline(Options):
         """
         outline = self.outline(model)
         schedule, source = outline.schedule, outline.source
-        world = open_world(schedule, self.link(), {**self.facts(), **_facts_of_model(outline)})
+        world = open_world(schedule, self.link(), {**self.facts(), **self._facts_of(outline)})
         ties = weights.tied_names(source.model)
         beside = self.beside(world)
         if beside is not None:
             check_model(source.model, beside.axes, self.ways())  # by now sizes of -1 are known
-        parts = {index: self._filled(outline, index, ties) for index in own_stages(schedule, world.ranks)}
+            check_fits(source.model, outline.chain, beside.axes, self.ways(), trains=schedule.trains)
+            everyone = Everyone(self.timeout, world.device)
+            compare_values(everyone, world.ranks[0], outline.given_values(world.ranks[0]))
+        make = self._filled if beside is None else self._empty
+        parts = {index: make(outline, index, ties) for index in own_stages(schedule, world.ranks)}
         names = {index: names_in(part) for index, part in parts.items()}
-        stages = [self._stage(outline, index, part, world.device, beside) for index, part in parts.items()]
+        stages = [
+            self._stage(outline, index, part, world.device)
+            if beside is None
+            else self._spread_stage(outline, index, part, world.device, beside, ties)
+            for index, part in parts.items()
+        ]
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
         files = source.read_beside() if world.processes.index == 0 else {}  # who writes them
@@ -137,8 +159,8 @@ class AutoPipeline(Options):
                 if self.shapes == "exchanged" or not outline.chain.plain
                 else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
                 self.loss(),
-                self.cutter(beside, Completed(source.model)),
-                shared=_shared_weights(ties, outline, modules),
+                self.cutter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
+                shared=shared_weights(outline, ties, modules),
                 saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
                 names=names,
                 recomputed=outline.recomputed(self.checkpointing()),
@@ -146,19 +168,63 @@ class AutoPipeline(Options):
             )
         )
 
+    def _facts_of(self, outline: Outline) -> dict[str, str]:
+        """What of the model has to be the same on every rank."""
+        given = outline.source.model.device != torch.device("meta")
+        values = "the model's own" if given else "a folder's" if outline.source.files else f"seed {self.seed}"
+        return {**outline.facts, "values": values, "replay_routing": str(self.replay_routing)}
+
     def _filled(self, outline: Outline, index: int, ties: weights.Ties) -> PreTrainedModel:
         """The stage's part of the model, with values, in training mode."""
         part = outline.part(index)
         self._fill(part, outline.source, ties)
         return part if part.training else part.train()
 
-    def _stage(
-        self, outline: Outline, index: int, part: PreTrainedModel, device: torch.device, beside: Beside | None
+    def _empty(self, outline: Outline, index: int, ties: weights.Ties) -> PreTrainedModel:
+        """The same without values."""
+        part = outline.part(index, values=False)
+        if outline.source.files:
+            weights.check(part, outline.source.files, ties)
+        return part if part.training else part.train()
+
+    def _spread_stage(
+        self,
+        outline: Outline,
+        index: int,
+        part: PreTrainedModel,
+        device: torch.device,
+        beside: Beside,
+        ties: weights.Ties,
     ) -> Stage:
-        if beside is not None:
-            beside.share_out(part.to(device))
-            if beside.computed is not None:
-                compute_in(part, beside.computed)
+        """Laid out over the mesh while it is on the meta device, so that no rank ever holds all of it."""
+        given = outlined(part)
+        placed(part, device)
+        beside.share_out(part)
+        if beside.computed is not None:
+            compute_in(part, beside.computed)
+
+        def fill() -> None:
+            give_storage(part, device)
+            self._fill(given, outline.source, ties)
+
+        def spread(module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
+            shards = beside.spread(module, layers)
+            if self.parallelize_fn is None:
+                fill()
+            return shards
+
+        if self.parallelize_fn is not None:  # it gets a module with values
+            fill()
+        return self._stage(outline, index, part, device, spread)
+
+    def _stage(
+        self,
+        outline: Outline,
+        index: int,
+        part: PreTrainedModel,
+        device: torch.device,
+        spread: Spread | None = None,
+    ) -> Stage:
         return make_stage(
             index,
             part,
@@ -167,8 +233,20 @@ class AutoPipeline(Options):
             checkpointing=self.checkpointing(),
             parallelize_fn=self.parallelize_fn,
             call=_caller(outline, index),
-            spread=None if beside is None else beside.spread,
+            routing=None if outline.routed is None else outline.routed.of_stage(part),
+            after={name: part.get_submodule(name) for name in outline.chain.after}
+            if outline.info(index).is_last
+            else None,
+            spread=spread,
+            placed=spread is not None,
         )
+
+    def _routed(self, model: PreTrainedModel) -> Routed | None:
+        """Raises ConfigError, ModelError where what its routers choose cannot be replayed."""
+        if not self.replay_routing:
+            return None
+        with shadow(model) as without_values:
+            return Routed(without_values)
 
     def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:
         """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.
@@ -205,55 +283,14 @@ class AutoPipeline(Options):
         )
 
     def _fill(self, part: PreTrainedModel, source: Source, ties: weights.Ties) -> None:
-        """Give values to a stage that is still on the meta device."""
+        """Give values to a stage that is still on the meta device; an `outlined` one passes them on."""
         if source.files:
             weights.load(part, source.files, ties)
+        else:
+            weights.copy_values(part, source.model)
         initial.initialise(part, source.model, ties, self.seed)
 
 
 def _caller(outline: Outline, index: int) -> Callable[[Any], StageCall]:
     """Runs the stage's part of the model."""
     return lambda part: HFCall(part, outline.info(index))
-
-
-def _facts_of_model(outline: Outline) -> dict[str, str]:
-    """What of it has to be the same on every rank."""
-    model = outline.source.model
-    return {
-        "model": type(model).__name__,
-        **flat("config", {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}),
-        "dtype": str(model.dtype),
-        "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in outline.stages),
-    }
-
-
-def _shared_weights(
-    ties: weights.Ties, outline: Outline, modules: Mapping[int, nn.Module]
-) -> list[SharedWeights]:
-    """The weights that stand on several stages: tied ones, and all where the model has two copies."""
-    shared = []
-    tied: set[str] = set()
-    for names in ties:
-        holders = [o for o in outline.stages if o.parameter_names.intersection(names)]
-        if len(holders) < 2:
-            continue
-        tied.update(names)
-        copies = [
-            _tied(modules[holder.stage], next(n for n in names if n in holder.parameter_names))
-            for holder in holders
-            if holder.stage in modules
-        ]
-        ranks = tuple(sorted({o.rank for o in holders}))
-        shared.append(SharedWeights(ranks, (tuple(copies),) if copies else ()))
-    return [*shared, *of_replicas(outline.schedule.placement, modules, frozenset(tied))]
-
-
-def _tied(module: nn.Module, name: str) -> nn.Parameter:
-    try:
-        return module.get_parameter(name)
-    except AttributeError as cause:
-        raise ModelError(
-            f"parallelize_fn, after which there is no {name}",
-            "another stage holds a copy of this weight, and their gradients are summed",
-            "Leave its module as it is, or untie the model's weights",
-        ) from cause

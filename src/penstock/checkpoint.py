@@ -27,10 +27,11 @@ from penstock.background import DROPPED, LINGERS, Background
 from penstock.checkpoint_contents import Extra, collect, random_state, read_state, set_random_state
 from penstock.commit import check_folder_together, together
 from penstock.errors import CheckpointError, PenstockError, RunError
-from penstock.optimizer_state import Optimizers, Stored, unfit
+from penstock.optimizer_state import Optimizers
 from penstock.pipeline import Pipeline
 from penstock.runtime.distributed import apart
 from penstock.runtime.processes import Processes
+from penstock.stored_optimizer import Stored, unfit
 
 # keys of a model's config that may differ between a checkpoint and the model that goes on from it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}

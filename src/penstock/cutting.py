@@ -1,21 +1,18 @@
-"""Microbatches of a pipeline on a mesh: refused by all ranks or by none, and cut along the sequence."""
+"""Microbatches of a pipeline on a mesh: cut along the sequence, and put together again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.cutter import Cutter, Given
 from penstock.parallel.beside import Beside
-from penstock.runtime.microbatch import fingerprint
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.step import Collect
 from penstock.runtime.world import World
-from penstock.steps import Cutter, Given
 
 
 class MeshCutter(Cutter):
-    """Each pipeline has data of its own, and what one of them refuses the others would wait for."""
+    """Prepares each rank's part of every microbatch as well."""
 
     beside: Beside
 
@@ -26,17 +23,9 @@ class MeshCutter(Cutter):
         return made
 
     def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
-        """As Cutter has it. Collective over the whole mesh."""
-        refusal, microbatches = None, list[Microbatch]()
-        try:
-            microbatches = super().cut(given, count, world)
-            self.beside.prepare(microbatches)
-        except InputError as error:
-            refusal = error
-        world.sums.accepted(count, refusal)
-        if world.processes.count == 1:  # else a step asks this with more, once it knows more
-            parts = [given] if isinstance(given, Mapping) else given
-            world.sums.alike(*fingerprint(parts, count, 0))
+        """As Cutter has it."""
+        microbatches = super().cut(given, count, world)
+        self.beside.prepare(microbatches)
         return microbatches
 
     def joining(self, collect: Collect) -> Collect:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from typing import TYPE_CHECKING, Literal, Self
@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from penstock.errors import DifferenceError
+from penstock.cutter import Given, Refused
+from penstock.errors import BatchError, DifferenceError
 from penstock.models.hf import outcome
 from penstock.models.protocol import ProvidedCall
 from penstock.runtime.loss import Loss
+from penstock.runtime.padding import ROUTED
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.spread import whole as gathered
-from penstock.runtime.stage import evaluating
+from penstock.runtime.stage import evaluating, gradients_aside
 from penstock.runtime.sums import Sums
-from penstock.steps import Given
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -145,18 +146,15 @@ def compare(
     weights = everywhere(pipe, [each for each in weights if each.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
-    laid_aside = [(p, p.grad) for p in {*(p for _, p in own), *whole.values()}]
-    for parameter, _ in laid_aside:
-        parameter.grad = None
-    try:
+    if any(ROUTED in part for part in ([batch] if isinstance(batch, Mapping) else batch)):
+        rule = "the whole model's own routers choose, and are told nothing"
+        batch = Refused(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
+    with gradients_aside([*(p for _, p in own), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = pipe.step(batch).loss
             expected = whole_gradients(model, pipe.microbatches(batch), loss, pipe.sums)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [_gradient(at, _gathered(p.grad), whole[at[0]].grad, tolerance, largest) for at, p in own]
-    finally:
-        for parameter, gradient in laid_aside:
-            parameter.grad = gradient
     return Report.of((found, expected), everywhere(pipe, gradients), tolerance)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.equivalence import Report
     from penstock.schedule.ops import Op
     from penstock.schedule.timeline import Timeline
-    from penstock.schedule.verify import Violation
+    from penstock.schedule.violation import Violation
 
 
 class PenstockError(Exception):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.cutter import Given
 from penstock.cutting import MeshCutter
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parts import Parts
@@ -19,7 +20,7 @@ from penstock.runtime.step import Collect
 from penstock.runtime.world import World
 from penstock.schedule import verify
 from penstock.schedule.builders.inference import forwards
-from penstock.steps import Given, Lowered, StepResult, Steps
+from penstock.steps import Lowered, StepResult, Steps
 
 
 class Evaluation(NamedTuple):
@@ -78,13 +79,25 @@ class Evaluations:
         scored = not isinstance(self._parts.loss, NextToken) or _has_labels(given)
         result, found = self.results(given, collect, scored=scored)
         if everywhere:
-            found = to_all(found, self._parts.world)
+            found = self._to_all(found)
         outputs = [found.get(number) for number in range(self._count)] if found else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
         if not scored:
             return Evaluation(None, 0, result.bubble, outputs)
         return Evaluation(*result, outputs)
+
+    def _to_all(self, found: Mapping[int, Any]) -> dict[int, Any]:
+        """As `to_all`, and what one pipeline of a mesh refuses all do. Collective over the mesh."""
+        refusal, everyone = None, dict[int, Any]()
+        try:
+            everyone = to_all(found, self._parts.world)
+        except ShapeError as error:
+            refusal = error
+        self._parts.world.sums.accepted(self._count, True, refusal)
+        if refusal is not None:
+            raise refusal
+        return everyone
 
     def _of(self, given: Given) -> Lowered:
         """The forwards of as many microbatches as an evaluation makes of it."""
@@ -96,14 +109,15 @@ class Evaluations:
 
     def _counted(self, given: Given) -> int:
         """The number of microbatches, the same for all parts of a batch. Collective over the mesh."""
-        sums = self._parts.world.sums
-        if not isinstance(given, Mapping):
-            return max(len(given), 1)
-        try:
-            rows = batch_rows(given, self._parts.cutter.sharding)
-        except BatchError:  # once more where it is split, and there on all ranks alike
-            rows = 1
-        return sums.least(max(min(self._parts.schedule.microbatches, rows), 1))
+        most = self._parts.schedule.microbatches
+        if isinstance(given, Mapping):
+            try:
+                count = min(most, batch_rows(given, self._parts.cutter.sharding))
+            except BatchError:  # once more where it is split, and there on all ranks alike
+                count = 1
+        else:
+            count = len(given)
+        return self._parts.world.sums.least(max(count, 1))
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:

@@ -15,8 +15,7 @@ model of one's own that is a chain goes into a pipeline as it is:
 from __future__ import annotations
 
 import copy
-import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,12 +27,15 @@ from penstock.models.balance import LayerCosts
 from penstock.models.chain import find_chain
 from penstock.models.checkpointing import Checkpointing, install
 from penstock.models.named_modules import ModuleNames
+from penstock.models.own_modules import Names, check_names, own_names
 from penstock.models.partition import partition
 from penstock.models.protocol import ProvidedCall, Provider, StageInfo, own_layers
 from penstock.options import Parallelize
+from penstock.runtime.chance import Chance, Seeded, dropouts
+from penstock.runtime.routed_stage import RoutedStage, Routing
 from penstock.runtime.stage import Shards, Stage, StageCall
 from penstock.schedule import Schedule
-from penstock.schedule.config import chosen_schedule as make_schedule
+from penstock.schedule.chosen import chosen_schedule as make_schedule
 from penstock.wrapped import wrap
 
 __all__ = [
@@ -48,7 +50,7 @@ __all__ = [
     "split",
 ]
 
-Names = Sequence[Sequence[str]]  # for each stage, of the modules that it holds
+Spread = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
 
 
 def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
@@ -62,14 +64,7 @@ def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
     """
     if isinstance(model, PreTrainedModel):
         return ModuleNames.of(find_chain(model))
-    name = _only_list(model) if layers is None else layers
-    try:
-        listed = model.get_submodule(name)
-    except AttributeError as cause:
-        raise ModelError(f"layers={name!r}", "the model has no such module", "Name its list") from cause
-    prefix = f"{name}." if name else ""
-    before, after = _around(model, name)
-    return ModuleNames(before, tuple(prefix + child for child, _ in listed.named_children()), after)
+    return own_names(model, layers)
 
 
 def names_per_stage(
@@ -90,9 +85,7 @@ def names_per_stage(
 
     layers: see `module_names`
 
-    Only modules are divided: arithmetic that the model's own forward does between them (a scale, a residual,
-    a skip) runs on every stage, and is not seen. ``pipe.verify_against(model, batch)`` tells.
-
+    What the model's own forward does between its modules is not divided: see `split`.
     Raises ModelError, PartitionError, ConfigError.
     """
     names = module_names(model, layers)
@@ -168,8 +161,7 @@ def provider_of(
 ) -> Provider:
     """For Pipeline.from_provider: each stage's part of `model`, as `split` makes it. Raises as it does.
 
-    Only modules are divided: arithmetic that the model's own forward does between them (a scale, a residual,
-    a skip) runs on every stage, and is not seen. ``pipe.verify_against(model, batch)`` tells.
+    What the model's own forward does between its modules is not divided: see `split`.
     """
     check_names(model, names)
 
@@ -199,7 +191,10 @@ def make_stage(
     checkpointing: Checkpointing | None = None,
     parallelize_fn: Parallelize | None = None,
     call: Callable[[nn.Module], StageCall] = ProvidedCall,
-    spread: Callable[[nn.Module, Sequence[nn.Module]], Shards | None] | None = None,
+    spread: Spread | None = None,
+    placed: bool = False,
+    routing: Routing | None = None,
+    after: Mapping[str, nn.Module] | None = None,
 ) -> Stage:
     """Stage `index`, ready to run: on its device, its layers checkpointed, wrapped as the user likes.
 
@@ -207,65 +202,30 @@ def make_stage(
     parallelize_fn: see penstock.options.Options
     call: how to run what `parallelize_fn` returned
     spread: called last, with the module and its layers, to spread its weights over a mesh
+    placed: whether all of `part` is where it is to be; on the meta device what `spread` will give values
+    routing: what records and replays the choices of its routers, if anything does
+    after: by name, the modules of `part` that run after all layers of the model
     Raises ModelError.
     """
     own = layers_of(part) if layers is None else layers
     switch = None if checkpointing is None else install(own, checkpointing)
-    module, called = wrap(part.to(device), parallelize_fn, index)
+    module, called = wrap(part if placed else part.to(device), parallelize_fn, index)
+    drops = next(dropouts(module), None) is not None  # adapters may
+    chance = Chance(index, device, own, after or {}) if drops else None
     shards = None if spread is None else spread(module, [layer for _, layer in own])
-    return Stage(index, module, call(called), switch, shards)
+    runs = call(called)
+    runs = Seeded(runs, chance) if chance else runs
+    if routing is None:
+        stage = Stage(index, module, runs, switch, shards)
+    else:
+        stage = RoutedStage(index, module, runs, routing, switch, shards)
+    stage.chance = chance
+    return stage
 
 
 def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:
     """The stages that these ranks host."""
     return [stage for rank in ranks for stage in schedule.placement.stages_of(rank)]
-
-
-def check_names(model: nn.Module, names: Names) -> None:
-    """Whether every parameter of `model` is named once. Raises PartitionError, ModelError."""
-    modules = {name for name, _ in model.named_modules()}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    where: dict[str, int] = {}
-    for stage, of in enumerate(names):
-        for name in of:
-            said = f"stage {stage} with {name!r}"
-            if name not in modules and name not in parameters:
-                near = difflib.get_close_matches(name, [*modules, *parameters], n=1)
-                remedy = f"Did you mean {near[0]!r}?" if near else "Take it away"
-                raise PartitionError(said, "the model has no such module", remedy)
-            for other, place in where.items():
-                if name == other or name.startswith(f"{other}.") or other.startswith(f"{name}."):
-                    rule = f"stage {place} has {other!r} already, and each module stands on one stage"
-                    raise PartitionError(said, rule, "Take one of them away")
-            where[name] = stage
-    _check_parameters(parameters, where)
-
-
-def _check_parameters(parameters: dict[str, nn.Parameter], where: dict[str, int]) -> None:
-    places: dict[int, tuple[str, int]] = {}
-    missing = []
-    for name, parameter in parameters.items():
-        holders = [where[prefix] for prefix in _prefixes(name) if prefix in where]
-        if not holders:
-            missing.append(name)
-            continue
-        first, stage = places.setdefault(id(parameter), (name, holders[0]))
-        if stage != holders[0]:
-            raise ModelError(
-                f"{first} of stage {stage} and {name} of stage {holders[0]}",
-                "they are one weight, and its copies would be trained apart",
-                "Put both on one stage, or untie them",
-            )
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        rule = "each parameter stands on one stage"
-        raise PartitionError(f"names without {', '.join(missing[:5])}{more}", rule, "Name what holds them")
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """a, a.b, a.b.c of a.b.c"""
-    parts = name.split(".")
-    yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
 def _is_module(model: nn.Module, name: str) -> bool:
@@ -288,49 +248,3 @@ def _take_out(holder: nn.Module, name: str) -> None:
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _only_list(model: nn.Module) -> str:
-    """The name of the outermost list of modules with parameters."""
-
-    def named(kinds: Any) -> set[str]:
-        return {name for name, module in model.named_modules() if isinstance(module, kinds)}
-
-    # a dict may hold layers, and as well the parts around a list of layers
-    found = named(nn.ModuleList | nn.Sequential) or named(nn.ModuleDict)
-    outermost = [name for name in found if found.isdisjoint({"", *_prefixes(name)} - {name})]
-    if len(outermost) != 1:
-        listed = ", ".join(map(repr, sorted(outermost)[:5])) or "none"
-        raise ModelError(
-            f"a {type(model).__name__} with the module lists {listed}",
-            "its layers are those of one list",
-            'Name that one, e.g. layers="blocks"',
-        )
-    return outermost[0]
-
-
-def _has_place(module: nn.Module) -> bool:
-    """Whether a module stands on one stage: not tables, which each may read, nor lists without anything."""
-    if next(module.parameters(), None) is not None:
-        return True
-    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-    return next(module.buffers(), None) is None and not isinstance(module, lists)
-
-
-def _around(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What stands before and after the list, from the outermost module inwards, and back.
-
-    What is called once and had no place would be called on every stage: an activation, say.
-    """
-    before: list[str] = []
-    after: list[str] = []
-    holder, prefix = model, ""
-    for part in layers.split(".") if layers else ():
-        before += [prefix + name for name, _ in holder.named_parameters(recurse=False)]
-        held = {name for name, child in holder.named_children() if _has_place(child)}
-        children = [name for name, _ in holder.named_children() if name in held or name == part]
-        at = children.index(part)
-        before += [prefix + name for name in children[:at]]
-        after = [*(prefix + name for name in children[at + 1 :]), *after]
-        holder, prefix = holder.get_submodule(part), f"{prefix}{part}."
-    return tuple(before), tuple(after)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.cutter import Cutter
 from penstock.cutting import MeshCutter
 from penstock.errors import ConfigError
 from penstock.models.checkpointing import Checkpointing, checkpointing
@@ -20,18 +21,17 @@ from penstock.parallel.data import Sharded
 from penstock.parallel.dispatch import Directions
 from penstock.runtime.axes import Axes
 from penstock.runtime.groups import limit_waits
-from penstock.runtime.handshake import named
+from penstock.runtime.handshake import flat, named
 from penstock.runtime.loss import Loss, LossLike, as_loss
-from penstock.runtime.microbatch import Sharding
+from penstock.runtime.microbatch import Sharding, Split
 from penstock.runtime.network import Network
 from penstock.runtime.padding import Padding
 from penstock.runtime.shapes import Microbatch
-from penstock.runtime.world import Link, World
+from penstock.runtime.world import Link, World, ranks_left
 from penstock.schedule import Schedule
-from penstock.schedule.config import ScheduleLike, chosen_schedule
+from penstock.schedule.chosen import ScheduleLike, chosen_schedule
 from penstock.schedule.exchanges import exchanges
 from penstock.schedule.recompute import Places, first_in_flight
-from penstock.steps import Cutter
 
 # "inferred": from the stages themselves, before anything is sent; "exchanged": told ahead of the tensors;
 # "padded", or a Padding: all microbatches of a step are made equal in length, and then inferred
@@ -44,6 +44,7 @@ Parallelize = Callable[[nn.Module], nn.Module]
 class Options:
     """What AutoPipeline and Pipeline.from_provider both take.
 
+    ranks: -1 for all processes that are left beside the other axes, or that axis of `mesh`
     schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
     loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
         ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows; or an
@@ -84,6 +85,8 @@ class Options:
         runs one after the other all the same where a stage draws random numbers, is compiled, or is wrapped
         by the caller's own fully_shard, and where FSDP2 gathers weights anew or casts them. A module of one's
         own must not exchange in forwards and in backwards over one process group.
+    common: whatever else has to be the same on every rank, such as learning rates, by name and nested as one
+        likes; compared, as text, with all else when the ranks shake hands
     """
 
     ranks: int | None = None
@@ -108,14 +111,17 @@ class Options:
     context: How = "ulysses"
     sequence_parallel: bool = False
     overlap: bool | Literal["auto"] = "auto"
+    common: Mapping[str, Any] | None = None
 
     def chosen_schedule(self) -> Schedule:
         """Raises ConfigError for a name that is none, a size that it does not take, and messages that cannot
         go as `exchange` says.
         """
-        self.link().check()
+        link = self.link()
+        link.check()
         self.padding()
-        schedule = chosen_schedule(self.schedule, self.ranks, self.microbatches)
+        ranks = ranks_left(link) if self.ranks == -1 else self.ranks
+        schedule = chosen_schedule(self.schedule, ranks, self.microbatches)
         if self.exchange == "batched":
             self._check_batched(schedule)
         if self.overlap is True and not schedule.overlaps:
@@ -198,17 +204,31 @@ class Options:
             self.axes.alone(len(world.ranks))
             return None
         axes = self.axes.filled(world.mesh["pp"].size(), world.mesh.size())
-        beside = Beside(world.mesh, axes, self.ways())
-        if beside._experts is not None:
+
+        def directions(experts: DeviceMesh) -> Directions:
             # separate groups where two threads exchange tokens at once
-            directions = Directions.of(beside._experts.own, separate=world.transport.overlap)
-            limit_waits({directions.forward, directions.backward}, self.timeout)
-            beside._directions = directions
+            made = Directions.of(experts, separate=world.transport.overlap)
+            limit_waits({made.forward, made.backward}, self.timeout)
+            return made
+
+        beside = Beside(world.mesh, axes, self.ways(), directions)
+        limit_waits(beside.groups, self.timeout)
         return beside
 
-    def cutter(self, beside: Beside | None, complete: Callable[[Microbatch], Microbatch] = dict) -> Cutter:
-        """complete: adds what the model needs and can be told from a microbatch. Raises ConfigError."""
-        alone = Cutter(self.sharding or {}, self.padding(), complete)
+    def cutter(
+        self,
+        beside: Beside | None,
+        complete: Callable[[Microbatch], Microbatch] = dict,
+        counts_tokens: bool = False,
+    ) -> Cutter:
+        """complete: adds what the model needs and can be told from a microbatch
+        counts_tokens: whether the model counts each token that no mask hides, padding too
+        Raises ConfigError.
+        """
+        padding = self.padding()
+        if padding is not None and counts_tokens:
+            padding = replace(padding, needs_mask=True)
+        alone = Cutter(self.sharding or {}, padding, complete)
         return alone if beside is None else MeshCutter.around(alone, beside)
 
     def loss(self) -> Loss:
@@ -223,6 +243,9 @@ class Options:
             "activation_checkpointing": str(self.activation_checkpointing),
             "parallelize_fn": named(self.parallelize_fn),
             "axes' ways": str(self.ways()),
+            "sharding": ", ".join(f"{name}: {_cut(how)}" for name, how in (self.sharding or {}).items())
+            or "by rows",
+            **flat("common", self.common or {}),
         }
 
     def _check_batched(self, schedule: Schedule) -> None:
@@ -233,6 +256,10 @@ class Options:
                 "Take exchange='channels', or shapes='inferred' where they do not depend on values",
             )
         exchanges(schedule)
+
+
+def _cut(how: Split) -> str:
+    return named(how) if callable(how) else str(how)
 
 
 def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:

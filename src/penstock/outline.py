@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+import transformers
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
 from penstock.models.balance import LayerCosts, Memory, as_layer_costs
 from penstock.models.chain import Chain
 from penstock.models.checkpointing import Checkpointing, install
 from penstock.models.estimates import COPIES, parameter_costs, stage_memory, stage_sizes
-from penstock.models.hf import HFEdges, cut
+from penstock.models.hf import Completed, HFEdges, cut
 from penstock.models.named_modules import ModuleNames
 from penstock.models.partition import balanced_split, to_layout
 from penstock.models.protocol import StageInfo
 from penstock.models.source import Source
+from penstock.models.weights import Ties
 from penstock.options import recomputed_places
+from penstock.parallel.routed import Routed
+from penstock.runtime.handshake import flat
 from penstock.runtime.memory import Sizes
+from penstock.runtime.shared import SharedWeights, of_replicas
 from penstock.schedule import Costs, Proof, Schedule, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
@@ -46,15 +53,41 @@ class Outline:
     stages: tuple[StageOutline, ...]
     source: Source
     chain: Chain
+    routed: Routed | None = None  # the mixtures whose choices are replayed
 
-    def part(self, stage: int) -> PreTrainedModel:
-        """The model of one stage, on the meta device unless the source has values."""
-        return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage))
+    @property
+    def facts(self) -> dict[str, str]:
+        """What of the model has to be the same on every rank."""
+        model = self.source.model
+        return {
+            "model": type(model).__name__,
+            **flat("config", {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}),
+            "dtype": str(model.dtype),
+            "transformers": transformers.__version__,
+            "attention": str(model.config._attn_implementation),
+            "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
+        }
+
+    def given_values(self, rank: int) -> dict[str, Tensor]:
+        """The parameters of a pipeline's rank, of a model that was given with values; none of another."""
+        model = self.source.model
+        if model.device == torch.device("meta"):
+            return {}
+        names = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
+        return {name: model.get_parameter(name) for name in sorted(names)}
+
+    def part(self, stage: int, *, values: bool = True) -> PreTrainedModel:
+        """The model of one stage, on the meta device unless the source has values, and those are wanted."""
+        return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage), values=values)
 
     def info(self, stage: int) -> StageInfo:
         """Where the stage stands in its copy of the model."""
         depth = self.schedule.placement.depth
         return StageInfo(stage % depth, depth)
+
+    def completed(self) -> Completed:
+        """What adds to a microbatch what the model needs of it, and refuses what it would get wrong."""
+        return Completed(self.source.model, None if self.routed is None else self.routed.check)
 
     def sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
         """What microbatches of (rows, sequence) hold, in bytes, with all their layers checkpointed as `how`
@@ -198,3 +231,33 @@ def outline_stage(
         modules,
         frozenset(held),
     )
+
+
+def shared_weights(outline: Outline, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
+    """The weights that stand on several stages: tied ones, and all where the model has two copies."""
+    shared = []
+    tied: set[str] = set()
+    for names in ties:
+        holders = [o for o in outline.stages if o.parameter_names.intersection(names)]
+        if len(holders) < 2:
+            continue
+        tied.update(names)
+        copies = [
+            _tied(modules[holder.stage], next(n for n in names if n in holder.parameter_names))
+            for holder in holders
+            if holder.stage in modules
+        ]
+        ranks = tuple(sorted({o.rank for o in holders}))
+        shared.append(SharedWeights(ranks, (tuple(copies),) if copies else ()))
+    return [*shared, *of_replicas(outline.schedule.placement, modules, frozenset(tied))]
+
+
+def _tied(module: nn.Module, name: str) -> nn.Parameter:
+    try:
+        return module.get_parameter(name)
+    except AttributeError as cause:
+        raise ModelError(
+            f"parallelize_fn, after which there is no {name}",
+            "another stage holds a copy of this weight, and their gradients are summed",
+            "Leave its module as it is, or untie the model's weights",
+        ) from cause

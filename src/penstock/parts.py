@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from penstock.cutter import Cutter
 from penstock.models.protocol import StageInfo
 from penstock.models.saved import SavedModel
 from penstock.runtime.loss import Loss
@@ -20,7 +21,6 @@ from penstock.runtime.world import World
 from penstock.schedule import Schedule
 from penstock.schedule.placement import Placement
 from penstock.schedule.recompute import Places
-from penstock.steps import Cutter
 
 # by stage, its layers with their numbers in the whole model
 Layers = Mapping[int, Sequence[tuple[int, nn.Module]]]

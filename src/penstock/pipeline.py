@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.choices import chosen_experts
 from penstock.clip import global_norm, scale_
-from penstock.errors import ConfigError, ModelError, PeerError
+from penstock.cutter import Given, Refused
+from penstock.errors import BatchError, ConfigError, ModelError, PeerError
 from penstock.evaluation import Evaluation, Evaluations
 from penstock.measured import layer_costs, step_costs
 from penstock.models.balance import LayerCosts
@@ -23,10 +25,11 @@ from penstock.runtime.memory import Held
 from penstock.runtime.microbatch import with_entries
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.shared import SharedGradients
+from penstock.runtime.stage import gradients_aside
 from penstock.runtime.step import Collect
 from penstock.schedule import Costs, Proof, Timeline, verify
 from penstock.split_model import SplitModel
-from penstock.steps import Given, StepResult, Steps, Told
+from penstock.steps import StepResult, Steps, Told
 from penstock.summary import summary
 
 if TYPE_CHECKING:
@@ -80,7 +83,10 @@ class Pipeline(SplitModel):
 
         batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every rank;
             or a list of as many microbatches as the schedule has, which may differ in rows and in length
-        entries: more of the batch, by name; what is no tensor goes to every microbatch as it is
+        entries: more of the batch, by name; what is no tensor goes to every microbatch as it is.
+            `routed_experts`, where the pipeline was built with replay_routing=True, tells which experts each
+            token is to choose, in the form of `Pipeline.routed_experts`, and -1 for those of the routers' own
+            choice; `evaluate` and `infer` take it as well
         After an error gradients may be partial: clear them before the next step.
         Raises BatchError where it cannot be split or differs between ranks, ShapeError where a stage gives
         another shape than it should, PeerLostError or StalledPeerError where another rank fails.
@@ -106,7 +112,10 @@ class Pipeline(SplitModel):
         return result
 
     def _with(self, batch: Given, entries: Mapping[str, Any]) -> Given:
-        return with_entries(batch, entries, self._cutter.sharding)
+        try:
+            return with_entries(batch, entries, self._cutter.sharding)
+        except BatchError as error:  # which other ranks may not find
+            return Refused(error)
 
     @overload
     def evaluate(self, batch: Given, outputs: Literal[False] = ..., **entries: Any) -> StepResult: ...
@@ -150,9 +159,20 @@ class Pipeline(SplitModel):
     def microbatches(self, batch: Given, count: int | None = None) -> list[Microbatch]:
         """`batch` on this process's device, as a step sees it, or split into `count`. Raises BatchError.
 
-        Collective where they are padded to the longest.
+        Collective beside other axes, and where they are padded to the longest.
         """
-        return self._cutter.cut(batch, count or self.schedule.microbatches, self._world)
+        return self._steps.cut(batch, count or self.schedule.microbatches)
+
+    def routed_experts(self) -> Tensor | list[Tensor]:
+        """Which experts each token of the last step chose: int32 (rows, sequence, mixtures, top_k), of this
+        pipeline's own part of the batch, on each of its ranks; a list by microbatch where these differ in
+        length. `step` takes them as `routed_experts`, with the same batch.
+
+        Rows are as long as they were made (`shapes="padded"`). Collective.
+        Raises ConfigError, on every rank, where the pipeline was not built with replay_routing=True, which
+        keeps them until the next step, and before the first step.
+        """
+        return chosen_experts(self._stages, self.schedule.microbatches, self._cutter, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -195,7 +215,8 @@ class Pipeline(SplitModel):
     def costs(self) -> Costs:
         """What the last step took and held, to simulate other schedules with: seconds and bytes.
 
-        The median time of each stage's ops; the bytes of each stage and microbatch. Collective.
+        The median time of each stage's ops; the bytes of each stage and microbatch. Not what of an op is
+        exchange, see `Costs.measured`. Collective.
         """
         if self._last is None:
             raise ConfigError("costs before the first step", "they are measured in one", "Call step() first")
@@ -207,18 +228,14 @@ class Pipeline(SplitModel):
 
         Parameters and gradients stay as they are. Collective.
         """
-        aside = [(parameter, parameter.grad) for parameter in self.parameters()]
 
         def step() -> Timeline:
             self.zero_grad()
             self.step(batch, **entries)
             return self.timeline
 
-        try:
+        with gradients_aside(self.parameters()):
             return layer_costs(step, repeats, self._layers, self._info, self._world.device, self.processes)
-        finally:
-            for parameter, gradient in aside:
-                parameter.grad = gradient
 
     @property
     def deferred_bytes(self) -> tuple[int, ...]:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from penstock.errors import BatchError, ModelError, PeerError, RunError, ShapeError
+from penstock.cutter import Cutter, Given
+from penstock.errors import BatchError, InputError, PeerError, RunError
 from penstock.models.edges import DeclaredEdges
 from penstock.runtime import report
+from penstock.runtime.chance import drawn, seeded
 from penstock.runtime.executor import Executor
 from penstock.runtime.last_words import last_words
 from penstock.runtime.loss import Loss
 from penstock.runtime.lower import lower
-from penstock.runtime.microbatch import Batch, Sharding, fingerprint, split
-from penstock.runtime.padding import Padding
+from penstock.runtime.microbatch import fingerprint
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import EdgeShapes, Microbatch
 from penstock.runtime.stage import Stage
@@ -30,8 +30,8 @@ from penstock.schedule import Proof, Schedule
 from penstock.schedule.exchanges import exchanges
 from penstock.schedule.recompute import Places
 
-Given = Batch | Sequence[Microbatch]  # to be split, or as it is
 Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
+_REFUSED = 1 << 32  # above all fingerprints of batches
 
 
 class StepResult(NamedTuple):
@@ -44,50 +44,6 @@ class StepResult(NamedTuple):
     loss: float
     tokens: int
     bubble: float
-
-
-class Cutter(NamedTuple):
-    """How what is given becomes microbatches.
-
-    sharding: how entries are cut; padding: whether microbatches are made equal in length
-    complete: adds what the model needs and can be told from a microbatch
-    own: what of a whole microbatch is this rank's; None takes all of it
-    """
-
-    sharding: Sharding
-    padding: Padding | None = None
-    complete: Callable[[Microbatch], Microbatch] = dict
-    own: Callable[[Microbatch], Microbatch] | None = None
-
-    def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
-        """`count` microbatches on the world's device. Raises BatchError.
-
-        Collective where they are padded to the longest.
-        """
-        parts = [given] if isinstance(given, Mapping) else list(given)
-        parts = [tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part)) for part in parts]
-        if isinstance(given, Mapping):
-            parts = split(parts[0], count, self.sharding)
-        elif len(parts) != count:
-            raise BatchError(
-                f"a list of {len(parts)} microbatches",
-                f"the schedule has {count}",
-                f"Give {count} of them, or build the pipeline with microbatches={len(parts)}",
-            )
-        for number, part in enumerate(parts):
-            if any(isinstance(value, Tensor) and value.dim() and not len(value) for value in part.values()):
-                raise BatchError(f"microbatch {number}", "it has no rows", "Leave it out, or give it one")
-        return [self.complete(microbatch) for microbatch in self._padded(parts, world)]
-
-    def _padded(self, microbatches: list[Microbatch], world: World) -> list[Microbatch]:
-        if self.padding is None:
-            return microbatches
-        longest = self.padding.longest(microbatches)
-        if self.padding.length is None:  # else every rank knows without asking
-            mine = torch.tensor([longest], dtype=torch.float64)
-            longest = int(max(map(float, world.transport.exchange([mine] * len(world.ranks)))))
-        lengths = self.padding.lengths(longest)
-        return [self.padding.pad(microbatch, lengths) for microbatch in microbatches]
 
 
 class Lowered(NamedTuple):
@@ -118,6 +74,8 @@ class Steps:
         self._cutter, self._trace_folder = cutter, trace_folder
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._broken = False
+        self._chances = [stage.chance for stage in stages.values() if stage.chance is not None]
+        self._draws = any(world.processes.gather(bool(self._chances)))
 
     def lower(self, proof: Proof, recomputed: Places = frozenset()) -> Lowered:
         """recomputed: the (stage, microbatch) whose layers run again in the backward"""
@@ -146,9 +104,10 @@ class Steps:
             )
         begun = False
         try:
-            step = self._prepare(lowered, given, collect, scored)
+            step, chance = self._prepare(lowered, given, collect, scored)
             begun = True
-            run_together(executors, step)
+            with chance:
+                run_together(executors, step)
             if not schedule.trains:
                 for stage in self._stages.values():
                     stage.end_forwards()
@@ -167,38 +126,84 @@ class Steps:
         loss = self._world.sums.loss(report.total_loss(reports))
         return StepResult(loss, step.weight, bubble), (schedule, reports)
 
-    def _prepare(self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool) -> StepInput:
-        """All that is found out, and agreed upon, before anything is sent."""
+    def _prepare(
+        self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool
+    ) -> tuple[StepInput, AbstractContextManager[None]]:
+        """All that is found out, and agreed upon, before anything is sent; and what to run it in."""
         schedule, executors, number = lowered
-        transport = self._world.transport
-        microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
-        counts = scored or not collect
-        weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
+        transport, counts = self._world.transport, scored or not collect
+        with self._refused_by_all(schedule.microbatches, counts, agreed=True):
+            microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
+            weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
+            self._foresee(microbatches)
         if counts:
             weight = self._world.sums.items(weight)
         if weight == 0:
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
-        if self._world.processes.count > 1:
+        if self._world.mesh is not None:
             parts = [given] if isinstance(given, Mapping) else given
             transport.follow(lambda: executors[0].progress)
             told = fingerprint(parts, len(microbatches), number)
             transport.agree(*told)
             self._world.sums.alike(*told)
-        if isinstance(self._edges, DeclaredEdges) and (unseen := self._edges.unseen(microbatches)):
-            transport.settle()  # or ranks with other batches would not meet in what follows
-            self._edges.agree(unseen, self._world.processes)
+        if isinstance(self._edges, DeclaredEdges):
+            with self._refused_by_all(schedule.microbatches, counts):
+                if unseen := self._edges.unseen(microbatches):
+                    transport.settle()  # or ranks with other batches would not meet in what follows
+                    self._edges.agree(unseen, self._world.processes)
+        own = microbatches
         if self._cutter.own is not None:
-            microbatches = [self._cutter.own(microbatch) for microbatch in microbatches]
+            own = [self._cutter.own(microbatch) for microbatch in microbatches]
         if collect and scored:
-            collect = _with_loss(collect, self._loss, microbatches)
-        return StepInput(microbatches, weight, collect)
+            collect = _with_loss(collect, self._loss, own)
+        return StepInput(own, weight, collect), self._chance(microbatches, own)
+
+    def _chance(
+        self, microbatches: Sequence[Microbatch], own: Sequence[Microbatch]
+    ) -> AbstractContextManager[None]:
+        """Collective over the mesh."""
+        if not self._draws or not any(stage.module.training for stage in self._stages.values()):
+            return nullcontext()
+        number = -self._world.sums.least(-drawn())  # one for all, whatever each was seeded with
+        return seeded(self._chances, number, microbatches, own)
+
+    def cut(self, given: Given, count: int) -> list[Microbatch]:
+        """The microbatches that a step makes of it. Collective over the mesh, and where they are padded."""
+        with self._refused_by_all(count, True):
+            return self._cutter.cut(given, count, self._world)
+
+    @contextmanager
+    def _refused_by_all(self, count: int, scored: bool, *, agreed: bool = False) -> Iterator[None]:
+        """What a rank refuses within is raised on all of them: they are about to exchange something.
+
+        agreed: the pipeline's own ranks go on to make sure of having the same batch, and learn it there
+        """
+        refusal = None
+        try:
+            yield
+        except InputError as error:
+            refusal = error
+        self._world.sums.accepted(count, scored, refusal)
+        if refusal is None:
+            return
+        if agreed:
+            transport, words = self._world.transport, f"it refuses its batch ({refusal})"
+            transport.agree(_REFUSED + zlib.crc32(words.encode()), words)
+            transport.settle()
+        raise refusal
+
+    def _foresee(self, microbatches: Sequence[Microbatch]) -> None:
+        """Learn what goes over the edges where parts of a batch may differ in it: one may be refused."""
+        if self._world.sums.part[1] > 1 and self._edges and not isinstance(self._edges, DeclaredEdges):
+            for microbatch in microbatches:
+                self._edges(0, microbatch)
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
         """Tell the other ranks, say where it happened, and leave nothing half-done behind."""
         # found by all ranks alike and before anything was sent, so that the next batch may do
         early = not begun or not any(executor.current for executor in executors)
         harmless = early and isinstance(error, BatchError)
-        harmless |= not begun and isinstance(error, ShapeError | ModelError)
+        harmless |= not begun and isinstance(error, InputError)
         if not harmless:
             self.fail()
             if not isinstance(error, PeerError):

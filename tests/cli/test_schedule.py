@@ -104,7 +104,9 @@ def test_simulate_for_machines(penstock: Penstock) -> None:
     assert data["makespan"] == 15
     assert data["bubble"] == pytest.approx(0.2)
     assert [rank["peak_memory"] for rank in data["per_rank"]] == [4, 4]
-    assert data["per_rank"][1]["idle"] == {"peer": 0, "wire": 0, "runtime": 0, "outside": 3}
+    assert data["per_rank"][1]["idle"] == {
+        "peer": 0, "wire": 0, "runtime": 0, "outside": 3, "reduce": 0,
+    }  # fmt: skip
     assert data["critical_path"][0] == "0F0"
     assert penstock("simulate", "gpipe", *SMALL, "--json", "--memory-limit", "4").code == 0
 

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], type[InputError], str]] 
     "positions in attention": (_zoo("llama4_text"), ModelError, "arange"),
     "turns by the longest": (_tiny(rope_parameters=ROPE), ModelError, "longest position"),
     "dropout": (_tiny(attention_dropout=0.1), ConfigError, "attention_dropout=0.1"),
-    "routers' loss": (_tiny("mixtral", output_router_logits=True), ConfigError, "router"),
+    "routers' loss": (_tiny(output_router_logits=True), ConfigError, "router"),
     "heads": (_tiny(hidden_size=48, num_attention_heads=6), ConfigError, "6 attention heads"),
     "key heads": (_tiny(**WIDE), ConfigError, "3 key"),
     "flex": (_by_flex, ConfigError, "flex_attention"),

@@ -16,15 +16,20 @@ from support.reference import plain_step
 
 WAYS = [
     ("llama", (2, Axes(dp_shard=2), "1f1b"), (1, Axes(dp_shard=2, dp_replicate=2), "1f1b"), True),
+    ("mixtral", (1, Axes(dp_shard=2, ep=2, tp=2), "1f1b"), (2, Axes(dp_replicate=2), "1f1b"), True),
+]
+MORE = [
     ("llama", (2, Axes(dp_replicate=2), "zb_v"), (2, Axes(dp_shard=2), "1f1b"), False),
     ("llama", (4, Axes(), "1f1b"), (2, Axes(tp=2), "zb_v"), True),
     ("llama", (1, Axes(dp_shard=2, tp=2), "1f1b"), (2, Axes(cp=2), "1f1b"), False),
     ("mixtral", (1, Axes(dp_shard=4, ep=2), "1f1b"), (2, Axes(dp_shard=2, ep=2), "zb_v"), True),
-    ("mixtral", (1, Axes(dp_shard=2, ep=2, tp=2), "1f1b"), (2, Axes(dp_replicate=2), "1f1b"), True),
 ]
 
 
-@pytest.mark.parametrize(("family", "first", "second", "background"), [WAYS[0], WAYS[5]])
+@pytest.mark.parametrize(
+    ("family", "first", "second", "background"),
+    [*WAYS, *(pytest.param(*way, marks=pytest.mark.parallel) for way in MORE)],
+)
 def test_goes_on_on_another_mesh(
     pool: Pool,
     tmp_path: Path,
@@ -40,19 +45,6 @@ def test_goes_on_on_another_mesh(
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
     for name, weight in model.named_parameters():
         assert torch.allclose(opened.get_parameter(name), weight, rtol=1e-7, atol=1e-9), name
-
-
-@pytest.mark.parallel
-@pytest.mark.parametrize(("family", "first", "second", "background"), WAYS[1:5])
-def test_more_ways(
-    pool: Pool,
-    tmp_path: Path,
-    family: str,
-    first: tuple[int, Axes, str],
-    second: tuple[int, Axes, str],
-    background: bool,
-) -> None:
-    test_goes_on_on_another_mesh(pool, tmp_path, family, first, second, background)
 
 
 def alone(family: str) -> tuple[list[float], torch.nn.Module]:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.balance import check_load_balancing
 from penstock.parallel.dispatch import Directions, combine, dispatch, plan_route
-from penstock.parallel.expert import expert_parallel, mixtures, takes_grouped
+from penstock.parallel.expert import expert_parallel, mixtures
+from penstock.parallel.expert_view import takes_grouped
 from support import jobs_expert as jobs
 from support import zoo
 from support.pool import Pool
@@ -135,19 +135,6 @@ def test_no_token_at_all(one_process: None) -> None:
     route = plan_route(torch.zeros(0, 2, dtype=torch.int64), 4, Directions(group, group))
     rows, _ = dispatch(route, torch.ones(0, 3), torch.ones(0, 2))
     assert combine(route, rows, 0, 2).shape == (0, 3)
-
-
-def test_another_auxiliary_loss_is_told() -> None:
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    check_load_balancing(load_balancing_loss_func, 4, 2)
-
-    def halved(*given: Any) -> torch.Tensor:
-        result: torch.Tensor = load_balancing_loss_func(*given) / 2
-        return result
-
-    with pytest.raises(ModelError, match="halved"):
-        check_load_balancing(halved, 4, 2)
 
 
 def test_which_dtypes_have_a_grouped_product() -> None:

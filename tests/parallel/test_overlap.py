@@ -20,6 +20,7 @@ def test_a_mixture_as_one_process(pool: Pool, schedule: Any, options: dict[str, 
         assert told["losses"] == [pytest.approx(told["expected"], rel=1e-10)] * 3
         first, second, third = told["ran"]
         assert third - second == second - first > 0  # each step's pairs, once all forwards are known
+        assert told["backward_first"] == third - second  # one after the other it would be the forward
         assert told["peaks"] == [told["proven"]] * 3
         assert 0 <= told["bubble"] < 1
         assert not told["threads"]

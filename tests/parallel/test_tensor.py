@@ -92,6 +92,11 @@ def test_experts_stay_whole(pool: Pool) -> None:
     assert "model.layers.0.self_attn.q_proj.weight" in found
 
 
+def test_an_embedding_that_is_read_from_outside(pool: Pool) -> None:
+    """0.5.0: gemma4 takes the padding token's row of it in its own forward, which met a DTensor there."""
+    assert pool.run(2, jobs.verdict, "gemma4", False) == ["exact"] * 2
+
+
 @pytest.mark.parametrize("sequence", [False, True])
 def test_several_backwards_add_up(pool: Pool, sequence: bool) -> None:
     pool.run(2, jobs.accumulated, "qwen3", sequence)

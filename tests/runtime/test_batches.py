@@ -15,7 +15,7 @@ from penstock.runtime.lanes import Lane
 from penstock.runtime.lower import Exchange, Post, Send, Wait, lower
 from penstock.runtime.network import Network
 from penstock.schedule import verify
-from penstock.schedule.config import chosen_schedule
+from penstock.schedule.chosen import chosen_schedule
 from penstock.schedule.exchanges import exchanges
 from support import jobs_channels as jobs
 from support.pool import Pool

@@ -19,7 +19,7 @@ from penstock.runtime.lower import Channel, Message
 from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel
 from penstock.runtime.staging import Staging
 from penstock.schedule import Op
-from penstock.schedule.config import ScheduleLike
+from penstock.schedule.chosen import ScheduleLike
 from support import jobs_channels as jobs
 from support.pool import Pool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -127,3 +128,60 @@ def test_real_ranks_that_differ(pool: Pool, what: str, line: str) -> None:
     assert told[0] == told[1] == told[2]
     assert line in [text.strip().removesuffix(".") for text in told[0].splitlines()]
     assert told[0].startswith("HandshakeError: ")
+
+
+MESH = {
+    "learning": ["common.optimizer.lr: 0.2 on rank 0-2; 0.1 on rank 3"],
+    "microbatches": ["microbatches: 4 on rank 0-2; 5 on rank 3"],
+    "stages": [
+        "schedule: 1f1b on rank 0-2; interleaved_1f1b on rank 3",
+        "stages: 2 on rank 0-2; 4 on rank 3",
+    ],
+    "ranks": ["ranks: 2 on rank 0-2; 4 on rank 3", "axes: dp_shard=2 on rank 0-2; none on rank 3"],
+    "sizes": ["axes: dp_shard=2 on rank 0-2; dp_replicate=2 on rank 3"],
+    "none": ["axes: dp_shard=2 on rank 0-2; None on rank 3"],
+    "dtype": ["dtype: torch.float32 on rank 0-2; torch.float64 on rank 3"],
+    "seed": ["values: seed 0 on rank 0-2; seed 1 on rank 3"],
+    "split": ["layers of the stages: 0-2 2-4 on rank 0-2; 0-1 1-4 on rank 3"],
+    "entries": ["sharding: by rows on rank 0-2; labels: 1 on rank 3"],
+    "model": ["config.intermediate_size: 24 on rank 0-2; 48 on rank 3"],
+}
+
+
+ORDER, PLACES = "order of ops", "placement of stages"
+FOLLOWS = {  # from what differs
+    "microbatches": {ORDER},
+    "dtype": {"config.dtype"},
+    "stages": {ORDER, PLACES, "layers of the stages"},
+    "ranks": {"stages", ORDER, PLACES, "layers of the stages"},
+}
+
+
+def test_ranks_that_differ_beside_the_pipeline(pool: Pool) -> None:
+    """0.5.0: they were compared along the pipeline only, so that process 0 and 2 of 2 x 2 noticed nothing of
+    what was wrong with 3, and hung in the first gathering of weights."""
+    told = pool.run(4, jobs_handshake.differ_on_mesh, [*MESH], 3)
+    assert all(said == told[0] for said in told)
+    for (what, lines), said in zip(MESH.items(), told[0], strict=True):
+        assert said.startswith("HandshakeError: "), (what, said)
+        there = [text.strip().removesuffix(".").strip() for text in said.splitlines()]
+        assert set(lines) <= set(there), (what, said)
+        names = {line.partition(":")[0] for line in there[1:-1]}
+        assert names - {line.partition(":")[0] for line in lines} == FOLLOWS.get(what, set()), said
+
+
+def test_models_with_other_values(pool: Pool) -> None:
+    """0.5.0: copies that began apart were trained apart, gradients summed. Process 2 has the last stage,
+    as 3 has, and nothing of the first one."""
+    last, first = "model.layers.3.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    found = pool.run(4, jobs_handshake.other_values, last)
+    assert len(set(found)) == 1
+    assert found[0].startswith("HandshakeError: ranks that were given models with other values: ")
+    assert re.search(rf"sum of {last}: \w+ on rank 2; \w+ on rank 3\. \n", found[0])
+    assert pool.run(4, jobs_handshake.other_values, first) == ["no error"] * 4
+
+
+def test_a_process_that_never_comes(pool: Pool) -> None:
+    message = r"StalledPeerError: process \d waiting for the handshake of all 4: some of them .* within 1 s"
+    for words in pool.run(4, jobs_handshake.late)[:3]:
+        assert re.match(message, words), words

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.network import Network
 from penstock.runtime.world import Link, open_world
 from penstock.schedule import Costs, simulate
-from penstock.schedule.config import chosen_schedule
+from penstock.schedule.chosen import chosen_schedule
 from support import jobs_channels as jobs
 from support.pool import Pool
 

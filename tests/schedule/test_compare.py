@@ -209,6 +209,28 @@ def test_costs_are_shared_out_among_finer_stages() -> None:
     assert share(Costs(), both_ways(4)) == Costs()  # a copy's stage is a slice as large as with one copy
 
 
+def test_an_exchange_is_shared_out_with_its_op() -> None:
+    """0.5.0: it stayed whole where stages were finer, and was then longer than the op it is a part of."""
+    shared = share(Costs(2, 2, 2, exchange=[2, 1], exchange_in_backward=1), loop(2, 2))
+    assert (shared.exchange, shared.exchange_in_backward) == ([1, 1, 0.5, 0.5], 0.5)
+
+
+def test_pairs_come_first_where_they_hide_an_exchange() -> None:
+    builders = {"1f1b": BUILDERS["1f1b"]}
+
+    def order(costs: Costs) -> list[bool]:
+        entries = compare(ranks=4, microbatches=16, costs=costs, builders=builders)
+        return ["paired" in entry.options for entry in entries]
+
+    assert order(Costs(4, 4, 4, exchange=2, exchange_in_backward=4)) == [True, True, False, False]
+    assert not order(Costs(4, 4, 4))[0]
+
+
+def test_an_exchange_longer_than_its_op_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="what 0F0 waits within itself, 2, is a part of what it takes, 1"):
+        compare(ranks=2, microbatches=2, costs=Costs(exchange=2), builders={"gpipe": gpipe})
+
+
 def test_the_same_model_is_the_same_work_however_it_is_cut() -> None:
     costs = Costs(forward=[1, 2, 3], input_grad=[3, 1, 1], weight_grad=0.5)
     for schedule in (build("gpipe", ranks=3, microbatches=4), *_two_stages_a_rank(3, 4)):

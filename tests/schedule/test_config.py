@@ -9,7 +9,9 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.schedule import AnySchedule, Costs, build, compare, dump, search, verify
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.config import CONFIGS, canonical, schedule_config
+from penstock.schedule.chosen import schedule_config
+from penstock.schedule.config import CONFIGS
+from penstock.schedule.names import canonical
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,7 @@ def test_what_a_config_builds(config: dict[str, Any], name: str, options: dict[s
         ({"schedule": "v_min", "costs": {"forwards": 1}}, "costs with 'forwards'", "Leave it out"),
         ({"schedule": "searched", "placement": "round"}, "placement='round'", "takes placement"),
         ({"schedule": "searched", "memory_limit": 0}, "memory_limit=0", "takes placement"),
+        ({"schedule": "searched", "seed": -1}, "seed=-1", "takes placement"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(config: dict[str, Any], value: str, remedy: str) -> None:

@@ -1,10 +1,13 @@
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule import Costs, build, loop, simulate
+from penstock.schedule import Costs, Op, Span, Timeline, build, loop, simulate
+from penstock.schedule.chosen import chosen_schedule
+from penstock.schedule.ops import Pair
 
 
 def test_a_backward_takes_both_gradients() -> None:
@@ -47,6 +50,24 @@ def test_what_was_measured_predicts_itself(name: str) -> None:
     schedule = build(name, ranks=2, microbatches=6)
     run = simulate(schedule, Costs(1, 2, 3, 0.5))
     assert simulate(schedule, Costs.measured(run, communication=0.5)).makespan == run.makespan
+
+
+@pytest.mark.parametrize("name", ["dualpipe_v", "1f1b_paired"])
+def test_what_ran_beside_another_op_is_no_measure_of_it(name: str) -> None:
+    """A pair's ops begin and end together on paper: none of them takes so long alone."""
+    schedule = chosen_schedule({"schedule": "1f1b", "paired": True} if "1f1b" in name else name, 2, 6)
+    assert schedule.overlaps
+    costs = Costs(3, 4, 1, 0.5, exchange=1, exchange_in_backward=2)
+    run = simulate(schedule, costs)
+    again = replace(Costs.measured(run, communication=0.5), exchange=1, exchange_in_backward=2)
+    assert set(again.rows("forward", schedule.placement, 1)[0]) == {3}
+    assert simulate(schedule, again) == run
+
+
+def test_where_no_op_ran_alone_all_count() -> None:
+    spans = (Span(0, Op(0, "F", 0), 0, 1), Span(0, Op(0, "F", 1), 1, 5), Span(0, Op(0, "B", 0), 1, 4))
+    beside = Timeline("mine", 1, spans, (2,), overlaps=frozenset({Pair(spans[1].op, spans[2].op)}))
+    assert Costs.measured(beside) == Costs([1], [3], [0])
 
 
 @pytest.mark.parametrize(

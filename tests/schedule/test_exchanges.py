@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from penstock.errors import ConfigError
 from penstock.schedule import Op, Schedule, verify
 from penstock.schedule.ahead import received
-from penstock.schedule.config import chosen_schedule
+from penstock.schedule.chosen import chosen_schedule
 from penstock.schedule.exchanges import Exchanges, exchanges
 from penstock.schedule.placement import loop
 from support.programs import valid

@@ -31,7 +31,7 @@ def test_unequal_stages_and_a_slow_edge() -> None:
         Wait(0, Op(0, "B", 1), 7, 9, sent=8.5),
         Wait(1, Op(1, "F", 0), 0, 1.5, sent=1),
     )
-    assert timeline.idle == ((4.5, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 3.5))
+    assert timeline.idle == ((4.5, 1.0, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 3.5, 0.0))
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:

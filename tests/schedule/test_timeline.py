@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.schedule import Idle, Op, Span, Timeline, Wait
+from penstock.schedule import Idle, Op, Pair, Reduction, Span, Timeline, Wait
 
 SPANS = (
     Span(0, Op(0, "F", 0), 10.0, 11.0),
@@ -20,6 +20,15 @@ def test_the_bubble_is_the_share_of_time_that_is_idle() -> None:
     assert timeline.busy == (4.0, 3.0)
     assert timeline.rank_bubble == (0.5, 0.625)
     assert timeline.bubble == pytest.approx(1 - 7 / 16)
+
+
+def test_what_runs_side_by_side_counts_once_whichever_began_first() -> None:
+    for start, busy in ((11.5, 5.0), (10.5, 5.5)):
+        forward, backward = Span(0, Op(0, "F", 1), 11.0, 13.0), Span(0, Op(0, "B", 0), start, 16.0)
+        overlaps = frozenset({Pair(forward.op, backward.op)})
+        timeline = Timeline("mine", 1, (forward, backward), (2,), overlaps=overlaps)
+        assert timeline.busy == (busy,)
+        assert timeline.side_by_side == {forward.op, backward.op}
 
 
 def test_the_spans_of_one_rank() -> None:
@@ -51,6 +60,19 @@ def test_idle_time_is_told_apart() -> None:
 def test_a_wait_turns_from_the_peer_to_the_wire_when_it_was_sent(sent: float, turn: float) -> None:
     """Clocks of two ranks differ a little: what was sent before the wait began is all wire."""
     assert Wait(0, Op(0, "B", 0), 11.0, 14.0, sent).turn == turn
+
+
+def test_a_step_lasts_until_its_gradients_are_summed() -> None:
+    """Rank 0 ends its last backward at 18 and sums until 20, rank 1 from 15 to 16, when rank 0 computes."""
+    reductions = (Reduction(0, 0, 18.0, 20.0), Reduction(1, 1, 15.0, 16.0))
+    timeline = Timeline("mine", 2, SPANS, (1, 1), waits=WAITS, reductions=reductions)
+    assert timeline.makespan == 10.0
+    assert timeline.busy == (4.0, 3.0)
+    assert timeline.idle == (
+        Idle(peer=2.5, wire=1.0, runtime=0.5, outside=0.0, reduce=2.0),
+        Idle(peer=0.0, wire=0.0, runtime=0.0, outside=6.0, reduce=1.0),
+    )
+    assert timeline.rank_inner_bubble == pytest.approx((0.6, 0.25))
 
 
 def test_gaps_that_nobody_took_note_of_are_the_runtimes() -> None:

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from penstock.schedule import Costs, Op, Pair, Placement, Schedule, Timeline, both_ways, loop
+from penstock.schedule import (
+    Costs,
+    Op,
+    Pair,
+    Placement,
+    Reduction,
+    Schedule,
+    Timeline,
+    both_ways,
+    build,
+    loop,
+    simulate,
+)
 
 SECONDS = Costs(forward=0.02, input_grad=0.02, weight_grad=0.02, communication=0.0005)
 
@@ -33,6 +46,12 @@ COPIES = written(
     "0F0 3F1 (0F2;3B1)OVERLAP_F_B 0B0 3F3 3B3 0B2",
     "2F1 1F0 (2F3;1B0)OVERLAP_F_B 2B1 1F2 1B2 2B3",
 )  # fmt: skip
+
+# GPipe of one microbatch, whose ranks sum the gradients of their stages as soon as they have them
+REDUCED = replace(
+    simulate(build("gpipe", ranks=2, microbatches=1)),
+    reductions=(Reduction(0, 0, 6, 8), Reduction(1, 1, 4, 5)),
+)
 
 
 def jittered(timeline: Timeline, seed: int) -> Timeline:

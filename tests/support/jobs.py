@@ -16,7 +16,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, PenstockError
 from penstock.models.checkpointing import Checkpointing
 from penstock.runtime import channels
-from penstock.schedule.config import ScheduleLike
+from penstock.schedule.chosen import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
 from support.reference import TOLERANCE, assert_gradients, plain_step

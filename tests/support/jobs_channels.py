@@ -23,7 +23,7 @@ from penstock.runtime.lower import Message
 from penstock.runtime.parcel import Parcel
 from penstock.runtime.reaper import Work
 from penstock.schedule import Timeline
-from penstock.schedule.config import ScheduleLike
+from penstock.schedule.chosen import ScheduleLike
 
 ROWS, WIDTH = 2, 8  # of a microbatch
 Gradients = dict[int, list[Tensor]]  # by stage

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock import AutoPipeline, Axes
 from penstock.errors import EquivalenceError
 from penstock.train.assemble import preflight
-from penstock.train.check import Whole, check_split
+from penstock.train.check import check_split
+from penstock.train.whole import Whole
+from support.families import tiny_config
 from support.tiny import QWEN3, config
 
 
@@ -37,6 +40,20 @@ def checked(folder: str, schedule: str) -> list[str]:
         check_split(pipe, whole, batch, "auto")
     except EquivalenceError as error:
         told.append(str(error))
+    pipe.close()
+    return told
+
+
+def deep(layers: int) -> str:
+    """What a model in half precision is told whose products are shared out, in a pipeline of two."""
+    torch.set_num_threads(1)
+    config = tiny_config("llama", layers=layers)
+    axes = Axes(tp=2)
+    auto = AutoPipeline(ranks=2, microbatches=2, axes=axes, dtype=torch.bfloat16)
+    pipe = auto.build(config)
+    tokens = torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(1))
+    whole = Whole(auto.outline(config).source, auto.seed, auto.loss(), axes=axes)
+    told = check_split(pipe, whole, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
     pipe.close()
     return told
 

@@ -19,7 +19,7 @@ from penstock.models.protocol import StageInfo
 from penstock.runtime.parcel import TensorSpec
 from penstock.runtime.shapes import Microbatch
 from penstock.schedule import Op, Placement, Schedule
-from penstock.schedule.config import ScheduleLike
+from penstock.schedule.chosen import ScheduleLike
 
 WIDTH = 3
 TYPE = torch.float64

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock import AutoPipeline
+from penstock import AutoPipeline, Axes
 from penstock.errors import PenstockError
 from penstock.runtime import handshake
-from support.families import tiny_config
+from support.families import tiny_config, tiny_model
 
 OTHER: dict[str, dict[str, Any]] = {
     "microbatches": {"microbatches": 5},
@@ -21,6 +21,70 @@ OTHER: dict[str, dict[str, Any]] = {
     "model": {},
     "version": {},
 }
+
+
+ON_MESH: dict[str, dict[str, Any]] = {
+    "learning": {"common": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}},
+    "microbatches": {"microbatches": 5},
+    "stages": {"schedule": "interleaved_1f1b"},
+    "ranks": {"ranks": 4, "axes": Axes()},
+    "sizes": {"axes": Axes(dp_replicate=2)},
+    "none": {"axes": None},
+    "dtype": {"dtype": torch.float64},
+    "seed": {"seed": 1},
+    "split": {"layers_per_stage": [1, 3]},
+    "entries": {"sharding": {"labels": 1}},
+    "model": {},
+}
+
+
+def differ_on_mesh(whats: list[str], differing: int) -> list[str]:
+    """The same of 2 x 2 processes, of which `differing` alone is another: by thing, the error in words."""
+    said = []
+    for what in whats:
+        options: dict[str, Any] = {
+            "ranks": 2, "schedule": "1f1b", "microbatches": 4, "dtype": torch.float32, "timeout": 20,
+            "axes": Axes(dp_shard=2), "common": {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}},
+        }  # fmt: skip
+        other = dist.get_rank() == differing
+        size = 48 if what == "model" and other else 24
+        auto = AutoPipeline(**{**options, **(ON_MESH[what] if other else {})})
+        try:
+            auto.build(tiny_config("llama", layers=4, intermediate_size=size))
+            said.append("no error")
+        except PenstockError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def other_values(parameter: str) -> str:
+    """What 2 x 2 processes say of models of which that of process 2 has another value in one parameter."""
+    model = tiny_model("llama", torch.float64, layers=4)
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model.get_parameter(parameter).view(-1)[1] += 1e-3
+    auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=20, axes=Axes(dp_replicate=2))
+    try:
+        auto.build(model).close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def late() -> str:
+    """What three of four processes are told where the last one never comes; it stays till they have been."""
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        store.wait([f"said-{rank}" for rank in range(last)])
+        return ""
+    auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=4, timeout=1, axes=Axes(dp_shard=2))
+    try:
+        auto.build(tiny_config("llama", layers=2))
+        return "no error"
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set(f"said-{dist.get_rank()}", "")
 
 
 def differ(what: str) -> str:

@@ -51,11 +51,13 @@ def mixture(schedule: Any, options: dict[str, Any], steps: int = 3) -> dict[str,
             difference = float((full(parameter.grad) - expected[name]).abs().max())
             worst = max(worst, difference / max(float(expected[name].abs().max()), 1e-300))
     timeline, proven = pipe.timeline, pipe.proof.peak_live
+    at = {span.op: span.start for span in timeline.of_rank(pipe._training.executors[0].plan.rank)}
+    ahead = sum(at[pair.backward] <= at[pair.forward] for pair in timeline.overlaps if pair.forward in at)
     pipe.close()
     return {
         "losses": losses, "expected": loss, "worst": worst, "ran": ran, "peaks": peaks, "proven": proven,
-        "bubble": timeline.bubble, "busy": timeline.busy, "makespan": timeline.makespan,
-        "threads": threads(),
+        "backward_first": ahead, "bubble": timeline.bubble, "busy": timeline.busy,
+        "makespan": timeline.makespan, "threads": threads(),
     }  # fmt: skip
 
 

@@ -15,30 +15,56 @@ from torch.optim import AdamW
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
+from penstock.runtime import spread
 from penstock.train import loop
 from penstock.train.assemble import preflight, run
 from penstock.train.config import TrainConfig
 
 
-def trained(tree: dict[str, Any], poisoned: Collection[int] = (), part: int = 0) -> dict[str, Any]:
+def trained(
+    tree: dict[str, Any],
+    poisoned: Collection[int] = (),
+    part: int = 0,
+    resume: str | None = None,
+    wrong: tuple[int, str] | None = None,
+) -> dict[str, Any]:
     """What one process tells of the run; the first one's metrics lie in the output folder.
 
     poisoned: steps in which a row of this part of the batch becomes NaN on its way
+    resume: a checkpoint to go on from. One is written where the tree's `train.checkpoint_every` asks for it
+    wrong: a rank of the world, and the end of the name of a parameter whose gradient, what this rank holds of
+        it, comes out too large there
     """
     torch.set_num_threads(1)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         close = torch.distributed.destroy_process_group  # the world itself is the pool's to close
         patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: group and close(group))
-        patch.setattr(loop, "_save", lambda *_: Path("none"))  # tests of checkpoints save
+        if "checkpoint_every" not in tree["train"]:
+            patch.setattr(loop, "_save", lambda *_: Path("none"))
         poison(patch, poisoned, part)
+        if wrong is not None and wrong[0] == torch.distributed.get_rank():
+            enlarge(patch, wrong[1])
         updates = count_updates(patch)
         error = ""
         try:
-            run(preflight(TrainConfig.model_validate(tree)))
+            run(preflight(TrainConfig.model_validate(tree), resume))
         except PenstockError as caught:
             error = f"{type(caught).__name__}: {caught}"
     return {"said": said.getvalue(), "updates": updates(), "error": error}
+
+
+def enlarge(patch: pytest.MonkeyPatch, name: str) -> None:
+    original = Pipeline.step
+
+    def step(pipe: Pipeline, batch: Any, **entries: Any) -> Any:
+        result = original(pipe, batch, **entries)
+        gradient = next(p.grad for own, p in pipe.named_parameters() if own.endswith(name))
+        assert gradient is not None
+        spread.own(gradient).mul_(1.01)
+        return result
+
+    patch.setattr(Pipeline, "step", step)
 
 
 def count_updates(patch: pytest.MonkeyPatch) -> Callable[[], int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock import Pipeline
+from penstock import Axes, Pipeline
 from penstock.errors import ConfigError, EquivalenceError, RunError
 from penstock.models import initial
 from penstock.train.assemble import Prepared, preflight, run
-from penstock.train.check import TOKENS, Whole, check_split, shorten
+from penstock.train.check import check_split, compare_digests, shorten
 from penstock.train.config import PipelineSection, TrainConfig
-from penstock.train.digests import Digest, digest
+from penstock.train.digests import Digest, Digests, digest
+from penstock.train.rounding import Scores, near_ties
 from penstock.train.start import NEWEST
+from penstock.train.whole import TOKENS, Whole
 from support import jobs_check as jobs
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3
@@ -236,6 +240,91 @@ def test_over_processes(pool: Pool, tmp_path: Path) -> None:
         assert wrong.startswith("weight model.layers.")
         assert "q_proj.weight: it differs before any step, by" in wrong
         assert "on stage 1 of rank 1" in wrong
+
+
+def test_rounding_that_grows_with_depth_is_no_difference(pool: Pool) -> None:
+    """At this depth some gradients differ by more than the tolerance, and none by more than rounding."""
+    (told,) = set(pool.run(4, jobs.deep, 24)[:1])
+    assert told.startswith("checked in ")
+    found = re.search(r"tolerance 3e-02; (\d+) by up to \d\.\de-02, no more than rounding\)$", told)
+    assert found, told
+    assert int(found[1]) > 5
+
+
+def mixture(folder: Path, tied: bool) -> Prepared:
+    """A mixture whose router knows no difference between its experts, or does."""
+    keys = {
+        **QWEN3, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+    }  # fmt: skip
+    del keys["model_type"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **keys))
+    if tied:
+        for name, parameter in model.named_parameters():
+            parameter.data.mul_(0.0 if name.endswith("mlp.gate.weight") else 1.0)
+    model.save_pretrained(folder / "model")
+    made = config(folder)
+    path = {"config": None, "path": str(folder / "model")}
+    return preflight(made.model_copy(update={"model": made.model.model_copy(update=path)}))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_choices_that_rounding_may_turn_are_told_of(tmp_path: Path, tied: bool) -> None:
+    pipe, whole, batch = parts(mixture(tmp_path, tied))
+    over = replace(whole, axes=Axes(ep=2))  # whose sums would be rounded in another order
+    assert check_split(pipe, over, batch, "auto").startswith("checked in ")
+    norm = pipe.modules[1].get_parameter("model.norm.weight")
+    norm.register_hook(lambda grad: grad * 1.1)  # type: ignore[no-untyped-call]
+    for each in (whole, over):
+        if tied and each is over:
+            told = check_split(pipe, each, batch, "auto")
+            assert "not checked against the whole model: what ep=2 round otherwise may turn 64 choi" in told
+            assert "gradient model.norm.weight: it differs by" in told
+            with pytest.raises(ConfigError, match=r"^train\.check=always: what ep=2 round otherwise"):
+                check_split(pipe, each, batch, "always")
+            continue
+        with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight: it differs"):
+            check_split(pipe, each, batch, "auto")
+
+
+@pytest.mark.parametrize(
+    ("entries", "moved", "wrong"),
+    [(1.0, 9.0, 0), (1.01, 0.0, 1), (1.01, 0.005, 0), (1.01, 0.002, 1), (0.0, 9.0, 1), (-1.0, 9.0, 1)],
+)
+def test_rounding_leaves_room_but_not_for_another_gradient(
+    tmp_path: Path, entries: float, moved: float, wrong: int
+) -> None:
+    """A gradient of ones, and so many of them in the split; the digest is of a length of 1."""
+    whole = parts(prepare(tmp_path))[1]
+    ones = torch.ones(400)
+    weight, expected = digest("a", ones), digest("a", ones / 20)
+    own = [(("a", 0, 0), Digests(weight, digest("a", ones * entries / 20)))]
+    report = compare_digests((1.0, 1.0), own, {"a": Digests(weight, expected)}, whole, {"a": moved})
+    assert len(report.wrong) == wrong
+
+
+def test_near_ties_are_those_that_the_scores_have_moved_by() -> None:
+    before, after, shorter = Scores(), Scores(), Scores()
+    scores = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.9], [2.0, 2.0, -torch.inf]])
+    with before:
+        scores.topk(2)
+        torch.topk(scores[:, :2], 2)  # leaves no choice
+    with after:
+        torch.topk(scores + torch.tensor([[0.0, 0.0, 0.1]]), k=2, dim=-1)
+    with shorter:
+        scores[:1].topk(2)
+    assert [(given.shape, k) for given, k in before.calls] == [((3, 3), 2)]
+    assert near_ties(before, before) == 0
+    assert near_ties(before, after) == 1
+    assert near_ties(before, shorter) == 3
+
+
+def test_rows_are_cut_short_where_the_ranks_share_them_out_evenly(tmp_path: Path) -> None:
+    whole = parts(prepare(tmp_path))[1]
+    assert whole.tokens == TOKENS
+    assert not whole.reorders
+    assert replace(whole, axes=Axes(cp=3, tp=2)).tokens == 60
+    assert replace(whole, axes=Axes(cp=40)).tokens == 80
 
 
 def test_rows_are_cut_short() -> None:

@@ -9,6 +9,7 @@ import yaml
 
 from penstock.errors import ConfigError
 from penstock.train.config import TrainConfig, load_config
+from penstock.train.optimizers import MuonSection
 from penstock.train.values import CheckpointingSection
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -106,6 +107,13 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("data.kind=csv", "data.kind='csv': it should be 'auto', 'text', 'jsonl' or 'dataset'. Take"),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
+        ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon"),
+        ("optimizer.momentum=0.9", "optimizer: with name=adamw momentum are Muon's. Set optimizer.name=muon"),
+        (
+            "pipeline.ranks=0",
+            "pipeline.ranks: 0 is no number of ranks. Write 1 or more, or -1 for all that are",
+        ),
+        ("pipeline.ranks=two", "pipeline.ranks='two': it should be a valid integer"),
         ("model.path=there", "exactly one of model.path and model.config is given, and here both"),
         ("model.config=null", "here neither is"),
         ("model.config={hidden_size: 3}", "names its model_type"),
@@ -121,6 +129,35 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
     assert message in refused(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("muon", "'muon' is no section. Write keys such as {name: muon, learning_rate: 0.02}"),
+        ("{name: muon, betas: [0.9, 0.9]}", "name=muon betas are AdamW's. Write them into optimizer.adamw"),
+        ("{name: muon, momentm: 0.9}", "section optimizer has no such key. Did you mean optimizer.momentum?"),
+        ("{name: muon, momentum: 1}", "optimizer.momentum=1: it should be less than 1"),
+        ("{name: muon, ns_steps: 0}", "optimizer.ns_steps=0: it should be greater than or equal to 1"),
+        ("{name: muon, adjust: rms}", "it should be 'original' or 'match_rms_adamw'. Take"),
+        (
+            "{name: muon, adamw: {bets: 1}}",
+            "optimizer.adamw has no such key. Did you mean optimizer.adamw.betas",
+        ),
+        ("{name: muon, adamw: {betas: [1, 2]}}", "optimizer.adamw.betas.0=1: it should be less than 1"),
+        ("{name: muon, warmup_steps: 101}", "optimizer.warmup_steps=101 is more than train.steps=100"),
+    ],
+)
+def test_a_wrong_muon_is_refused(tmp_path: Path, section: str, message: str) -> None:
+    assert message in refused(tmp_path, f"{MINIMAL}optimizer: {section}\n")
+
+
+def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
+    config = load(tmp_path, MINIMAL, "optimizer.name=muon", "optimizer.adamw.learning_rate=1e-3")
+    assert isinstance(config.optimizer, MuonSection)
+    assert (config.optimizer.learning_rate, config.optimizer.momentum) == (0.02, 0.95)
+    assert (config.optimizer.adamw.learning_rate, config.optimizer.adamw.betas) == (1e-3, (0.9, 0.95))
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import CheckpointError
 from penstock.train.assemble import preflight, run
 from penstock.train.config import TrainConfig
 from penstock.train.data import Data
 from penstock.train.rows import Batch
+from penstock.train.start import NEWEST
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import tree
@@ -37,10 +39,13 @@ def curve(folder: Path) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def alone(folder: Path, made: dict[str, Any]) -> list[tuple[Any, ...]]:
+def alone(
+    folder: Path, made: dict[str, Any], ranks: int = 2, resume: str | None = None
+) -> list[tuple[Any, ...]]:
     """The curve of the same run in one process, without a mesh."""
-    made = {**made, "parallel": {}, "output": {"folder": str(folder / "alone" / "out")}}
-    run(preflight(TrainConfig.model_validate(made)))
+    output = {"folder": str(folder / "alone" / "out")}
+    made = {**made, "parallel": {}, "output": output, "pipeline": {**made["pipeline"], "ranks": ranks}}
+    run(preflight(TrainConfig.model_validate(made), resume))
     return curve(folder / "alone")
 
 
@@ -51,7 +56,7 @@ def close(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None
 
 
 MESHES = [
-    pytest.param({"dp_shard": 2}, {"ranks": 2}, 7, id="pp2 x dp_shard2"),
+    pytest.param({"dp_shard": 2}, {"ranks": -1}, 7, id="pp2 x dp_shard2"),
     pytest.param({"dp_replicate": 2}, {"ranks": 2}, 7, id="pp2 x dp_replicate2"),
     pytest.param(
         {"dp_replicate": 2, "dp_shard": -1, "reshard_after_forward": True}, {"ranks": 1}, 8,
@@ -73,13 +78,76 @@ def test_a_mesh_has_the_curve_of_one_process(
     }  # fmt: skip
     made["train"]["batch_size"] = rows
     made["pipeline"] |= pipeline
-    inner = {"cp", "tp"} & parallel.keys()
-    made["train"]["check"] = "auto" if inner else "always"
+    made["train"]["check"] = "always"
     told = pool.run(4, jobs_train.trained, made)
     assert [each["error"] for each in told] == [""] * 4
-    assert ("not checked against the whole model: with " if inner else "checked in ") in told[0]["said"]
+    assert "checked in " in told[0]["said"]
     assert [bool(each["said"]) for each in told] == [True, False, False, False]
     close(curve(tmp_path), alone(tmp_path, made))
+
+
+MUON = {
+    "name": "muon", "learning_rate": 0.02, "weight_decay": 0.1, "warmup_steps": 1,
+    "adamw": {"learning_rate": 0.01},
+}  # fmt: skip
+
+
+def of_muon(folder: Path, **parallel: Any) -> dict[str, Any]:
+    """In double precision: Muon rounds to bfloat16 inside, and tells small differences of sums apart."""
+    made = sections(folder, **parallel)
+    made["model"] = {"config": made["model"]["config"], "dtype": "float64"}
+    made["optimizer"] = MUON
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_muon_trains_as_one_process_without_axes_too(tmp_path: Path, schedule: str) -> None:
+    """Two ranks in this process, and one."""
+    made = of_muon(tmp_path)
+    made["pipeline"]["schedule"] = schedule
+    found = alone(tmp_path, made)
+    other = {**made, "pipeline": {**made["pipeline"], "schedule": "1f1b"}}
+    (tmp_path / "one").mkdir()
+    close(found, alone(tmp_path / "one", other, ranks=1))
+    losses = [row[1] for row in found]
+    (tmp_path / "adamw").mkdir()
+    adamw = [row[1] for row in alone(tmp_path / "adamw", {**other, "optimizer": {}})]
+    assert losses[2:] != pytest.approx(adamw[2:], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"dp_shard": 2}, id="dp_shard2"),
+        pytest.param({"tp": 2}, id="tp2", marks=pytest.mark.sweep),
+        pytest.param({"cp": 2, "context": "ring"}, id="cp2", marks=pytest.mark.sweep),
+    ],
+)
+def test_muon_goes_on_bit_for_bit_and_on_another_mesh(
+    pool: Pool, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    made = of_muon(tmp_path, **parallel)
+    made["model"]["config"] = {**made["model"]["config"], "num_key_value_heads": 2}
+    made["train"]["checkpoint_every"] = 2
+    assert {each["error"] for each in pool.run(4, jobs_train.trained, made)} == {""}
+    found = curve(tmp_path)
+    close(found, alone(tmp_path, made))
+    half = str(tmp_path / "out" / "checkpoints" / "step-00000002")
+
+    again = {**made, "output": {"folder": str(tmp_path / "again" / "out")}}
+    assert {each["error"] for each in pool.run(4, jobs_train.trained, again, (), 0, half)} == {""}
+    rest = [row for row in found if row[0] > 2]
+    assert curve(tmp_path / "again") == rest
+    close(alone(tmp_path / "other", made, resume=half), rest)
+
+
+def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    made = of_muon(tmp_path)
+    run(preflight(TrainConfig.model_validate(made)))
+    made["train"]["steps"] = 6
+    made["optimizer"] = {}
+    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by Muon: here it is by AdamW"):
+        preflight(TrainConfig.model_validate(made), NEWEST)
 
 
 @pytest.mark.sweep
@@ -126,6 +194,40 @@ def test_a_step_that_one_part_spoils_stops_all(pool: Pool, tmp_path: Path) -> No
         "may be left out with train.nonfinite=skip"
     }
     assert [each["updates"] for each in told] == [1] * 4
+
+
+MIXTURE = {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        pytest.param({"tp": 2}, "self_attn.q_proj.weight", id="tp2"),
+        pytest.param({"cp": 2, "context": "ring"}, "mlp.up_proj.weight", id="cp2"),
+        pytest.param({"dp_shard": 2, "ep": 2}, "mlp.experts.down_proj", id="ep2"),
+    ],
+)
+def test_the_check_finds_a_wrong_gradient_on_any_mesh(
+    pool: Pool, tmp_path: Path, parallel: dict[str, Any], name: str
+) -> None:
+    """Of what is spread, one rank's part is a hundredth too large."""
+    made = sections(tmp_path, **parallel)
+    kind = MIXTURE if "ep" in parallel else {"num_key_value_heads": 2}
+    plain = {key: value for key, value in made["model"]["config"].items() if key != "head_dim"}
+    made["model"]["config"] = {**plain, **kind}
+    made["train"] |= {"check": "always", "steps": 1}
+    told = pool.run(4, jobs_train.trained, made)
+    assert [each["error"] for each in told] == [""] * 4
+    assert "checked in " in told[0]["said"]
+    told = pool.run(4, jobs_train.trained, made, (), 0, None, (2, name))
+    (error,) = {each["error"] for each in told}
+    assert error.startswith("DifferenceError: gradient model.layers.1."), error
+    assert f"{name}: it differs by " in error
+    assert "; gradient" not in error
+    assert [each["updates"] for each in told] == [0] * 4
 
 
 def test_a_mesh_that_computes_something_else_is_found_by_all_before_the_first_step(

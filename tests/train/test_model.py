@@ -17,6 +17,8 @@ def test_inline_keys_make_the_config_of_their_type() -> None:
     assert isinstance(config, Qwen3Config)
     assert config.hidden_size == 32
     assert config.rope_parameters["rope_theta"] == 5e4
+    mixture = inline_config({"model_type": "qwen3_moe", "experts_implementation": "eager"})
+    assert mixture._experts_implementation == "eager"
 
 
 @pytest.mark.parametrize(

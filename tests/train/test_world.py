@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from penstock import Axes, Sharded
+from penstock import AutoPipeline, Axes, Sharded
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
 from penstock.train.assemble import make_auto, preflight, run
 from penstock.train.config import TrainConfig
 from penstock.train.parallel import too_few_rows
-from penstock.train.world import axes_of, pipeline_number, processes
+from penstock.train.world import axes_of, pipeline_number, processes, ranks_of
 from support.tiny import tree
 
 
@@ -45,6 +47,34 @@ def test_all_that_are_left_under_torchrun(tmp_path: Path, monkeypatch: pytest.Mo
     assert prepared.data.parts == 4
 
 
+def with_ranks(made: TrainConfig, ranks: int) -> TrainConfig:
+    return made.model_copy(update={"pipeline": made.pipeline.model_copy(update={"ranks": ranks})})
+
+
+def test_the_pipeline_takes_all_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = with_ranks(config(tmp_path, dp_shard=2, ep=1), -1)
+    assert refused(made).startswith("pipeline.ranks=-1: it takes the processes that are left")
+    under_torchrun(monkeypatch, 4)
+    assert (ranks_of(made), processes(made)) == (2, 4)
+    assert preflight(made).outline.schedule.ranks == 2
+    assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all that are left" in refused(
+        with_ranks(config(tmp_path, dp_shard=-1), -1)
+    )
+    under_torchrun(monkeypatch, 5)
+    assert "5 processes for pp=-1 x dp_shard=2: each of the pipeline's ranks takes 2 of them" in refused(made)
+
+
+def test_the_library_takes_all_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = AutoPipeline(ranks=-1, microbatches=8, axes=Axes(tp=2))
+    with pytest.raises(ConfigError, match=r"^ranks=-1 in one process: it takes the processes that are left"):
+        made.chosen_schedule()
+    under_torchrun(monkeypatch, 8)
+    assert made.chosen_schedule().ranks == 4
+    assert replace(made, axes=None).chosen_schedule().ranks == 8
+    with pytest.raises(ConfigError, match=r"^ranks=8: the schedule given has 4"):
+        replace(made, axes=None, microbatches=None, schedule=made.chosen_schedule()).chosen_schedule()
+
+
 def refused(made: TrainConfig) -> str:
     with pytest.raises(PenstockError) as caught:
         preflight(made)
@@ -73,6 +103,10 @@ def test_what_does_not_fit_is_refused_with_what_would(
     ("parallel", "message"),
     [
         ({"dp_shard": 0}, "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
+        (
+            {"pp": 2},
+            "parallel: pp=2 is the pipeline's own axis, which has a section of its own. Write pipeline.r",
+        ),
         ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most takes all that are left"),
         ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 with whole weights: it is of weights that FSDP2"),
         (
@@ -119,3 +153,9 @@ def test_settings_reach_the_library(tmp_path: Path) -> None:
 def test_a_mesh_in_one_process_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorldSizeError, match=r"parallel dp_shard=2 in one process"):
         run(preflight(config(tmp_path, dp_shard=2)))
+
+
+def test_the_library_takes_the_axis_of_a_mesh(one_process: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "stages"))
+    made = AutoPipeline(ranks=-1, microbatches=2, mesh=mesh, pipeline_axis="stages")
+    assert made.chosen_schedule().ranks == 1

@@ -18,8 +18,11 @@ from penstock import launch
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.config import CONFIGS, canonical, check_numbers, chosen_schedule, named_twice
+from penstock.schedule.chosen import chosen_schedule, named_twice
+from penstock.schedule.config import CONFIGS
 from penstock.schedule.io import load
+from penstock.schedule.names import canonical
+from penstock.schedule.sizes import check_numbers
 
 _BROKEN_PIPE = 141  # what shells give a command whose reader is gone
 
@@ -149,6 +152,10 @@ def costs_of(
     activation: Annotated[str, typer.Option(help="What a rank holds from F to the end of I or B.")] = "1",
     held_for_weight: Annotated[str | None, typer.Option(
         help="How much of that it keeps to the end of W: all, unless given.")] = None,
+    exchange: Annotated[str, typer.Option(
+        help="What of F is waiting for other ranks within it, as for experts': pairs hide it.")] = "0",
+    exchange_in_backward: Annotated[str | None, typer.Option(
+        help="What of B or I is, likewise: as much, unless given.")] = None,
 ) -> Costs:  # fmt: skip
     return Costs(
         _cost("--forward", forward),
@@ -159,6 +166,10 @@ def costs_of(
         bandwidth,
         _cost("--activation", activation),
         None if held_for_weight is None else _cost("--held-for-weight", held_for_weight),
+        exchange=_cost("--exchange", exchange),
+        exchange_in_backward=(
+            None if exchange_in_backward is None else _cost("--exchange-in-backward", exchange_in_backward)
+        ),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from rich.console import Console
@@ -20,6 +21,7 @@ def show(prepared: Prepared) -> None:
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     console.print(prepared.config.to_yaml(), markup=False, soft_wrap=True)
     console.print(_stages(prepared))
+    console.print(_optimizers(prepared))
     if prepared.axes.beside > 1:
         rows = prepared.config.train.batch_size if prepared.config.data.packing == "stream" else None
         console.print(mesh_table(prepared.outline, prepared.axes, rows))
@@ -62,12 +64,39 @@ def memory(prepared: Prepared) -> list[Memory]:
     shards = axes.dp_shard * axes.cp
     sizes = prepared.auto.memory_costs(outline, largest_microbatch(prepared.config))
     held = None if sizes is None else simulate(outline.schedule, sizes).peak_memory
+    parameters = dict(outline.source.model.named_parameters(remove_duplicate=False))
     needs = []
     for rank in range(outline.schedule.ranks):
-        weights = sum(stage.parameter_bytes for stage in outline.stages if stage.rank == rank)
+        stages = [stage for stage in outline.stages if stage.rank == rank]
+        weights = sum(stage.parameter_bytes for stage in stages)
+        once = sum(parameters[n].nbytes for stage in stages for n in stage.parameter_names & prepared.muons)
         own, live = -(-weights // shards), None if held is None else int(held[rank])
-        needs.append(Memory(own, own, 2 * own, 2 * weights if shards > 1 else 0, live))
+        moments = -(-(2 * weights - once) // shards)  # of Muon's there is one
+        needs.append(Memory(own, own, moments, 2 * weights if shards > 1 else 0, live))
     return needs
+
+
+class Trained(NamedTuple):
+    """What an optimizer trains: parameters, entries in them, and their names without the layer's."""
+
+    parameters: int
+    entries: int
+    names: tuple[str, ...]
+
+
+def optimizers(prepared: Prepared) -> dict[str, Trained]:
+    """By the optimizer's name, over the whole model."""
+    model, layers = prepared.outline.source.model, re.escape(prepared.outline.chain.layers)
+    by: dict[str, list[tuple[str, int]]] = {"Muon": [], "AdamW": []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            short = re.sub(rf"^{layers}\.\d+\.", "", name)
+            by["Muon" if name in prepared.muons else "AdamW"].append((short, parameter.numel()))
+    return {
+        kind: Trained(len(found), sum(size for _, size in found), tuple(dict.fromkeys(n for n, _ in found)))
+        for kind, found in by.items()
+        if found
+    }
 
 
 def _stages(prepared: Prepared) -> Table:
@@ -80,11 +109,22 @@ def _stages(prepared: Prepared) -> Table:
     return table
 
 
+def _optimizers(prepared: Prepared) -> Table:
+    table = Table(title="optimizers", title_justify="left")
+    for name in ("optimizer", "parameters", "entries"):
+        table.add_column(name, justify="left" if name == "optimizer" else "right")
+    table.add_column("which, without the layer's name")
+    for name, trained in optimizers(prepared).items():
+        table.add_row(name, f"{trained.parameters:,}", f"{trained.entries:,}", ", ".join(trained.names))
+    return table
+
+
 def _memory(prepared: Prepared) -> Table:
     table = Table(title="predicted memory a rank, MiB, without the framework's own", title_justify="left")
     needs = memory(prepared)
     gathered = ["gathered"] if any(need.gathered for need in needs) else []
-    for name in ("rank", "parameters", "gradients", "AdamW", *gathered, "live", "activations", "together"):
+    kinds = " and ".join(optimizers(prepared))
+    for name in ("rank", "parameters", "gradients", kinds, *gathered, "live", "activations", "together"):
         table.add_column(name, justify="right")
     peaks = prepared.outline.proof.peak_live
     for rank, need in enumerate(needs):

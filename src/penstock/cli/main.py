@@ -69,7 +69,7 @@ def train(
             from penstock.cli.dry_run import show
 
             return show(prepared)
-        ranks = prepared.config.pipeline.ranks * prepared.axes.beside
+        ranks = prepared.outline.schedule.ranks * prepared.axes.beside
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
             command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]

@@ -1,9 +1,9 @@
 """A Hugging Face model as stages that run the model's own forward.
 
 A stage is a copy of the model object that holds its own parameters only (`cut`); what stands in the place
-of the rest, and how the forward is entered and left, is in doors.py. Every stage gets the microbatch, so that
-masks, positions, rotary tables and per-layer arguments come from the model itself. A stage with nothing of
-the model passes on what it received.
+of the rest is in doors.py and absent.py, how the forward is entered and left in passage.py. Every stage gets
+the microbatch, so that masks, positions, rotary tables and per-layer arguments come from the model itself. A
+stage with nothing of the model passes on what it received.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import BatchError, ModelError
+from penstock.models.absent import After, Before
 from penstock.models.chain import Chain
-from penstock.models.doors import After, Before, Door, Passage, StageDone, make_door
+from penstock.models.doors import Door, make_door
+from penstock.models.meta import bare, hollow
+from penstock.models.passage import Passage, StageDone
 from penstock.models.protocol import StageInfo
 from penstock.runtime.packed import is_packed, refuse_packed, with_positions
+from penstock.runtime.padding import ROUTED
 from penstock.runtime.parcel import EdgeSpecs, TensorSpec
 from penstock.runtime.shapes import Microbatch
 
 
-def cut(model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo) -> PreTrainedModel:
+def cut(
+    model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo, *, values: bool = True
+) -> PreTrainedModel:
     """A copy of `model` that holds the parameters of one stage only; `model` is left as it was.
 
     Parameters on the meta device stay there. What belongs to other stages is never copied.
+    values: whether parameters have theirs; False puts the stage's on the meta device
     """
     passage = Passage(chain, layers, info)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {} if values else hollow(model)
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
             memo[id(layer)] = Door(layer, chain.form, index, passage)
@@ -97,7 +104,7 @@ class HFCall:
         """What goes to the next stage; on the last one, what `outcome` makes of the model's output."""
         if self._holds_nothing:
             return received[0]
-        arguments = {name: value for name, value in microbatch.items() if name != "labels"}
+        arguments = {name: value for name, value in microbatch.items() if name not in ("labels", ROUTED)}
         self._passage.begin(received[0] if received else None)
         try:
             result = self._model(**arguments, use_cache=False)
@@ -160,8 +167,10 @@ class Completed:
     an entry that the model's forward does not take, or that has to be alike on every stage.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
+        """routed: looks at the choices of experts in a microbatch; None where none are taken"""
+        # not the model itself: it may be the caller's, with all its weights
+        self._model, self._routed = bare(model), routed
         self._keeps_apart = False  # not known before it is asked
         taken = inspect.signature(model.forward).parameters.values()
         self._takes = {parameter.name for parameter in taken} | {"labels"}
@@ -174,13 +183,19 @@ class Completed:
         if not self._keeps_apart and is_packed(whole):
             refuse_packed(self._model)
             self._keeps_apart = True
+        if self._routed is not None:
+            self._routed(microbatch)
         return whole
 
     def _check(self, name: str) -> None:
         if name in _OURS:
             rule = "the pipeline sets it itself, alike on every stage"
             raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
-        if name not in self._takes and not self._takes_any:
+        if name == ROUTED:
+            if self._routed is None:
+                rule = "this pipeline does not tell routers what to choose"
+                raise BatchError(f"{name!r} in a batch", rule, "Build it with replay_routing=True")
+        elif name not in self._takes and not self._takes_any:
             near = difflib.get_close_matches(name, self._takes, n=1)
             raise BatchError(
                 f"{name!r} in a batch",

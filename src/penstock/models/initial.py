@@ -6,8 +6,9 @@ They hang on the seed and the parameter's own name, so they are the same whateve
 from __future__ import annotations
 
 import copy
+import functools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,53 +17,94 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from penstock.errors import ModelError
-from penstock.models.doors import Absent, Placeholder
+from penstock.models.absent import Absent
+from penstock.models.doors import Placeholder
+from penstock.models.meta import Passing
+from penstock.models.meta_pieces import Call, Empty, Piece, Place, all_empty, pieces
 from penstock.models.weights import Ties, holds
+from penstock.runtime.spread import spread_like
 
 
 @torch.no_grad()
 def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int) -> None:
     """Give values to what is still on the meta device, the same ones whatever else the stage holds.
 
-    whole: the unsplit model on the meta device; a tied weight gets the values of the module it is saved by.
+    stage: one that is `outlined` passes its values on, and holds no more at a time than what one module's
+        initialisation fills, most often a tensor
+    whole: the unsplit model; a tied weight gets the values of the module it is saved by.
     Raises ModelError where the model's own initialisation leaves something out.
     """
-    fresh = _materialise(stage)
-    if not fresh:
+    empty = all_empty(stage)
+    if not empty:
         return
-    modules = list(_inside_out(stage, stage, ""))
+    fresh = {place.full for each in empty.values() for place in each.places}
+    calls = [
+        Call(module, functools.partial(_init_module, owner, name, module, seed))
+        for owner, name, module in _inside_out(stage, stage, "")
+    ]
     with torch.random.fork_rng(devices=[]), _kept(stage, fresh):
         with _own_only(stage), guard_torch_init_functions():  # torch's own would not heed what is marked
-            for owner, name, module in modules:
-                _init_module(owner, name, module, seed)
+            if isinstance(stage._parameters, Passing):
+                _init_in_pieces(stage, calls, stage._parameters.seen, empty, ties)
+            else:
+                made = _materialise(empty.values())
+                for call in calls:
+                    call.run()
+                _give(stage, made, ties)
         _init_tied(stage, whole, ties, seed, fresh)
-    values = {**dict(stage.named_parameters(remove_duplicate=False)), **dict(stage.named_buffers())}
-    for name in fresh:
-        if values[name].is_floating_point() and values[name].isnan().any():
+
+
+def _init_in_pieces(
+    stage: nn.Module, calls: Sequence[Call], seen: set[int], empty: dict[int, Empty], ties: Ties
+) -> None:
+    others = set(empty)  # what no call may need but those of its piece, before and after it has its values
+
+    def run(piece: Piece) -> None:  # by itself, so that nothing is left of it when the next one begins
+        made = _materialise(empty[tensor] for tensor in piece.tensors)
+        seen.clear()
+        for call in piece.in_order:
+            call.run()
+        if not seen.isdisjoint(others):
             raise ModelError(
-                f"{type(stage).__name__}: {name}",
-                "the model's _init_weights gives it no value",
+                f"{type(stage).__name__}, whose _init_weights reads more where there are values",
+                "what it reads is found out on the meta device, so that it need not all be there at once",
                 "Build the pipeline from a model object that has its values, or load a checkpoint",
             )
+        _give(stage, made, ties)
+        others.update(id(dict.__getitem__(place.table, place.name)) for place, _ in made)
+
+    for piece in pieces(calls, seen, empty):
+        run(piece)
 
 
-def _materialise(module: nn.Module) -> set[str]:
-    """Give real storage, filled with NaN, to all that is on the meta device; return its names."""
-    made: dict[int, Tensor] = {}
-    fresh = set()
-    for prefix, owner in module.named_modules():
-        for kind in (owner._parameters, owner._buffers):
-            for name, value in kind.items():
-                if value is None or not value.is_meta:
-                    continue
-                if id(value) not in made:
-                    empty = torch.empty(value.shape, dtype=value.dtype)
-                    empty = empty.fill_(float("nan")) if value.is_floating_point() else empty.zero_()
-                    is_parameter = isinstance(value, nn.Parameter)
-                    made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
-                kind[name] = made[id(value)]
-                fresh.add(f"{prefix}.{name}" if prefix else name)
-    return fresh
+def _materialise(empty: Iterable[Empty]) -> list[tuple[Place, Tensor]]:
+    """Give real storage, filled with NaN, to tensors on the meta device."""
+    made = []
+    for value, places in ((each.tensor, each.places) for each in empty):
+        filled = torch.empty(value.shape, dtype=value.dtype)
+        filled = filled.fill_(float("nan")) if value.is_floating_point() else filled.zero_()
+        filled = nn.Parameter(filled, value.requires_grad) if isinstance(value, nn.Parameter) else filled
+        for place in places:
+            dict.__setitem__(place.table, place.name, filled)  # here, even where it is to be passed on
+            made.append((place, filled))
+    return made
+
+
+def _give(stage: nn.Module, made: Sequence[tuple[Place, Tensor]], ties: Ties) -> None:
+    """Pass on what has been filled. Raises ModelError for what has not."""
+    tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
+    for place, value in made:
+        if place.full not in tied and value.is_floating_point() and value.isnan().any():
+            raise _unfilled(stage, place.full)
+        place.table[place.name] = value
+
+
+def _unfilled(stage: nn.Module, name: str) -> ModelError:
+    return ModelError(
+        f"{type(stage).__name__}: {name}",
+        "the model's _init_weights gives it no value",
+        "Build the pipeline from a model object that has its values, or load a checkpoint",
+    )
 
 
 def _inside_out(
@@ -125,14 +167,17 @@ def _init_tied(
     for names in ties:
         for name in names:
             if holds(stage, name) and name in fresh:
-                owner = names[0].rpartition(".")[0]
+                owner, _, last = names[0].rpartition(".")
                 source = _alone(whole, owner)
                 _init_module(whole, owner, source, seed)
-                stage.get_parameter(name).copy_(source.get_parameter(names[0].rpartition(".")[2]))
+                value, held = source.get_parameter(last), stage.get_parameter(name)
+                if value.is_floating_point() and value.isnan().any():
+                    raise _unfilled(stage, name)
+                held.copy_(spread_like(value, held))
 
 
 def _alone(whole: PreTrainedModel, name: str) -> nn.Module:
     """The module `name` of `whole`, by itself and with storage."""
     module: nn.Module = copy.deepcopy(whole.get_submodule(name))
-    _materialise(module)
+    _materialise(all_empty(module).values())
     return module

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import weights
+from penstock.models.meta import outlined
 from penstock.models.weights import DTYPES, Ties
 from penstock.runtime.processes import Processes
-from penstock.runtime.spread import outline, spread_like
+from penstock.runtime.spread import outline
 from penstock.runtime.stage import Stage
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own
@@ -111,13 +112,13 @@ class SavedModel:
         """
         self.check(folder, stages)
         for stage in stages.values():
-            weights.load(_outline(stage.module), _weight_files(Path(folder)), self.ties)
+            weights.load(outlined(stage.module), _weight_files(Path(folder)), self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
         files = _weight_files(Path(folder))
         for stage in stages.values():
-            weights.check(_outline(stage.module), files, self.ties)
+            weights.check(outlined(stage.module), files, self.ties)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -128,61 +129,6 @@ def _weight_files(folder: Path) -> list[Path]:
     if not files:
         raise CheckpointError(str(folder), "it holds no weights", remedy)
     return files
-
-
-def _outline(module: PreTrainedModel) -> PreTrainedModel:
-    """The same modules with parameters on the meta device; what they are given, those of `module` get.
-
-    Not a deep copy: hooks and what users hang on a module (locks, open files, kept outputs) cannot always be
-    copied. Hooks are left out, and what is no module, parameter or buffer is shared.
-    """
-    made: dict[int, Any] = {}
-    own = nn.Module().__dict__
-
-    def outlined(value: Any, make: Callable[[Any], Any]) -> Any:
-        if value is not None and id(value) not in made:
-            made[id(value)] = make(value)
-        return made.get(id(value))
-
-    def of(module: nn.Module) -> nn.Module:
-        fresh: nn.Module = object.__new__(type(module))
-        made[id(module)] = fresh
-        held = dict(module.__dict__)
-        hooks = {name: type(held[name])() for name in own if name.endswith("_hooks") and name in held}
-        tables = {
-            "_parameters": _Passing(
-                module._parameters,
-                {name: outlined(p, _empty_parameter) for name, p in module._parameters.items()},
-            ),
-            "_buffers": _Passing(module._buffers, module._buffers),
-            "_modules": {name: outlined(child, of) for name, child in module._modules.items()},
-        }
-        fresh.__dict__.update(held | hooks | tables)
-        return fresh
-
-    return cast(PreTrainedModel, of(module))
-
-
-class _Passing(dict[str, Any]):
-    """A module's table of tensors: values that are put in go into `live`, which stand there then."""
-
-    def __init__(self, live: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None]) -> None:
-        super().__init__(held)
-        self._live = live
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        own = self._live.get(name)
-        if own is None or value is None or value.is_meta:
-            super().__setitem__(name, value)
-            return
-        if own is not value:
-            with torch.no_grad():
-                own.copy_(spread_like(value, own))
-        super().__setitem__(name, own)
-
-
-def _empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(outline(parameter), parameter.requires_grad)
 
 
 @dataclass(frozen=True)

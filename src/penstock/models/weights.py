@@ -118,8 +118,24 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
 
 
 def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
-    """Raise as `load` would, from the files' headers: no tensor is read, and `stage` stays without values."""
+    """Raise as `load` would, from the files' headers: no tensor is read, and `stage` stays without values.
+
+    Its parameters have the dtypes then that `load` gives them.
+    """
     _fill(stage, files, ties, Outlined, "meta")
+
+
+def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Fill what of `stage`, made by `outlined`, is on the meta device with the values that `model` has.
+
+    One parameter after the other; none of `model` is held.
+    """
+    for prefix, owner in stage.named_modules():
+        for name, held in owner._parameters.items():
+            if held is not None and held.is_meta:
+                value = model.get_parameter(f"{prefix}.{name}" if prefix else name)
+                if not value.is_meta:
+                    owner._parameters[name] = value
 
 
 def _fill(

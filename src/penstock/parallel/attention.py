@@ -26,8 +26,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel import ring, ulysses
+from penstock.parallel.balance import asks_for_balance, balance_by, load_balancing_loss
 from penstock.parallel.context import WHOLE, Whole
 from penstock.parallel.context_mask import Mask
+from penstock.runtime.loss import VALID_ITEMS
 
 How = Literal["ulysses", "ring"]
 _REMEDY = "Set cp to 1 for this model"
@@ -53,7 +55,8 @@ class Installed(ABC):
     def take(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before the model's forward: keep what is not the model's, and give it the rest."""
         self._whole = kwargs.pop(WHOLE, None)
-        kwargs.pop("shift_labels", None)
+        for name in ("shift_labels", VALID_ITEMS):
+            kwargs.pop(name, None)
         return args, kwargs
 
     def mask(
@@ -114,38 +117,35 @@ class Entered(Installed):
         refuse_call(module, query, key, attention_mask, dropout, options)
         if query.is_meta:  # nobody to talk to
             return shape_of(query, value), None
-        how = self._by_ring if self._context.how == "ring" else self._by_heads
-        return how(module, query, key, value, attention_mask, {"scaling": scaling, **options}), None
-
-    def _by_heads(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        options: dict[str, Any],
-    ) -> Tensor:
-        base = _base_of(module, self._base)
-        return ulysses.attend(self._context.group, base, module, query, key, value, mask, **options)
-
-    def _by_ring(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Mask,
-        options: dict[str, Any],
-    ) -> Tensor:
-        sinks, scaling = options.get("s_aux"), options["scaling"]
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        uniform = self._base == "eager" and sinks is None
-        call = ring.Call(self._context.group, mask, scaling, options.get("softcap"), uniform)
+        group, options = self._context.group, {"scaling": scaling, **options}
+        if self._context.how == "ulysses":
+            base = _base_of(module, self._base)
+            return ulysses.attend(group, base, module, query, key, value, attention_mask, **options), None
+        call = self._ring_call(query, attention_mask, options)
         if type(module) not in self._compared:
             ring.compare(_base_of(module, self._base), module, query, key, value, call, options)
             self._compared.add(type(module))
-        return ring.attend(query, key, value, sinks, call)
+        return ring.attend(query, key, value, options.get("s_aux"), call), None
+
+    def _ring_call(self, query: Tensor, mask: Mask, options: dict[str, Any]) -> ring.Call:
+        scaling = query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
+        uniform = self._base == "eager" and options.get("s_aux") is None
+        return ring.Call(self._context.group, mask, scaling, options.get("softcap"), uniform)
+
+    def balance(
+        self,
+        gate_logits: tuple[Tensor, ...],
+        num_experts: int,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """In the place of the function that the model's file has for its routers' loss: this rank's part.
+
+        attention_mask: as the model gives it, of the whole sequence; None where it counts masked tokens too
+        """
+        assert self._whole is not None  # attention has refused what was not cut
+        counted = self._whole.counted(attention_mask is not None)
+        return load_balancing_loss(gate_logits, num_experts, top_k, counted, self._context.group)
 
 
 def shape_of(query: Tensor, value: Tensor) -> Tensor:
@@ -157,11 +157,22 @@ def shape_of(query: Tensor, value: Tensor) -> Tensor:
 def enter(model: PreTrainedModel, context: Context) -> Callable[[], None]:
     """Let `model`, a whole one or a stage's copy, attend together with the other ranks of `context`.
 
-    From then on it takes what `cut` makes. Its configs are changed and a hook is added; nothing else is. What
-    is returned undoes that. `check` (context_check.py) is for the whole model, before. Raises ConfigError
+    From then on it takes what `cut` makes, and its routers' loss, where its config asks for one, is this
+    rank's part of it. Its configs are changed and a hook is added, and in that case its class. What is
+    returned undoes that. `check` (context_check.py) is for the whole model, before. Raises ConfigError
     where its attention functions cannot be replaced.
     """
-    return install(model, Entered(context, base_of(model)))
+    entered = Entered(context, base_of(model))
+    undo = install(model, entered)
+    if not asks_for_balance(model):
+        return undo
+    restore = balance_by(model, entered.balance)
+
+    def undo_both() -> None:
+        restore()
+        undo()
+
+    return undo_both
 
 
 def install(model: PreTrainedModel, entered: Installed) -> Callable[[], None]:

@@ -7,17 +7,29 @@ It is a product of two means over tokens, how often an expert is chosen and how 
 so the mean of the ranks' losses is another number than the loss of all their tokens. But only the probability
 has a gradient. With `chosen` and `tokens` counted over all ranks, each rank's part has its own probabilities
 alone; the parts sum up to the whole loss, and each one's gradient is that of the whole.
+
+A model's forward calls the function that its file has for it, with the router logits of all layers.
+`balance_by` gives the model a class of its own, whose forward finds another function under that name.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
+
+_NAME = "load_balancing_loss_func"  # in each of transformers' files that has one
+_TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
+Balance = Callable[..., Tensor]
 
 
 def load_balancing_loss(
@@ -58,12 +70,27 @@ def _mask_of(attention_mask: Tensor | None, tokens: int, device: torch.device) -
     return attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
 
 
-def check_load_balancing(function: Callable[..., Tensor], num_experts: int, top_k: int) -> None:
+def asks_for_balance(model: PreTrainedModel) -> bool:
+    """Whether the model's config has its forward compute the routers' loss."""
+    owners = (model.config, model.config.get_text_config())
+    return any(getattr(owner, "output_router_logits", False) for owner in owners)
+
+
+def own_function(model: nn.Module) -> Balance | None:
+    """What the model's forward computes its routers' loss by; None where it calls nothing of that name."""
+    forward: Any = inspect.unwrap(type(model).forward)
+    return forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
+
+
+def check_load_balancing(function: Balance, num_experts: int, top_k: int) -> None:
     """Raises ModelError where a model's own `function` computes something else than load_balancing_loss.
 
     function: takes (gate_logits, num_experts, top_k, attention_mask), e.g. transformers'
         load_balancing_loss_func of the model's file
     """
+    takes = tuple(inspect.signature(function).parameters)
+    if takes != _TAKES:
+        raise _other(function, f"takes ({', '.join(takes)})")
     logits = tuple(
         (torch.arange(12 * num_experts) * 0.7 + layer).sin().view(12, num_experts) for layer in range(2)
     )
@@ -73,9 +100,48 @@ def check_load_balancing(function: Callable[..., Tensor], num_experts: int, top_
         theirs = float(function(logits, num_experts, top_k, given))
         ours = float(load_balancing_loss(logits, num_experts, top_k, given))
         if not abs(theirs - ours) <= 1e-5 * abs(theirs):
-            name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
-            raise ModelError(
-                f"{name}, which gives {theirs:.6g} and not {ours:.6g}",
-                "over several ranks it is computed as in transformers' load_balancing_loss_func",
-                "Train without the routers' logits (output_router_logits=False) or with ep=1",
-            )
+            raise _other(function, f"gives {theirs:.6g} and not {ours:.6g}")
+
+
+def _other(function: Balance, how: str) -> ModelError:
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', function)}"
+    return ModelError(
+        f"{name}, which {how}",
+        "over several ranks it is computed as in transformers' load_balancing_loss_func",
+        "Train without the routers' logits (output_router_logits=False) or with cp=1",
+    )
+
+
+def balance_by(model: nn.Module, function: Balance) -> Callable[[], None]:
+    """Let the forward of `model`, and of no other, call `function` where it calls its file's own.
+
+    The model's class becomes one of the same name with a copy of the forward, decorators too; its file and
+    its class stay as they are. The function returned undoes that.
+    """
+    own = type(model)
+    forward = _rebound(own.forward, function)
+    model.__class__ = type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})
+
+    def undo() -> None:
+        model.__class__ = own
+
+    return undo
+
+
+def _rebound(plain: Any, function: Balance) -> Any:
+    """A copy of `plain` whose globals hold `function`; of a decorated one, with such a copy inside."""
+    names, cells = plain.__globals__, plain.__closure__
+    wrapped = getattr(plain, "__wrapped__", None)
+    inner = None if wrapped is None else _rebound(wrapped, function)
+    if inner is None:
+        names = {**names, _NAME: function}
+    else:
+        cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
+    made = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, cells)
+    functools.update_wrapper(made, plain)
+    made.__kwdefaults__ = plain.__kwdefaults__
+    if inner is None:
+        del made.__wrapped__  # type: ignore[attr-defined]
+    else:
+        made.__wrapped__ = inner  # type: ignore[attr-defined]
+    return made

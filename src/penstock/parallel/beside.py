@@ -1,6 +1,6 @@
 """What the axes beside the pipeline make of a stage, and of a microbatch, in the order in which they do.
 
-1. ep deals out experts, tp shares out single matrices; cp enters the attention functions (`share_out`, before
+1. ep deals out experts, cp enters the attention functions, tp shares out single matrices (`share_out`, before
    anything of the user's is put around the stage)
 2. FSDP2 spreads what is left over dp_shard x cp (`spread`, last)
 3. each microbatch is cut along its sequence over cp (`cut`)
@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,9 @@ from penstock.parallel.attention import Context, How, enter
 from penstock.parallel.data import Sharded, StageShards, data_mesh, expert_meshes, refuse_scalars, shard
 from penstock.parallel.dispatch import Directions
 from penstock.parallel.tensor import check, complete_gradients, tensor_parallel
+from penstock.parallel.tensor_ways import check_length
 from penstock.runtime.axes import Axes
+from penstock.runtime.padding import Padding
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import Shards
 
@@ -66,12 +68,21 @@ def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
 class Beside:
     """The mesh around one rank of a pipeline."""
 
-    def __init__(self, mesh: DeviceMesh, axes: Axes, ways: Ways) -> None:
-        """axes: without -1. Collective."""
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        axes: Axes,
+        ways: Ways,
+        directions: Callable[[DeviceMesh], Directions] = Directions.of,
+    ) -> None:
+        """axes: without -1; directions: of the mesh of those with different experts, what tokens travel over
+
+        Collective.
+        """
         self._mesh, self._axes, self._ways = mesh, axes, ways
         self._data = data_mesh(mesh)
         self._experts = expert_meshes(mesh, axes.ep) if axes.ep > 1 else None
-        self._directions = None if self._experts is None else Directions.of(self._experts.own)
+        self._directions = None if self._experts is None else directions(self._experts.own)
         if self._axes.cp > 1:
             self._context = Context(mesh.get_group("cp"), ways.context)
         self._parts: list[tuple[Microbatch, dict[str, Any]]] = []
@@ -82,19 +93,25 @@ class Beside:
         return self._axes
 
     @property
+    def groups(self) -> set[dist.ProcessGroup]:
+        """All process groups of the mesh and of what was made of it, that this rank is in."""
+        meshes = filter(None, (self._mesh, self._data, *(self._experts or ())))
+        return {group for mesh in meshes for group in mesh.get_all_groups()}
+
+    @property
     def computed(self) -> torch.dtype | None:
         """The dtype that weights are gathered and computed in; None for their own."""
         return None if self._data is None else self._ways.sharded.param_dtype
 
     def share_out(self, part: nn.Module) -> None:
-        """In place, of a stage with values on its device. Collective."""
+        """In place, of a stage on the meta device, or with values on its own. Collective."""
         if self._experts is not None:
             expert.expert_parallel(part, self._experts.own, self._directions)
-        if self._axes.tp > 1:
-            tensor_parallel(part, self._mesh["tp"], sequence_parallel=self._ways.sequence_parallel)
-        if self._axes.cp > 1:
+        if self._axes.cp > 1:  # before tp, whose forward stands around the one that cp may change
             assert isinstance(part, PreTrainedModel)
             enter(part, self._context)
+        if self._axes.tp > 1:
+            tensor_parallel(part, self._mesh["tp"], sequence_parallel=self._ways.sequence_parallel)
 
     def spread(self, module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
         """Around the stage's module, in place; None where nothing is left to do after its backwards."""
@@ -109,6 +126,9 @@ class Beside:
         if self._axes.cp > 1:
             index, count = self._mesh.get_local_rank("cp"), self._axes.cp
             self._parts = [(whole, context.cut(whole, index, count)) for whole in microbatches]
+        if self._axes.tp > 1 and self._ways.sequence_parallel:
+            for microbatch in microbatches:  # in the forward one part of the batch alone may be refused
+                check_length(Padding().longest([self.cut(microbatch)]), self._axes.tp)
 
     def cut(self, microbatch: Microbatch) -> Microbatch:
         """This rank's part of one of those that were prepared."""
@@ -118,20 +138,28 @@ class Beside:
 
     def joined(self, output: Any, number: int) -> Any:
         """Of what the last stage made of this rank's part of prepared microbatch `number`: tensors with an
-        entry for each token are put together over cp, in the sequence's order. Collective over cp.
+        entry for each token are put together over cp, in the sequence's order; of the routers' loss each rank
+        has its part. Collective over cp.
         """
         if self._axes.cp == 1:
             return output
         cut: context.Whole = self._parts[number][1][context.WHOLE]
+        if isinstance(output, Mapping) and "auxiliary_loss" in output:
+            auxiliary = output["auxiliary_loss"].clone()
+            dist.all_reduce(auxiliary, group=self._mesh.get_group("cp"))
+            output = {**output, "auxiliary_loss": auxiliary}
 
         def whole(part: Tensor) -> Tensor:
-            if part.dim() < 2 or part.shape[1] != 2 * cut.piece:
-                return part
-            parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(cut.count)]
-            dist.all_gather(parts, part.contiguous(), group=self._mesh.get_group("cp"))
-            return context.joined(parts, 1)[:, : cut.length]
+            is_cut = part.dim() > 1 and part.shape[1] == 2 * cut.piece
+            return self.whole(part, cut.length) if is_cut else part
 
         return tree_map_only(Tensor, whole, output)
+
+    def whole(self, part: Tensor, length: int) -> Tensor:
+        """What the ranks of cp hold, (rows, tokens, ...) each, as (rows, length, ...). Collective over cp."""
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._axes.cp)]
+        dist.all_gather(parts, part.contiguous(), group=self._mesh.get_group("cp"))
+        return context.joined(parts, 1)[:, :length]
 
 
 class _Complete:

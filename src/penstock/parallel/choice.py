@@ -11,7 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,17 @@ _TOPK = (torch.topk, Tensor.topk)
 class Seat:
     """A mixture's place: its name, and which top-k of its block is the choice.
 
-    now: tells what is to be done in a forward that begins in this thread, None for nothing
+    now: tells what is to be done in a forward that begins in this thread, by the mixture's name and whether
+        a backward will follow; None for nothing
     """
 
-    def __init__(self, name: str, now: Callable[[str], What | None]) -> None:
+    def __init__(self, name: str, now: Callable[[str, bool], What | None]) -> None:
         self.name, self.now = name, now
         self.number: int | None = None  # the choice is the block's top-k of this number; None: not known yet
         self._running = threading.local()  # a forward and a recomputation may run side by side
 
     @contextmanager
-    def running(self, choosing: _Choosing) -> Iterator[None]:
+    def running(self, choosing: Choosing) -> Iterator[None]:
         self._running.choosing = choosing
         try:
             with choosing:
@@ -45,13 +46,21 @@ class Seat:
 
     def arrived(self, chosen: Tensor) -> None:
         """The experts are called with `chosen`: (tokens, top_k)."""
-        choosing: _Choosing | None = getattr(self._running, "choosing", None)
+        choosing: Choosing | None = getattr(self._running, "choosing", None)
         if choosing is not None:
             choosing.arrived(chosen)
 
 
-# choices to replay, (tokens, top_k), or what takes those that were made
-What = Tensor | Callable[[Tensor], None]
+class What(NamedTuple):
+    """What is to be done in one forward of a block.
+
+    choices: to replay, (tokens, top_k), where a token with negative numbers is the router's own affair; None
+        leaves all of them to it
+    keep: takes those that were made, (tokens, top_k)
+    """
+
+    choices: Tensor | None
+    keep: Callable[[Tensor], None] | None
 
 
 class _Take(torch.autograd.Function):
@@ -69,7 +78,7 @@ class _Take(torch.autograd.Function):
         return gradient.new_zeros(ctx.shape).scatter(ctx.dim, places, gradient), None, None
 
 
-class _Choosing(TorchFunctionMode):
+class Choosing(TorchFunctionMode):
     """One forward of a block: watches its top-k's, and replaces the one that is the choice."""
 
     def __init__(self, seat: Seat, what: What) -> None:
@@ -91,10 +100,10 @@ class _Choosing(TorchFunctionMode):
 
     def _choose(self, topk: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
         """By one autograd function, recorded or replayed: what runs again must save what was saved before."""
-        if isinstance(self._what, Tensor):
-            chosen = self._fitting(self._what, input, k, dim)
-        else:
-            chosen = topk(input.detach(), k, dim, **options)[1]
+        chosen = topk(input.detach(), k, dim, **options)[1]
+        if self._what.choices is not None:
+            given = self._fitting(self._what.choices, input, k, dim)
+            chosen = torch.where(given < 0, chosen, given)
         values = _Take.apply(input, chosen, dim)  # type: ignore[no-untyped-call]
         return torch.return_types.topk((values, chosen))
 
@@ -113,30 +122,33 @@ class _Choosing(TorchFunctionMode):
             self._seat.number = self._number(chosen)
         self._over = True  # what comes after the experts are called chooses nothing for them
         if self._seat.number >= len(self._calls):
-            raise _not_top_k(self._seat.name)
-        if not isinstance(self._what, Tensor):
+            raise not_top_k(self._seat.name)
+        if self._what.keep is not None:
             own = self._calls[self._seat.number]
-            self._what(own.detach().reshape(-1, own.shape[-1]).clone())
+            self._what.keep(own.detach().reshape(-1, own.shape[-1]).clone())
 
-    def _number(self, chosen: Tensor) -> int:
-        """Which top-k so far gave `chosen`: the very tensor, or one made of the only one like it."""
-        place = chosen.untyped_storage().data_ptr()
-        same = [n for n, own in enumerate(self._calls) if own.untyped_storage().data_ptr() == place]
+    def candidates(self, chosen: Tensor) -> list[int]:
+        """Which top-k's so far may have given `chosen`: the very tensor, or those that are like it."""
+        place = chosen.untyped_storage()._cdata  # which tells storages apart that have no values, too
+        same = [n for n, own in enumerate(self._calls) if own.untyped_storage()._cdata == place]
         if len(same) == 1 and chosen.numel():
-            return same[0]
-        alike = [
+            return same
+        return [
             number
             for number, own in enumerate(self._calls)
             if own.shape[-1] == chosen.shape[-1] and own.numel() == chosen.numel()
         ]
+
+    def _number(self, chosen: Tensor) -> int:
+        alike = self.candidates(chosen)
         if len(alike) > 1:  # groups of experts are chosen by a top-k too
             alike = [n for n in alike if torch.equal(self._calls[n].reshape(chosen.shape), chosen)]
         if len(alike) != 1:
-            raise _not_top_k(self._seat.name)
+            raise not_top_k(self._seat.name)
         return alike[0]
 
 
-def _not_top_k(name: str) -> ModelError:
+def not_top_k(name: str) -> ModelError:
     return ModelError(
         name,
         "choices are replayed in the one top-k of the block whose result the experts are called with",
@@ -161,7 +173,7 @@ def _learn(block: nn.Module, seat: Seat, forward: Callable[[], Any]) -> None:
     for part, _ in training:
         part.training = False  # so that nothing random is drawn, and no noise put on the input in place
     try:
-        with torch.no_grad(), suppress(_LearntError), seat.running(_Choosing(seat, stop)):
+        with torch.no_grad(), suppress(_LearntError), seat.running(Choosing(seat, What(None, stop))):
             forward()
     finally:
         for part, before in training:
@@ -176,14 +188,14 @@ def watched(own: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         seat: Any = self._routing_seat
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        if not (self.training and torch.is_grad_enabled()) or any(map(without_values, tensors)):
-            return plain(self, *args, **kwargs)
-        what = seat.now(seat.name)
+        what: What | None = None
+        if not any(map(without_values, tensors)):
+            what = seat.now(seat.name, self.training and torch.is_grad_enabled())
         if what is None:
             return plain(self, *args, **kwargs)
         if seat.number is None:
             _learn(self, seat, functools.partial(plain, self, *args, **kwargs))
-        with seat.running(_Choosing(seat, what)):
+        with seat.running(Choosing(seat, what)):
             return plain(self, *args, **kwargs)
 
     return type(own.__name__, (own,), {"__module__": own.__module__, "forward": forward})

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from penstock.errors import BatchError
-from penstock.runtime.loss import IGNORED
+from penstock.runtime.loss import IGNORED, VALID_ITEMS
 from penstock.runtime.packed import with_positions
 from penstock.runtime.padding import KNOWN, Padding
 from penstock.runtime.shapes import Microbatch
@@ -53,6 +53,18 @@ class Whole:
     def piece(self) -> int:
         """Tokens in a piece; a rank's part has twice as many."""
         return self.padded // (2 * self.count)
+
+    def counted(self, masked: bool) -> Tensor:
+        """Of this rank's part, which tokens the model counts in a mean over them: bool (rows, part).
+
+        None that were put at the end; nor, where `masked`, those of the caller's own padding.
+        """
+        if masked and self.mask is not None:
+            real = self.mask
+        else:
+            along = torch.arange(self.padded, device=self.positions.device) < self.length
+            real = along.expand(self.positions.shape)
+        return part(real, 1, self.index, self.count)
 
 
 def pieces(index: int, count: int) -> tuple[int, int]:
@@ -95,7 +107,8 @@ def cut(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     - input_ids (rows, n) or inputs_embeds (rows, n, hidden), and whatever else has an entry for each token
     - position_ids (rows, n): those given, or 0, 1, ... in each row
     - shift_labels (rows, n) in place of labels: aligned with the logits, -100 ignored. The sum of the loss
-      over the ranks' own valid tokens is the microbatch's.
+      over the ranks' own valid tokens is the microbatch's
+    - valid_items, of no dimension: how many tokens of the whole microbatch have a label
     - attention_mask (rows, padded_length), of the whole sequence: that is how the model's mask functions
       learn that it goes on elsewhere
     - context, a `Whole`, which the model's hook takes out (penstock.parallel.attention.enter)
@@ -112,6 +125,7 @@ def cut(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     given["position_ids"] = _positions(microbatch, rows, length)
     if "labels" in given:
         given["shift_labels"] = _shifted(given.pop("labels"))
+        given[VALID_ITEMS] = (given["shift_labels"] != IGNORED).sum()
     result: dict[str, Any] = {}
     for name, value in _padded(given, full).items():
         along = _sequence_of(name, value, full)

@@ -22,6 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.parallel import ulysses
 from penstock.parallel.attention import How, Installed, attentions, base_of, install, refuse_call, shape_of
+from penstock.parallel.balance import asks_for_balance, check_load_balancing, own_function
 from penstock.parallel.context import cut
 
 # kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
@@ -127,13 +128,22 @@ def _refuse_options(model: PreTrainedModel) -> None:
                     "no rank draws the same attention weights as one process would",
                     f"Set {name}=0 in the model's config",
                 )
-    for owner in (model.config, config):
-        if getattr(owner, "output_router_logits", False):
-            raise ConfigError(
-                "output_router_logits=True with cp",
-                "the routers' loss is no sum over tokens, so that parts of a sequence do not add up to it",
-                "Set output_router_logits=False in the model's config",
-            )
+    if asks_for_balance(model):
+        _check_balance(model)
+
+
+def _check_balance(model: PreTrainedModel) -> None:
+    """Raise where the routers' loss of parts of a sequence would not add up to that of the whole."""
+    function = own_function(model)
+    if function is None:
+        raise ConfigError(
+            "output_router_logits=True with cp",
+            f"the forward of {type(model).__name__} calls no load_balancing_loss_func, and parts of a "
+            "sequence do not add up to a routers' loss by themselves",
+            "Set output_router_logits=False in the model's config",
+        )
+    for experts, chosen in ((4, 2), (6, 1)):
+        check_load_balancing(function, experts, chosen)
 
 
 class _Trial(Installed):

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from penstock.errors import ModelError
+from penstock.runtime.axes import own_backend
+from penstock.runtime.sharding import groups_of, sharded_parts
 from penstock.runtime.sums import flat, present
 
 
@@ -75,7 +77,13 @@ def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
     """ep: divides dp_shard x cp. Neighbours hold different experts. Collective."""
     shards = flat(mesh, ("dp_shard", "cp"))
     assert shards is not None
-    both = shards._unflatten(0, (shards.size() // ep, ep), ("ep_shard", "ep"))
+    backend = own_backend(mesh.device_type)
+    both = shards._unflatten(
+        0,
+        (shards.size() // ep, ep),
+        ("ep_shard", "ep"),
+        backend_override={"ep_shard": backend, "ep": backend},
+    )
     replicated = present(mesh, ("dp_replicate",))
     if both["ep_shard"].size() == 1 and not replicated:
         return ExpertMeshes(both["ep"], None)
@@ -93,7 +101,7 @@ def shard(
     experts: Sequence[nn.Module] = (),
     copies: DeviceMesh | None = None,
 ) -> StageShards:
-    """Spread a stage's weights in place, layer by layer, the rest together.
+    """Spread a stage's weights in place, layer by layer, the rest together; they may be on the meta device.
 
     experts: modules whose weights are dealt out already, one part of them to each rank; they are spread over
         `copies`, the ranks that hold the same part, where there are such
@@ -123,13 +131,6 @@ def refuse_scalars(module: nn.Module) -> None:
             )
 
 
-def groups_of(state: Any) -> list[Any]:
-    """Of weights that are gathered together, in a module's FSDP state; older torch has one a module."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [group for group in (state._fsdp_param_group,) if group is not None]
-
-
 class StageShards:
     """What FSDP2 does with a stage's gradients, and when: once a step, after the stage's last backward."""
 
@@ -139,7 +140,7 @@ class StageShards:
         assert isinstance(module, FSDPModule)
         self._module, self._reshard = module, how.reshard_after_forward
         self._widens = how.reduce_dtype is not None
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._parts: list[FSDPModule] = sharded_parts(module)
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -152,7 +153,7 @@ class StageShards:
         if not self._widens:
             return
         for part in self._parts:
-            for group in groups_of(part._get_fsdp_state()):
+            for group in groups_of(part):
                 for parameter in group.fsdp_params:
                     if hasattr(parameter, "_unsharded_param"):
                         parameter.accumulate_unsharded_grad_if_needed()
@@ -163,11 +164,10 @@ class StageShards:
         self._module.set_is_last_backward(True)
         self._module.set_reshard_after_backward(True)
         self._module.set_requires_gradient_sync(True)
-        states = [part._get_fsdp_state() for part in self._parts]
-        for state in states:
-            for group in groups_of(state):
+        for part in self._parts:
+            for group in groups_of(part):
                 group.post_backward()
-        for state in states:
+        for state in (part._get_fsdp_state() for part in self._parts):
             if state._is_root:
                 state._root_post_backward_final_callback()
         self._put_off()
@@ -177,7 +177,7 @@ class StageShards:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         for part in self._parts:
-            for group in groups_of(part._get_fsdp_state()):
+            for group in groups_of(part):
                 # a stage's forward ends half-way through the whole model's, and FSDP2 would wait for the rest
                 group._training_state = TrainingState.IDLE
             part.reshard()

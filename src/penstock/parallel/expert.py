@@ -12,39 +12,20 @@ activations, clamps, biases and layouts are the model's own business.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.dispatch import Directions, combine, dispatch, plan_route, without_values
+from penstock.parallel.expert_view import check_by_trial, count_of, local, share_of, view_of, weight_names
 
 # what transformers' registry sets on every module of experts (integrations/moe.py)
 _MARKS = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a module of experts knows once it is parallel.
-
-    experts: how many there are, over all ranks; own: how many of them are this rank's
-    plain: the class of the module before
-    config: what the plain forward takes its implementation from
-    """
-
-    experts: int
-    own: int
-    plain: type[nn.Module]
-    config: Any
-    directions: Directions
 
 
 def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions | None = None) -> list[str]:
@@ -75,7 +56,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
     for name, experts in found.items():
         _check(name, experts, mesh.size())
         if type(experts) not in checked:  # one of a kind tells for all of them
-            _check_by_trial(name, experts, mesh.size())
+            check_by_trial(name, experts, mesh)
         checked.add(type(experts))
     directions = directions or Directions.of(mesh)
     made: dict[type[nn.Module], type[nn.Module]] = {}
@@ -103,7 +84,7 @@ def mixtures(module: nn.Module) -> dict[str, nn.Module]:
 
     Raises ModelError where there is one that is not of the registry's form.
     """
-    found = {name: part for name, part in module.named_modules() if _is_marked(part)}
+    found = {name: part for name, part in module.named_modules() if is_marked(part)}
     inside = tuple(f"{name}." for name in found)
     for name, part in module.named_modules():
         if name in found or f"{name}.".startswith(inside) or not _looks_like_experts(name, part):
@@ -117,13 +98,8 @@ def mixtures(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def count_of(experts: nn.Module) -> int:
-    """How many experts the module has, over all ranks."""
-    count: Any = experts.num_experts
-    return int(count)
-
-
-def _is_marked(module: nn.Module) -> bool:
+def is_marked(module: nn.Module) -> bool:
+    """Whether it is a module of experts by the marks of transformers' registry."""
     return all(hasattr(module, mark) for mark in _MARKS) and hasattr(module, "_apply_gate")
 
 
@@ -137,15 +113,10 @@ def _looks_like_experts(name: str, module: nn.Module) -> bool:
     return any(parameter.dim() >= 3 and parameter.shape[0] in counts - {0, 1} for parameter in own)
 
 
-def _weight_names(experts: nn.Module) -> list[str]:
-    names = ["gate_up_proj" if experts.has_gate else "up_proj", "down_proj"]
-    return names + [f"{name}_bias" for name in names] if experts.has_bias else names
-
-
 def _check(name: str, experts: nn.Module, ranks: int) -> None:
     count = count_of(experts)
     held = dict(experts.named_parameters(recurse=False))
-    wanted = _weight_names(experts)
+    wanted = weight_names(experts)
     if set(held) != set(wanted) or any(weight.shape[0] != count for weight in held.values()):
         shown = ", ".join(f"{key} {list(weight.shape)}" for key, weight in held.items())
         raise ModelError(
@@ -168,67 +139,10 @@ def _check(name: str, experts: nn.Module, ranks: int) -> None:
         )
 
 
-@torch.no_grad()
-def _check_by_trial(name: str, experts: nn.Module, ranks: int) -> None:
-    """A few tokens through the whole module, and through its parts: the parts' results must add up.
-
-    Raises ModelError. The registry's form says so, but what a forward really does only a forward tells.
-    """
-    share = _share(experts, ranks, None)
-    weight = getattr(experts, _weight_names(experts)[0])
-    if weight.is_meta:
-        return
-    ends = [expert for rank in range(ranks) for expert in (rank * share.own, (rank + 1) * share.own - 1)]
-    first = torch.tensor(ends, device=weight.device)
-    chosen = torch.stack((first, first.roll(1)), 1)
-    width = weight.shape[1 if experts.is_transposed else 2]
-    hidden = torch.arange(len(ends) * width, device=weight.device).view(-1, width).sin().to(weight.dtype)
-    weights = torch.tensor([0.75, 0.5], device=weight.device, dtype=weight.dtype).expand(len(ends), 2)
-    whole = _view(experts, share, 0, share.experts)(hidden, chosen, weights)
-    parts = torch.zeros_like(whole)
-    for token, slot in ((token, slot) for token in range(len(ends)) for slot in range(2)):
-        expert = int(chosen[token, slot])
-        start = expert // share.own * share.own
-        part = _view(experts, share, start, start + share.own)
-        row = slice(token, token + 1)
-        parts[row] += part(hidden[row], chosen[row, slot : slot + 1] - start, weights[row, slot : slot + 1])
-    # some compute a part in float32 whatever the dtype
-    rounding = max(torch.finfo(dtype).eps for dtype in (whole.dtype, torch.float32))
-    allowed = 16 * rounding * float(whole.abs().max())
-    difference = float((whole - parts).abs().max())
-    if not difference <= allowed:
-        raise ModelError(
-            f"{name}, a {type(experts).__name__}",
-            f"a token's experts add up, but here the sum differs by {difference:.3g} from the whole",
-            "Train this model without expert parallelism (ep=1)",
-        )
-
-
-def _share(experts: nn.Module, ranks: int, directions: Directions | None) -> Share:
-    count = count_of(experts)
-    config: Any = copy.copy(experts.config)
-    weight = next(experts.parameters(recurse=False))
-    if config._experts_implementation == "grouped_mm" and not takes_grouped(weight.dtype, weight.device.type):
-        config._experts_implementation_internal = "eager"  # a loop over the experts
-    return Share(count, count // ranks, type(experts), config, directions)  # type: ignore[arg-type]
-
-
-@functools.cache
-def takes_grouped(dtype: torch.dtype, device: str) -> bool:
-    """Whether torch has a grouped matrix product for it here, with gradients."""
-    rows = torch.ones(16, 16, dtype=dtype, device=device)
-    ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
-    try:
-        F.grouped_mm(rows, torch.ones(2, 16, 16, dtype=dtype, device=device), offs=ends)
-    except (RuntimeError, NotImplementedError, ValueError):
-        return False
-    return True
-
-
 def _share_out(
     experts: nn.Module, mesh: DeviceMesh, directions: Directions, made: dict[type[nn.Module], type[nn.Module]]
 ) -> None:
-    share = _share(experts, mesh.size(), directions)
+    share = share_of(experts, mesh.size(), mesh.device_type, directions)
     start = mesh.get_local_rank() * share.own
     for name, whole in list(experts.named_parameters(recurse=False)):
         # a copy, so that the whole one can go
@@ -254,31 +168,13 @@ def _parallel(plain: type[nn.Module]) -> type[nn.Module]:
         route = plan_route(chosen, share.experts, share.directions)
         rows, row_weights = dispatch(route, hidden, weights)
         if len(rows):
-            view = _view(self, share, 0, share.own)
+            view = view_of(self, share, 0, share.own)
             rows = view(rows, route.experts.unsqueeze(1), row_weights)
         else:  # gradients of zero, where one process has zeros too, and a way back for the others' gradients
-            rows = rows + sum(_local(parameter)[:0].sum() for parameter in self.parameters())
+            rows = rows + sum(local(parameter)[:0].sum() for parameter in self.parameters())
         return combine(route, rows, *chosen.shape)
 
     return type(plain.__name__, (plain,), {"__module__": plain.__module__, "forward": forward})
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _view(experts: nn.Module, share: Share, start: int, stop: int) -> Any:
-    """The plain forward of `experts` as if it held only `start` to `stop` of what its parameters hold here.
-
-    On a new object for each call, so that two threads may use the module at once.
-    """
-    view: Any = object.__new__(share.plain)
-    view.__dict__.update(experts.__dict__)
-    parameters = experts.named_parameters(recurse=False)
-    view.__dict__["_parameters"] = {name: _local(weight)[start:stop] for name, weight in parameters}
-    view.__dict__["num_experts"] = stop - start
-    view.__dict__["config"] = share.config
-    return functools.partial(share.plain.forward, view)
 
 
 def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,12 +1,13 @@
-"""What routers choose: the same again where a forward is run again, and how evenly over all ranks.
+"""What routers choose: the same again where a forward is run again, and as they are told.
 
 A choice hangs on tiny differences: what runs twice, in activation recomputation or on another machine,
 may choose another expert where two are nearly tied, and its gradients belong to another forward then. So the
 choices of a forward are recorded for each microbatch, and replayed:
 
     record             forward of m    the router chooses, its choices are kept
-    replay_forward     forward of m    choices that were given take the place of the router's
+    replay_forward     forward of m    choices that were given take the place of the router's, and are kept
     replay_backward    backward of m   what is run again takes those of m's forward, recorded or given
+    forced             any forward     choices that are given take the place of the router's
 
 Only the choice is fixed. What stands beside it, the weights and all gradients, comes from the router's logits
 of the moment.
@@ -17,13 +18,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.choice import Seat, What, watched
-from penstock.parallel.expert import count_of, mixtures
+from penstock.parallel.expert import mixtures
+from penstock.parallel.expert_view import count_of
+
+Choices = Mapping[str, Tensor]  # by the name of the module of experts: (tokens, top_k)
+
+
+class _Forward(NamedTuple):
+    """choices: what routers are told; kept: what takes the choices; None for neither"""
+
+    choices: Choices | None
+    kept: dict[str, Tensor] | None
 
 
 class RoutingReplay:
@@ -33,15 +45,16 @@ class RoutingReplay:
         block, the module that calls its experts, gets a class whose forward watches its top-k's.
 
     Each op of a microbatch runs under one of `record`, `replay_forward` and `replay_backward`; a forward and
-    a backward may run side by side in two threads. Left alone are evaluation (in eval mode, or without
-    gradients), shape inference (meta tensors), and forwards under none of the three.
+    a backward may run side by side in two threads. Left alone are shape inference (meta tensors), forwards
+    under none of them, and, but for what is replayed, evaluation (in eval mode, or without gradients).
     Raises ModelError for mixtures of a form that is not known. A router that chooses by something other than
     one top-k is found out in its first forward, which raises ModelError.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._forward: tuple[str, int] | None = None  # mode and microbatch
-        self._backward: int | None = None
+        self._forward: _Forward | None = None  # the one that runs
+        self._backward: int | None = None  # the microbatch of the one that runs
+        self._given: dict[int, Choices] = {}
         self._kept: dict[int, dict[str, Tensor]] = {}
         self._experts = {name: count_of(part) for name, part in mixtures(module).items()}
         made: dict[type[nn.Module], type[nn.Module]] = {}
@@ -51,11 +64,7 @@ class RoutingReplay:
     def _sit(self, module: nn.Module, name: str, made: dict[type[nn.Module], type[nn.Module]]) -> None:
         block, experts = module.get_submodule(name.rpartition(".")[0]), module.get_submodule(name)
         if hasattr(block, "_routing_seat"):
-            raise ModelError(
-                f"{name}, a second mixture in a {type(block).__name__}, or replayed already",
-                "choices are told apart by the block that makes them",
-                "Train this model without routing replay",
-            )
+            raise one_too_many(name, f"a second mixture in a {type(block).__name__}, or replayed already")
         seat = Seat(name, self._what)
         block._routing_seat = seat  # type: ignore[assignment]
         own = type(block)
@@ -72,8 +81,7 @@ class RoutingReplay:
     @contextmanager
     def record(self, microbatch: int) -> Iterator[None]:
         """For a forward of `microbatch`: what its routers choose is kept until `release`."""
-        self._kept[microbatch] = {}
-        with self._in_forward("record", microbatch):
+        with self._in_forward(None, self._begun(microbatch)):
             yield
 
     @contextmanager
@@ -82,8 +90,14 @@ class RoutingReplay:
 
         Raises ConfigError where there is nothing.
         """
-        self._of(microbatch)
-        with self._in_forward("replay", microbatch):
+        source = self._given.get(microbatch) or self._of(microbatch)
+        with self._in_forward(source, self._begun(microbatch)):
+            yield
+
+    @contextmanager
+    def forced(self, choices: Choices) -> Iterator[None]:
+        """For a forward that nothing comes after: its routers choose `choices`, and nothing is kept."""
+        with self._in_forward(choices, None):
             yield
 
     @contextmanager
@@ -97,32 +111,45 @@ class RoutingReplay:
 
     def choices(self, microbatch: int) -> dict[str, Tensor]:
         """What is kept of `microbatch`, by the names of the modules of experts: (tokens, top_k) each."""
-        return dict(self._of(microbatch))
+        return dict(self._kept.get(microbatch) or self._given.get(microbatch) or self._of(microbatch))
 
-    def give(self, microbatch: int, choices: Mapping[str, Tensor]) -> None:
+    def give(self, microbatch: int, choices: Choices) -> None:
         """What `microbatch` is to choose, in the form of `choices`; other stages' mixtures may be in it.
 
-        Raises ConfigError.
+        A token whose numbers are all -1 is left to the router. Raises ConfigError.
         """
         if missing := [name for name in self._experts if name not in choices]:
             rule = "each mixture of the module is told what to choose"
             raise ConfigError(f"choices without {', '.join(missing)}", rule, "Give those of the whole model")
         for name in self._experts:
             _check_choices(name, choices[name], self._experts[name])
-        self._kept[microbatch] = {name: choices[name].detach() for name in self._experts}
+        self.give_checked(microbatch, choices)
+
+    def give_checked(self, microbatch: int, choices: Choices) -> None:
+        """As `give`, of what is known to fit."""
+        self._given[microbatch] = {name: choices[name].detach() for name in self._experts}
+
+    def kept(self, microbatch: int) -> Choices:
+        """What its forward has chosen, nothing where it has not run or was in evaluation mode."""
+        return self._kept.get(microbatch, {})
 
     def release(self, microbatch: int) -> None:
         """Let go of what is kept of `microbatch`: its last backward has run."""
+        self._given.pop(microbatch, None)
         self._kept.pop(microbatch, None)
 
     @property
     def held(self) -> list[int]:
         """The microbatches of which something is kept."""
-        return sorted(self._kept)
+        return sorted({*self._given, *self._kept})
+
+    def _begun(self, microbatch: int) -> dict[str, Tensor]:
+        kept = self._kept[microbatch] = {}
+        return kept
 
     @contextmanager
-    def _in_forward(self, mode: str, microbatch: int) -> Iterator[None]:
-        before, self._forward = self._forward, (mode, microbatch)
+    def _in_forward(self, choices: Choices | None, kept: dict[str, Tensor] | None) -> Iterator[None]:
+        before, self._forward = self._forward, _Forward(choices, kept)
         try:
             yield
         finally:
@@ -137,56 +164,73 @@ class RoutingReplay:
             )
         return self._kept[microbatch]
 
-    def _what(self, name: str) -> What | None:
-        """What is to be done in the forward of a block that begins now in this thread, None for nothing."""
+    def _what(self, name: str, trains: bool) -> What | None:
+        """What is to be done in the forward of a block that begins now in this thread, None for nothing.
+
+        trains: whether a backward will follow
+        """
         if torch._C._current_graph_task_id() != -1:  # in the backward, on whatever thread of the engine
-            return self._again(name)
+            return self._again(name) if trains else None
         if self._forward is None:
             return None
-        mode, microbatch = self._forward
-        if mode == "record":
-            return functools.partial(self._keep, microbatch, name)
-        return self._kept_of(microbatch, name)
+        choices, kept = self._forward
+        if choices is None and not trains:
+            return None
+        keep = functools.partial(_keep, kept, name) if kept is not None and trains else None
+        return What(None if choices is None else _one_of(choices, name), keep)
 
-    def _again(self, name: str) -> Tensor | None:
-        if self._backward is None:
-            if not self._kept:
-                return None
-            raise ConfigError(
-                f"{name}, run again in a backward of nobody knows which microbatch",
-                "where choices are kept, what is run again replays those of its own microbatch",
-                "Run each backward under replay_backward(microbatch)",
-            )
-        return self._kept_of(self._backward, name)
+    def _again(self, name: str) -> What | None:
+        if self._backward is not None:
+            return What(_one_of(self._of(self._backward), name), None)
+        if not self._kept:
+            return None
+        raise ConfigError(
+            f"{name}, run again in a backward of nobody knows which microbatch",
+            "where choices are kept, what is run again replays those of its own microbatch",
+            "Run each backward under replay_backward(microbatch)",
+        )
 
-    def _kept_of(self, microbatch: int, name: str) -> Tensor:
-        kept = self._of(microbatch)
-        if name not in kept:  # e.g. reentrant checkpointing, whose first forward has no gradients
-            raise ConfigError(
-                f"{name}, to be replayed for microbatch {microbatch}",
-                "its forward has left no choice to replay",
-                "Run the forward under record(), in training and with gradients enabled",
-            )
-        return kept[name]
 
-    def _keep(self, microbatch: int, name: str, chosen: Tensor) -> None:
-        kept = self._kept[microbatch]
-        if name in kept:
-            raise ModelError(
-                f"{name}, called twice in one forward",
-                "choices are told apart by mixture and microbatch",
-                "Train this model without routing replay",
-            )
-        kept[name] = chosen
+def _one_of(choices: Choices, name: str) -> Tensor:
+    if name not in choices:  # e.g. reentrant checkpointing, whose first forward has no gradients
+        raise ConfigError(
+            f"{name}, to be replayed",
+            "the forward of its microbatch has left no choice to replay",
+            "Run the forward under record(), in training and with gradients enabled",
+        )
+    return choices[name]
+
+
+def _keep(kept: dict[str, Tensor], name: str, chosen: Tensor) -> None:
+    if name in kept:
+        raise one_too_many(name, "called twice in one forward")
+    kept[name] = chosen
+
+
+def one_too_many(name: str, why: str) -> ModelError:
+    return ModelError(
+        f"{name}, {why}",
+        "choices are told apart by the block that makes them, one in each forward",
+        "Train this model without routing replay",
+    )
 
 
 def _check_choices(name: str, chosen: Tensor, experts: int) -> None:
-    whole = not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype == torch.bool)
-    ordered = chosen.sort(-1).values if whole and chosen.dim() == 2 else None
-    outside = ordered is None or bool(((ordered < 0) | (ordered >= experts)).any())
-    if outside or ordered is None or bool((ordered.diff(dim=-1) == 0).any()):
+    if not is_whole(chosen) or chosen.dim() != 2 or not bool(are_choices(chosen, experts).all()):
         raise ConfigError(
             f"choices of {name}: {chosen.dtype} {list(chosen.shape)}",
             f"for each token they are top_k different numbers of its {experts} experts, counted from 0",
             "Give integers of shape (tokens, top_k), as RoutingReplay.choices returns them",
         )
+
+
+def is_whole(chosen: Tensor) -> bool:
+    """Whether its numbers are whole."""
+    return not (chosen.is_floating_point() or chosen.is_complex() or chosen.dtype == torch.bool)
+
+
+def are_choices(chosen: Tensor, experts: int | Tensor) -> Tensor:
+    """For each token, whether its top_k numbers (the last dimension) are different experts, or all -1."""
+    ordered = chosen.sort(-1).values.long()  # some dtypes have no difference
+    different = (ordered.diff(dim=-1) > 0).all(-1) & (ordered[..., 0] >= 0)
+    return (different & (ordered[..., -1] < experts)) | (ordered == -1).all(-1)

@@ -131,22 +131,27 @@ def _shared(parameter: nn.Parameter, mesh: DeviceMesh, dimension: int | None) ->
 
 
 class _Running:
-    """How many forwards of the modules of one `tensor_parallel` are under way, one within the other."""
+    """How many forwards of the modules of one `tensor_parallel` are under way, one within the other.
 
-    count = 0
+    inside: of those in layers, where activations may be this rank's part
+    """
+
+    count = inside = 0
 
 
 class _Parallel(nn.Module):
     """Mixed into the class of a module: it runs inside of its ways, and reads parameters as plain tensors.
 
     While its own forward runs it reads this rank's pieces. What is whole it gives to other modules as well,
-    which read it in their forward. A piece would be wrong there: such a read gets the DTensor, which torch
-    does not mix with plain tensors.
+    which read it in their forward. A piece would be wrong there. Of an embedding such a read, outside of the
+    layers, gets the whole, gathered for it; any other gets the DTensor, which torch does not mix with plain
+    tensors.
     """
 
     tp_ways: tuple[Way, ...]  # the first one innermost
     tp_partial: frozenset[str]  # parameters that work on this rank's own heads or tokens
     tp_running: _Running
+    tp_inside: bool  # whether it is a layer or in one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = super().forward
@@ -155,11 +160,13 @@ class _Parallel(nn.Module):
         own, running = vars(self), self.tp_running
         own["tp_depth"] = own.get("tp_depth", 0) + 1
         running.count += 1
+        running.inside += self.tp_inside
         try:
             return call(*args, **kwargs)
         finally:  # however it ends: a pipeline's stage leaves its forward by an exception
             own["tp_depth"] -= 1
             running.count -= 1
+            running.inside -= self.tp_inside
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -167,9 +174,16 @@ class _Parallel(nn.Module):
             return value
         is_whole = all(placement.is_replicate() for placement in value.placements)
         if not (vars(self).get("tp_depth") or (is_whole and self.tp_running.count)):
-            return value
+            return value.full_tensor() if self._is_read_outside() else value
         is_partial = is_whole and name in self.tp_partial
         return value.to_local(grad_placements=(SUMMANDS,) if is_partial else None)
+
+    def _is_read_outside(self) -> bool:
+        """Of an embedding: whether another module's forward runs, and none of a layer, where the values that
+        are to meet it may be a part of themselves.
+        """
+        running = self.tp_running
+        return running.count > running.inside == 0 and any(isinstance(w, Vocabulary) for w in self.tp_ways)
 
 
 class _Around:
@@ -190,6 +204,7 @@ class _Around:
                 self._ways.setdefault(name.rpartition(".")[0], [])  # which may read them
         for name, entered in self._entered.items():
             self._ways[name].append(entered)
+        self._ways.setdefault("", [])  # so that it is known when a forward runs
 
     def _of_style(self, name: str, style: str | None) -> list[Way]:
         if style in (COLUMNS, COLUMNS_GATHERED):
@@ -227,7 +242,8 @@ class _Around:
                 kinds[own] = type(own.__name__, (_Parallel, own), {"__module__": own.__module__})
             module.__class__ = kinds[own]
             partial = frozenset(self._partial.get(name, ()))
-            vars(module).update(tp_ways=tuple(ways), tp_partial=partial, tp_running=running)
+            inside = any(part.isdecimal() for part in name.split("."))
+            vars(module).update(tp_ways=tuple(ways), tp_partial=partial, tp_running=running, tp_inside=inside)
 
 
 def _full(module: str, own: str) -> str:

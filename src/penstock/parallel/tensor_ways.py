@@ -180,16 +180,22 @@ class Ends:
 
     def _share(self, hidden: Tensor) -> Tensor:
         _check_hidden("what enters the first layer", hidden)
-        length, ranks = hidden.shape[1], self._mesh.size()
-        # A single token a rank would be spread over whole sequences where a shape does not fit, not refused.
-        if length % ranks or length == ranks:
-            fitting = max(2, -(-length // ranks)) * ranks
-            raise BatchError(
-                f"a sequence of {length} tokens with sequence_parallel over tp={ranks}",
-                "each rank takes the same number of tokens, two or more",
-                f"Pad to a length of {fitting}, or set sequence_parallel to False",
-            )
+        check_length(hidden.shape[1], self._mesh.size())
         return moved(hidden, self._mesh, WHOLE, SEQUENCE)
+
+
+def check_length(length: int, ranks: int) -> None:
+    """Whether ranks can share out a sequence. Raises BatchError.
+
+    A single token a rank would be spread over whole sequences where a shape does not fit, not refused.
+    """
+    if length % ranks or length == ranks:
+        fitting = max(2, -(-length // ranks)) * ranks
+        raise BatchError(
+            f"a sequence of {length} tokens with sequence_parallel over tp={ranks}",
+            "each rank takes the same number of tokens, two or more",
+            f"Pad to a length of {fitting}, or set sequence_parallel to False",
+        )
 
 
 def _check_hidden(what: str, hidden: Tensor, like: Tensor | None = None) -> None:

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
+from transformers.pytorch_utils import Conv1D
+
+from penstock.parallel.expert import is_marked
 
 
 class Muon(Optimizer):
@@ -101,4 +104,39 @@ def _orthogonal(whole: Tensor, group: dict[str, Any]) -> Tensor:
     return nothing.detach()
 
 
-__all__ = ["Muon"]
+def matrices(model: nn.Module, layers: str) -> frozenset[str]:
+    """Names of the weights that Muon is for: those of linear modules inside of layers, and of experts that
+    stand together with the experts first.
+
+    Not among them: routers, whose columns are one expert's each, what has a single row or column, and
+    parameters of which only their module knows what they are (embeddings, convolutions, decays).
+    model: the whole one, which may be on the meta device; layers: the name of the list of its layers
+    """
+    return frozenset(
+        f"{name}.{own}"
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name.startswith(f"{layers}.") and not _routes(model, name)
+        for own, parameter in module.named_parameters(recurse=False)
+        if _is_matrix(module, own, parameter)
+    )
+
+
+def _is_matrix(module: nn.Module, own: str, parameter: nn.Parameter) -> bool:
+    if min(parameter.shape[-2:], default=0) < 2:
+        return False
+    if isinstance(module, nn.Linear | Conv1D):
+        return own == "weight"
+    return parameter.ndim == 3 and (is_marked(module) or "Experts" in type(module).__name__)
+
+
+def _routes(model: nn.Module, name: str) -> bool:
+    """Whether it is a router, or in one: by its name, for which models have few words."""
+    parts = name.split(".")
+    for at, part in enumerate(parts):
+        beside = (other for other, _ in model.get_submodule(".".join(parts[:at])).named_children())
+        if "router" in part or (part == "gate" and any("experts" in other for other in beside)):
+            return True
+    return False
+
+
+__all__ = ["Muon", "matrices"]

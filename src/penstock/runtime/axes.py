@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, WorldSizeError
@@ -84,6 +85,25 @@ class Axes:
             )
         return full
 
+    def leave(self, world: int) -> int:
+        """How many ranks these axes leave to a pipeline that takes all of so many processes (ranks=-1).
+
+        Raises ConfigError where one of them takes what is left itself, WorldSizeError where that is no whole
+        number.
+        """
+        if not self.known:
+            name = next(name for name, size in self.sizes.items() if size == -1)
+            rule = "one axis at most takes all that are left"
+            raise ConfigError(f"the pipeline's ranks and {name} of -1", rule, "Give one of them a size")
+        ranks, over = divmod(world, self.beside)
+        if over or ranks < 1:
+            raise WorldSizeError(
+                f"{world} processes for {_times(self._factors(-1))}",
+                f"each of the pipeline's ranks takes {self.beside} of them",
+                f"Start a multiple of {self.beside} processes, or give the axes other sizes",
+            )
+        return ranks
+
     def alone(self, ranks: int) -> Axes:
         """Without -1, for a pipeline whose ranks all live in one process. Raises WorldSizeError, ConfigError
         where there would be others beside it.
@@ -142,11 +162,26 @@ class Axes:
 
     def open(self, ranks: int, device: torch.device) -> DeviceMesh:
         """The mesh over the whole world, of filled axes. Collective."""
-        sizes = {"pp": ranks, **self.sizes}
-        return init_device_mesh(device.type, tuple(sizes[name] for name in MESH), mesh_dim_names=MESH)
+        sizes, backend = {"pp": ranks, **self.sizes}, own_backend(device.type)
+        return init_device_mesh(
+            device.type,
+            tuple(sizes[name] for name in MESH),
+            mesh_dim_names=MESH,
+            backend_override=dict.fromkeys(MESH, backend),
+        )
 
     def __str__(self) -> str:
         return _times({name: size for name, size in self.sizes.items() if size != 1}) or "none"
+
+
+def own_backend(device: str) -> str:
+    """What to tell a mesh that is to make groups of its own: else it takes the whole job's for an axis that
+    has all processes, whose time limit is not the pipeline's.
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    name: str = job._get_backend(torch.device(device)).name()
+    return name
 
 
 def _times(sizes: Mapping[str, int]) -> str:

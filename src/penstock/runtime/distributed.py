@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import datetime
-import json
 import os
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +21,7 @@ from penstock.errors import BatchError
 from penstock.runtime.channels import Channels
 from penstock.runtime.groups import Groups
 from penstock.runtime.lower import Action, Message, channels
+from penstock.runtime.members import Members, all_gather, gather
 from penstock.runtime.network import Network
 from penstock.runtime.parcel import EdgeSpecs, Parcel
 from penstock.runtime.processes import Processes
@@ -81,7 +80,7 @@ class DistributedTransport:
             self.settle()
         self._opened.post(message, specs)
 
-    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+    def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
         if not isinstance(cause, dist.DistError) and not _OF_GLOO.search(str(cause)):
             return cause
         self.watch.begin(f"what {op} exchanges", None)
@@ -140,21 +139,21 @@ class DistributedTransport:
         return everyone
 
     def _all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
-        everyone = list(mine.new_empty((self._groups.size, *mine.shape)).unbind())
-        work = dist.all_gather(everyone, mine, self._groups.whole, async_op=True)
-        assert work is not None
-        _LATEST.append((mine, everyone))
-        return work, everyone
+        return all_gather(mine, self._groups.whole, self._groups.size)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank."""
-        return _gather(value, lambda vector: self.exchange([vector]))
+        return gather(value, lambda vector: self.exchange([vector]))
 
-    def apart(self) -> Apart:
-        """These ranks over a group of their own. Every process of the job makes it, at the same point."""
+    def apart(self) -> Members:
+        """These ranks over a group of their own, for another thread than the one that steps: a group is no
+        two threads' to use. Every process of the job makes it, at the same point.
+
+        By way of host memory whatever the pipeline's own way, so that a GPU's streams know nothing of it.
+        """
         groups = copy.copy(self._groups)  # the group it makes is still closed with the others
         groups.backend, groups.limit = "gloo", _SLOW
-        return Apart(groups.new(range(groups.size), "pp apart"), self.rank, groups.size)
+        return Members(groups.new(range(groups.size), "pp apart"), _SLOW, torch.device("cpu"))
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:
@@ -230,45 +229,11 @@ class DistributedTransport:
             self.watch.end()
 
 
-class Apart:
-    """The ranks of a pipeline, for another thread than the one that steps: a group is no two threads' to use.
-
-    By way of host memory whatever the pipeline's own way, so that a GPU's streams know nothing of it.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, index: int, count: int) -> None:
-        self._group, self.index, self.count = group, index, count
-
-    def gather(self, value: Any) -> list[Any]:
-        return _gather(value, self._exchange)
-
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
-        everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
-        work = dist.all_gather(everyone, mine, self._group, async_op=True)
-        _LATEST.append((mine, everyone))
-        assert work is not None
-        work.wait(_SLOW)
-        return everyone
-
-
 def apart(processes: Processes) -> Processes:
     """The same processes, for another thread. Collective over all processes of the job."""
     return processes.apart() if isinstance(processes, DistributedTransport) else processes
 
 
-def _gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    text = json.dumps(value).encode()
-    length = torch.tensor([len(text)], dtype=torch.float64)
-    longest = int(max(size.item() for size in exchange(length)))
-    padded = torch.zeros(longest, dtype=torch.float64)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    received = exchange(padded)
-    return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
-
-
-# Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over.
-# If it were the last to do so it would need Python, which may be ending by then: that aborts the process.
-_LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 # what gloo says where a rank of a collective is gone or late: nothing but the words tells these errors apart
 _OF_GLOO = re.compile(r"gloo|connection (closed|reset)|timed out waiting", re.IGNORECASE)
 _SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once

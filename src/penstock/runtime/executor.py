@@ -151,7 +151,15 @@ class Executor:
         self.transport.free(action.message)
 
     def _reduce(self, action: Reduce, step: StepInput) -> None:
-        self.stages[action.stage].reduce()
+        start = self.recorder.now()
+        try:
+            self.stages[action.stage].reduce()
+        except RuntimeError as error:
+            typed = self.transport.broke_off(f"the reduction of stage {action.stage}", error)
+            if typed is error:
+                raise
+            raise typed from error
+        self.recorder.reduced(action.stage, start, self.recorder.now())
 
     def _begin(self, action: Begin, step: StepInput) -> None:
         assert self.pairing is not None
@@ -169,7 +177,7 @@ class Executor:
     @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.inbox) + len(self.outbox) + self.ops.held
+        return len(self.inbox) + len(self.outbox) + sum(stage.left_over for stage in self.stages.values())
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""

@@ -64,6 +64,9 @@ class Groups:
 def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
     """Let collectives of groups that a mesh made break off after `timeout` seconds; torch's own limit is 30
     minutes, and a rank that has failed may live on for longer than that.
+
+    The group of the whole job is left as it is: whoever made it waits in it for other things too.
     """
     for group in groups:
-        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+        if group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)

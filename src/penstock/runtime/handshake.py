@@ -1,8 +1,8 @@
-"""Whether all ranks were started on the same thing, asked once, before anything else is exchanged.
+"""Whether all ranks of a mesh were started on the same thing, asked once, before anything else is exchanged.
 
-Ranks that differ in schedule, microbatches or split would soon disagree on which messages and groups there
-are, and hang or train on nonsense. So each tells a few facts, as text by name, in collectives that are the
-same whatever the facts are: first a digest of them all, and the facts themselves where the digests differ.
+Ranks that differ in schedule, microbatches, split or axes would soon disagree on which messages and groups
+there are, and hang or train on nonsense. So each tells a few facts, as text by name, in collectives that are
+the same whatever the facts are: first a digest of them all, and the facts themselves where they differ.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.errors import HandshakeError
+from penstock.runtime.microbatch import checksum
 from penstock.runtime.processes import Processes
 from penstock.schedule import Schedule
 
@@ -36,13 +38,41 @@ def shake_hands(processes: Processes, facts: Facts) -> None:
     )
 
 
-def differences(told: Sequence[Facts]) -> list[str]:
-    """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``."""
-    names = dict.fromkeys(name for facts in told for name in facts)
+def compare_values(processes: Processes, place: int, values: Mapping[str, Tensor]) -> None:
+    """Raise HandshakeError on every process where two that begin with the same part of a model have other
+    values in it: e.g. a model that each made at random. Collective.
+
+    place: which part this process has
+    """
+    own = {name: f"{int(checksum(value.detach())) % (1 << 64):016x}" for name, value in values.items()}
+    told = processes.gather([place, digest(json.dumps(sorted(own.items())))])
+    parts = {part for part, _ in told}
+    if len({(part, text) for part, text in told}) == len(parts):
+        return
+    everyone = processes.gather([place, own])
+    lines: list[str] = []
+    for part in sorted(parts):
+        lines += differences([facts if other == part else None for other, facts in everyone])
+    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
+    raise HandshakeError(
+        "ranks that were given models with other values",
+        "those that hold copies or shards of one weight begin with the same"
+        + "".join(f"\n  sum of {line}" for line in lines[:5])
+        + more,
+        "\nSeed every rank alike before the model is made, or give its config or folder",
+    )
+
+
+def differences(told: Sequence[Facts | None]) -> list[str]:
+    """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``.
+
+    told: by rank; None of one that is not asked
+    """
+    names = dict.fromkeys(name for facts in told for name in facts or ())
     lines = []
     for name in names:
-        values = [facts.get(name, "nothing") for facts in told]
-        by_value = {value: [rank for rank, own in enumerate(values) if own == value] for value in values}
+        values = {rank: facts.get(name, "nothing") for rank, facts in enumerate(told) if facts is not None}
+        by_value = {value: [r for r, own in values.items() if own == value] for value in values.values()}
         if len(by_value) > 1:
             groups = (f"{value} on rank {_ranks(ranks)}" for value, ranks in by_value.items())
             lines.append(f"{name}: {'; '.join(groups)}")

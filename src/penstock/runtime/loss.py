@@ -18,7 +18,9 @@ from penstock.errors import BatchError, ModelError
 from penstock.runtime.microbatch import Sharding, batch_rows
 from penstock.runtime.shapes import Microbatch
 
+_PER_TOKEN = 2  # dimensions of what has one number a token: rows and sequence
 IGNORED = -100  # the label that transformers leaves out of the loss
+VALID_ITEMS = "valid_items"  # the entry of a part of a microbatch that tells the weight of the whole one
 
 
 class Loss(Protocol):
@@ -43,6 +45,14 @@ class NextToken:
                 "the next-token loss reads 'labels'",
                 "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
             )
+        ids = microbatch.get("input_ids")
+        shape = labels.shape if ids is None or ids.dim() != _PER_TOKEN else ids.shape
+        if labels.dim() != _PER_TOKEN or labels.shape != shape:
+            raise BatchError(
+                f"labels of shape {list(labels.shape)}",
+                f"the next-token loss reads one for each token: {list(shape) if ids is not None else 'rows'}",
+                "Give input_ids again, with -100 where no loss is wanted, or give a loss_fn",
+            )
         return int((labels[:, 1:] != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
@@ -51,7 +61,8 @@ class NextToken:
         in float32, as usual.
 
         Where a sequence is cut, `shift_labels` stand beside the logits in place of labels, which tell the
-        next token of each: at the end of a part it is in another one.
+        next token of each: at the end of a part it is in another one. `valid_items` tells then what the
+        auxiliary loss, or this part of it, counts for.
         """
         given = output if isinstance(output, Mapping) else {"logits": output}
         logits, shifted = given["logits"], "shift_labels" in microbatch
@@ -71,7 +82,8 @@ class NextToken:
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
         if "auxiliary_loss" in given:
-            total = total + given["auxiliary_loss"].to(total.device) * self.weight(microbatch)
+            items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
+            total = total + given["auxiliary_loss"].to(total.device) * items
         return total
 
 

@@ -66,8 +66,15 @@ def with_entries(
 ) -> Batch | Sequence[Microbatch]:
     """`batch` and more of it by name.
 
-    Raises BatchError for a name that it has already, or that cannot be dealt out.
+    Raises BatchError for a name that it has already, or that cannot be dealt out, and for no batch at all.
     """
+    listed = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
+    if not isinstance(batch, Mapping) and not listed:
+        raise BatchError(
+            f"a batch given as {type(batch).__name__}",
+            "it is tensors by name, or a list of microbatches that are",
+            "Give e.g. {'input_ids': ids, 'labels': ids}",
+        )
     if not entries:
         return batch
     parts: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
@@ -176,11 +183,13 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 
 
 _SAMPLED = 1 << 16
+_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that nothing is lost
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64: the sum of the entries' bits as whole numbers: exact, so any device and order gives the same.
+    """int64: the sum of numbers that hang on each entry's bits and place: exact, so any device and order of
+    the sum gives the same.
 
     Of a large tensor every n-th entry is taken, so that a step does not begin with a pass over its data.
     """
@@ -188,4 +197,6 @@ def checksum(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor)
     flat = tensor.contiguous().view(-1)
     step = -(-flat.numel() // _SAMPLED) or 1
-    return flat.view(_SAME_SIZE[tensor.element_size()])[::step].sum()
+    bits = flat.view(_SAME_SIZE[tensor.element_size()])[::step].long()
+    mixed = bits * _MIX[0] + torch.arange(len(bits), device=bits.device) * _MIX[1]
+    return ((mixed ^ (mixed >> 32)) * _MIX[2]).sum()

@@ -34,8 +34,10 @@ class Lengths(NamedTuple):
     full: int
 
 
-# What transformers' models take. From the end, as position_ids may have a dimension for text, height and
-# width before the rows. The first of them that a microbatch holds says how long it is.
+ROUTED = "routed_experts"  # which experts each token is to choose, -1 for those of the router's own choice
+
+# What transformers' models take, and choices of experts. From the end, as position_ids may have a dimension
+# for text, height and width before the rows. The first of them that a microbatch holds says how long it is.
 KNOWN: dict[str, PadEntry] = {
     "input_ids": PadEntry(-1, 0),
     "inputs_embeds": PadEntry(1, 0),
@@ -43,6 +45,7 @@ KNOWN: dict[str, PadEntry] = {
     "attention_mask": PadEntry(-1, 0),
     "position_ids": PadEntry(-1, 0),
     "token_type_ids": PadEntry(-1, 0),
+    ROUTED: PadEntry(1, -1),
 }
 _PER_TOKEN = 2  # dimensions of an entry with one number a token; a mask with more is no mask of tokens
 BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and what follows from each
@@ -58,6 +61,8 @@ class Padding:
         them is rounded to `multiple` alone: it costs one more length, and not the run; `length` is the limit
     context_shards: parts that each row is cut into afterwards. `multiple` and `buckets` are of one part
     entries: how to pad entries of other names than transformers', or in another way; None leaves one as it is
+    needs_mask: whether a row that is padded has to have an attention_mask: where the model counts each token
+        that no mask hides, as routers' loss does. A pipeline sets it by itself
     """
 
     length: int | None = None
@@ -65,6 +70,7 @@ class Padding:
     buckets: tuple[int, ...] = ()
     context_shards: int = 1
     entries: Mapping[str, PadEntry | None] = field(default_factory=dict)
+    needs_mask: bool = False
 
     def __post_init__(self) -> None:
         for name in ("length", "multiple", "context_shards"):
@@ -104,7 +110,8 @@ class Padding:
     def pad(self, microbatch: Microbatch, lengths: Lengths) -> dict[str, Any]:
         """`microbatch` with rows of `lengths.full` tokens; entries that need no padding are the same objects.
 
-        Raises BatchError where it is longer, or where an entry may or may not be a sequence.
+        Raises BatchError where it is longer, where an entry may or may not be a sequence, and where it needs
+        an attention_mask and has none.
         """
         size = self._size(microbatch)
         extra = lengths.full - size.length
@@ -113,6 +120,12 @@ class Padding:
                 f"a microbatch of {size.length} tokens a row",
                 f"it is to be padded to {lengths.full}",
                 "Give the lengths of the step's longest microbatch over all ranks",
+            )
+        if extra and self.needs_mask and "attention_mask" not in microbatch:
+            raise BatchError(
+                f"a microbatch of {size.length} tokens a row to be padded, without attention_mask",
+                "routers' loss is a mean over all tokens that no mask hides, and padding is none of them",
+                "Give attention_mask, 1 for each token, or rows of one length, or take shapes='exchanged'",
             )
         padded = dict(microbatch)
         for name, value in microbatch.items():

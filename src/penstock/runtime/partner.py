@@ -6,6 +6,7 @@ import contextvars
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -58,13 +59,17 @@ class Partner:
         self._passing.__enter__()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "penstock-backward")
-        threads, context = torch.get_num_threads(), contextvars.copy_context()
-        self._job = self._thread.submit(context.run, self._run, work, threads)
+        threads, context, begun = torch.get_num_threads(), contextvars.copy_context(), Event()
+        self._job = self._thread.submit(context.run, self._run, work, threads, begun)
+        begun.wait()  # most often it is the longer of the two; the forward would keep Python's lock from it
 
-    def _run(self, work: Callable[[], Gradients], threads: int) -> Ran:
-        if torch.get_num_threads() != threads:  # each thread has its own number
-            torch.set_num_threads(threads)
-        start = self._now()
+    def _run(self, work: Callable[[], Gradients], threads: int, begun: Event) -> Ran:
+        try:
+            if torch.get_num_threads() != threads:  # each thread has its own number
+                torch.set_num_threads(threads)
+            start = self._now()
+        finally:
+            begun.set()
         with torch.enable_grad():
             inputs = work()
         return Ran(inputs, start, self._now())

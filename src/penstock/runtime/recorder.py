@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.schedule import Op, Schedule, Span, Timeline
-from penstock.schedule.timeline import Wait
+from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
 
 Mark = float | torch.cuda.Event  # a point in time
 
@@ -25,8 +24,9 @@ class Marks(NamedTuple):
 
 
 class Recorder:
-    """When each op of one rank began and ended, and from when to when the rank waited for its input, in
-    seconds of the clock that all ranks of the step share.
+    """When each op of one rank began and ended, from when to when the rank waited for its input, and when it
+    summed a stage's gradients over the ranks beside the pipeline, in seconds of the clock that all ranks of
+    the step share.
 
     On CUDA the times are those of the kernels on the compute stream, else those of the Python calls.
     """
@@ -37,11 +37,12 @@ class Recorder:
         self._done: list[Op] = []
         self._marks: list[Mark] = []  # of each op that is done: start, end, start and end of its wait
         self._waited: dict[Op, tuple[Mark, Mark]] = {}  # by what was waited for
+        self._reduced: dict[int, tuple[Mark, Mark]] = {}  # by stage
         self._zero: tuple[float, torch.cuda.Event] | None = None
         self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._done, self._marks, self._waited = [], [], {}
+        self._done, self._marks, self._waited, self._reduced = [], [], {}, {}
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
@@ -55,6 +56,10 @@ class Recorder:
         self._done.append(op)
         self._marks += (start, end, *(waited or (start, start)))
 
+    def reduced(self, stage: int, start: Mark, end: Mark) -> None:
+        """The gradients of `stage` were summed over the ranks beside the pipeline."""
+        self._reduced[stage] = start, end
+
     @property
     def done(self) -> list[Op]:
         """The step's ops so far, in the order in which they ran."""
@@ -67,6 +72,10 @@ class Recorder:
             return list(map(self._seconds, self._marks))
         offset = self._offset
         return [mark + offset for mark in self._marks]  # type: ignore[operator]
+
+    def reductions(self) -> dict[int, tuple[float, float]]:
+        """Start and end of each, by stage; call `times` first."""
+        return {stage: (self._seconds(a), self._seconds(b)) for stage, (a, b) in self._reduced.items()}
 
     def ended(self) -> list[tuple[Op, Marks]]:
         """Those of ops that have ended, without waiting: in a step that failed a kernel may never end."""
@@ -93,7 +102,10 @@ def _event() -> torch.cuda.Event:
 
 
 def timeline(
-    schedule: Schedule, marks: Sequence[Sequence[tuple[Op, Marks]]], peak_live: Sequence[int]
+    schedule: Schedule,
+    marks: Sequence[Sequence[tuple[Op, Marks]]],
+    peak_live: Sequence[int],
+    reductions: Sequence[Reduction] = (),
 ) -> Timeline:
     """One step's timeline from what each rank's recorder has; time 0 is the first start.
 
@@ -116,4 +128,5 @@ def timeline(
         tuple(peak_live),
         overlaps=schedule.overlaps,
         waits=tuple(waits),
+        reductions=tuple(of._replace(start=of.start - zero, end=of.end - zero) for of in reductions),
     )

@@ -11,15 +11,35 @@ from typing import Any
 from torch import nn
 
 
+def sharded_parts(module: nn.Module) -> list[Any]:
+    """The modules in it that `fully_shard` was put around."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it does not use it
+    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+
+
+def groups_of(part: Any) -> list[Any]:
+    """Of weights that are gathered together, in a module that `fully_shard` was put around; older torch has
+    one at most.
+    """
+    state = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+def sharded_weights(module: nn.Module) -> list[Any]:
+    """What FSDP2 knows of each weight that it spreads."""
+    parts = sharded_parts(module)
+    return [weight for part in parts for group in groups_of(part) for weight in group.fsdp_params]
+
+
 class Sharding:
     """What FSDP2 does with the gradients of `module`, if it was applied to any part of it."""
 
     def __init__(self, module: nn.Module) -> None:
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it does not use it
-        parts = [] if fsdp is None else [p for p in module.modules() if isinstance(p, fsdp.FSDPModule)]
-        self._states = [part._get_fsdp_state() for part in parts]
-        self._parts = parts
-        self._groups = [group for state in self._states for group in state._fsdp_param_groups]
+        self._parts = sharded_parts(module)
+        self._states = [part._get_fsdp_state() for part in self._parts]
+        self._groups = [group for part in self._parts for group in groups_of(part)]
 
     @property
     def reduces_in_backward(self) -> bool:

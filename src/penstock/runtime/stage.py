@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.runtime.backward import Live, hold, input_backward, leaves, whole_backward
+from penstock.runtime.chance import Chance
 from penstock.runtime.deferred import Deferred
 from penstock.runtime.loss import Loss
 from penstock.runtime.parcel import EdgeSpecs, Parcel, put_together, take_apart
@@ -73,11 +74,17 @@ class Stage:
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
         self._sharding: Sharding | None = None
+        self.chance: Chance | None = None  # of a stage that draws random numbers
 
     @property
     def held(self) -> int:
         """Its live activations."""
         return len(self.live) + len(self.deferred)
+
+    @property
+    def left_over(self) -> int:
+        """Entries in any cache: 0 between steps."""
+        return self.held
 
     def forward(
         self,
@@ -97,7 +104,7 @@ class Stage:
         recompute: whether to keep no more than the layers' inputs, and to run them again in the backward
         """
         inputs = () if received is None else leaves(received)
-        with self._run(split, recompute) as tape:
+        with self._run(number, microbatch, split, recompute) as tape:
             tensors, form = take_apart(self._call(_given(inputs, received), microbatch))
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
@@ -116,7 +123,7 @@ class Stage:
     ) -> Tensor:
         """The last stage's forward: the microbatch's total loss."""
         inputs = () if received is None else leaves(received)
-        with self._run(split, recompute) as tape:
+        with self._run(number, microbatch, split, recompute) as tape:
             total = loss.total(self._call(_given(inputs, received), microbatch), microbatch)
         if not total.requires_grad:
             raise ModelError(
@@ -127,7 +134,9 @@ class Stage:
         self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step, and its graph would keep the inputs
 
-    def _run(self, split: bool, recompute: bool) -> AbstractContextManager[Tape | None]:
+    def _run(
+        self, number: int, microbatch: Microbatch, split: bool, recompute: bool
+    ) -> AbstractContextManager[Tape | None]:
         if self._recomputing is not None:
             self._recomputing.on = recompute
         return deferring() if split else _WHOLE
@@ -177,6 +186,19 @@ class Stage:
 
 def _given(inputs: tuple[Tensor, ...], received: Parcel | None) -> tuple[Any, ...]:
     return () if received is None else (put_together(inputs, received.specs.form),)
+
+
+@contextmanager
+def gradients_aside(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters without gradients for a while; those that they had are put back afterwards."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 @contextmanager

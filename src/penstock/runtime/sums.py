@@ -24,8 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock import errors
 from penstock.errors import BatchError, InputError
+from penstock.runtime.axes import own_backend
+from penstock.runtime.groups import limit_waits
+from penstock.runtime.refusals import first_refusal, in_words
 from penstock.runtime.watch import Watch
 
 BATCH = ("dp_replicate", "dp_shard")
@@ -51,9 +53,11 @@ class Sums(Protocol):
     def alike(self, fingerprint: int, description: str) -> None:
         """Raises BatchError, on all ranks, where some that work on one part of the batch differ in it."""
 
-    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
+    def accepted(self, microbatches: int, scored: bool, refusal: InputError | None) -> None:
         """Raises, on all ranks, what the first of them has to say against its own part of the batch, and
-        BatchError where they make different numbers of microbatches of their parts.
+        BatchError where they make different numbers of microbatches of their parts, or some of them no loss.
+
+        Where the pipeline is all there is, it takes no part in this: its ranks have one batch.
         """
 
     def least(self, count: int) -> int:
@@ -86,9 +90,8 @@ class NoSums:
     def alike(self, fingerprint: int, description: str) -> None:
         """There is nobody else."""
 
-    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
-        if refusal is not None:
-            raise refusal
+    def accepted(self, microbatches: int, scored: bool, refusal: InputError | None) -> None:
+        """There is nobody else."""
 
     def least(self, count: int) -> int:
         return count
@@ -112,13 +115,15 @@ class NoSums:
 class MeshSums:
     """Over the axes of `mesh` that are there; one that is not has one rank."""
 
-    def __init__(self, mesh: DeviceMesh, watch: Watch, limit: object) -> None:
+    def __init__(self, mesh: DeviceMesh, watch: Watch, limit: datetime.timedelta) -> None:
         self._watch, self._limit = watch, limit
         self._device = torch.device(mesh.device_type)
         self._whole = over(mesh, mesh.mesh_dim_names or ())
         self._batch, self._loss = over(mesh, BATCH), over(mesh, LOSS)
         others = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
         self._others = over(mesh, others)
+        groups = filter(None, (self._whole, self._batch, self._loss, self._others))
+        limit_waits(groups, limit.total_seconds())
         self._patient = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_SLOW, backend="gloo")
         beside = others and mesh[others].mesh.flatten().tolist()
         self.ranks = frozenset(beside or [dist.get_rank()])
@@ -150,32 +155,32 @@ class MeshSums:
             "Give each of them the part that pipe.batch_part tells, from the same data",
         )
 
-    def accepted(self, microbatches: int, refusal: InputError | None) -> None:
+    def accepted(self, microbatches: int, scored: bool, refusal: InputError | None) -> None:
         if self._whole is None:
-            return NoSums().accepted(microbatches, refusal)
+            if refusal is not None:
+                raise refusal
+            return
         with self._waiting("the other ranks' batches"):
-            found = self._most([int(refusal is not None), microbatches, -microbatches])
-            if not found[0] and found[1] == -found[2]:
-                return None
-            told = self._told(
-                (
-                    microbatches,
-                    refusal and (type(refusal).__name__, refusal.value, refusal.rule, refusal.remedy),
-                )
+            numbers = [microbatches, int(scored)]
+            refused, *most = self._most([int(refusal is not None), *numbers, *(-n for n in numbers)])
+            if not refused and most[:2] == [-number for number in most[2:]]:
+                return
+            told = self._told((*numbers, in_words(refusal)))
+        found = first_refusal({rank: words for rank, (*_, words) in told.items()}, "process")
+        if found is not None:
+            raise found from refusal
+        if most[0] != -most[2]:
+            counts = "; ".join(f"{count} on process {rank}" for rank, (count, *_) in told.items())
+            raise BatchError(
+                f"microbatches: {counts}",
+                "all parts of a batch are cut into as many, as their ranks exchange something in each",
+                "Give every rank a list of the same length",
             )
-        refusals = {rank: refused for rank, (_, refused) in told.items() if refused is not None}
-        if refusals:
-            first = next(iter(refusals.values()))
-            by = [rank for rank, refused in refusals.items() if refused == first]
-            name, value, rule, remedy = first
-            where = "" if len(by) == len(told) else f", given to process {', '.join(map(str, by))}"
-            kind: type[InputError] = getattr(errors, name, BatchError)
-            raise kind(f"{value}{where}", rule, remedy) from refusal
-        counts = "; ".join(f"{count} on process {rank}" for rank, (count, _) in told.items())
+        without = ", ".join(str(rank) for rank, (_, has, _) in told.items() if not has)
         raise BatchError(
-            f"microbatches: {counts}",
-            "all parts of a batch are cut into as many, as their ranks exchange something in each",
-            "Give every rank a list of the same length",
+            f"labels for some parts of a batch, and none given to process {without}",
+            "the loss is that of all parts, or of none",
+            "Give every rank those of its part, or give none at all",
         )
 
     def least(self, count: int) -> int:
@@ -255,4 +260,6 @@ def flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
     axes = present(mesh, names)
     if not axes:
         return None
-    return mesh[axes[0]] if len(axes) == 1 else mesh[axes]._flatten("_".join(axes))
+    if len(axes) == 1:
+        return mesh[axes[0]]
+    return mesh[axes]._flatten("_".join(axes), backend_override=own_backend(mesh.device_type))

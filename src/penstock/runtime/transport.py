@@ -26,7 +26,7 @@ class Transport(Protocol):
     needless: frozenset[type[Action]]
     closers: list[Callable[[], None]]
 
-    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+    def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
         """The error to raise where `cause` ended `op`: a typed one where it is another rank's doing."""
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
@@ -100,7 +100,7 @@ class LocalTransport:
         self._mail: dict[Message, Parcel] = {}
         self.closers: list[Callable[[], None]] = []
 
-    def broke_off(self, op: Op, cause: RuntimeError) -> Exception:
+    def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
         return cause  # there is no other process
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:

@@ -15,6 +15,7 @@ from penstock.runtime.axes import Axes
 from penstock.runtime.distributed import DistributedTransport, clock_offset
 from penstock.runtime.groups import Groups
 from penstock.runtime.handshake import facts_of_process, facts_of_schedule, shake_hands
+from penstock.runtime.members import Everyone
 from penstock.runtime.mesh import init_process_group, pipeline_mesh
 from penstock.runtime.network import Network
 from penstock.runtime.processes import OneProcess, Processes
@@ -45,6 +46,23 @@ class World:
 def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
     """Whether this process is one rank of many: a mesh was given, or torchrun's environment is there."""
     return mesh is not None or dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+
+
+def ranks_left(link: Link) -> int:
+    """How many ranks a pipeline has that takes all processes which the axes beside it leave (ranks=-1).
+
+    Raises ConfigError, WorldSizeError where there is no such number.
+    """
+    if link.transport == "local" or not one_rank_per_process(link.mesh):
+        raise ConfigError(
+            "ranks=-1 in one process",
+            "it takes the processes that are left, and no others were started",
+            "Give a number, or start the ranks with torchrun",
+        )
+    if link.mesh is not None and "pp" in (link.mesh.mesh_dim_names or ()):
+        return link.mesh["pp"].size()
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    return (link.axes or Axes()).leave(world)
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,11 @@ class Link:
     @property
     def batched(self) -> bool:
         return self.exchange == "batched"
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the mesh has all processes of the job; else other pipelines may be anything."""
+        return self.mesh is None or self.axes is not None
 
     @property
     def facts(self) -> dict[str, str]:
@@ -124,13 +147,15 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)
     init_process_group(device, link.timeout, link.transport)
+    common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts, **(facts or {})}
+    if link.takes_all:  # before any group is made: ranks that differ would hang in making them
+        shake_hands(Everyone(link.timeout, device), common)
     mesh = pipeline_mesh(link.mesh, schedule.ranks, device, link.axes)
     groups = Groups(mesh, link.timeout, link.transport)
     transport = DistributedTransport(groups, device, link.timeout)
     transport.overlap = overlap
-    # before anything relies on it
-    common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts}
-    shake_hands(transport, {**common, **(facts or {})})
+    if not link.takes_all:
+        shake_hands(transport, common)
     transport.open(schedule, link.wire, batched=link.batched, network=link.network)
     offset = clock_offset(transport)
     sums = NoSums() if link.axes is None else MeshSums(mesh, transport.watch, groups.limit)

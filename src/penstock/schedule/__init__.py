@@ -1,7 +1,8 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
+from penstock.schedule.chosen import AnySchedule, build
 from penstock.schedule.compare import Entry, compare
-from penstock.schedule.config import AnySchedule, ScheduleConfig, build
+from penstock.schedule.config import ScheduleConfig
 from penstock.schedule.costs import Costs
 from penstock.schedule.io import dump, load
 from penstock.schedule.ops import Op, Pair, Schedule
@@ -9,8 +10,9 @@ from penstock.schedule.placement import Placement, both_ways, loop, wave
 from penstock.schedule.render import render
 from penstock.schedule.search import Found, search
 from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Idle, Span, Timeline, Wait
-from penstock.schedule.verify import Proof, Violation, verify
+from penstock.schedule.timeline import Idle, Reduction, Span, Timeline, Wait
+from penstock.schedule.verify import Proof, verify
+from penstock.schedule.violation import Violation
 
 __all__ = [
     "AnySchedule",
@@ -22,6 +24,7 @@ __all__ = [
     "Pair",
     "Placement",
     "Proof",
+    "Reduction",
     "Schedule",
     "ScheduleConfig",
     "Span",

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.errors import ConfigError, InputError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Cost, Costs
-from penstock.schedule.ops import Schedule
+from penstock.schedule.ops import Op, Pair, Schedule
 from penstock.schedule.placement import Placement, loop
 from penstock.schedule.simulate import simulate
 from penstock.schedule.sizes import check_size
@@ -24,7 +24,8 @@ from penstock.schedule.timeline import Timeline
 
 Builder = Callable[..., Schedule]
 
-_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward")
+_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward",
+            "exchange", "exchange_in_backward")  # fmt: skip
 _CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
 _REACH = 4  # how many times the number of ranks a number that works may lie away
@@ -123,6 +124,10 @@ def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | No
     whole = loop(ranks)
     for name in (*_DIVIDED, *_CROSSING):
         share(costs, whole).rows(name, whole, microbatches)
+    if costs.overlaps:
+        takes = costs.side_by_side(whole, microbatches)
+        for stage, microbatch in product(range(ranks), range(microbatches)):  # it is a part of its op
+            takes(Pair(Op(stage, "F", microbatch), Op(stage, "B", microbatch)))
 
 
 def _tried(name: str, builder: Builder, ranks: int, microbatches: int, costs: Costs) -> list[Entry]:

@@ -1,38 +1,25 @@
-"""Which schedule, as a config says it: its name under `schedule`, and the options that this one takes.
+"""A schedule as a config says it: its name under `schedule`, and the options that this one takes.
 
 {"schedule": "1f1b", "stages_per_rank": 2, "zero_bubble": true}
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Schedule
-from penstock.schedule.sizes import check_size
+from penstock.schedule.sizes import check_numbers
 
 _Count = Annotated[int, Field(ge=1)]
-_StagesPerRank = Annotated[
-    _Count, Field(validation_alias=AliasChoices("stages_per_rank", "num_stages_per_rank"))
-]
+_STAGES_PER_RANK = AliasChoices("stages_per_rank", "num_stages_per_rank")
+_StagesPerRank = Annotated[_Count, Field(validation_alias=_STAGES_PER_RANK)]
 _GROUP_SIZE = AliasChoices("microbatch_group_size", "microbatch_group_size_per_vp_stage")
 _GroupSize = Annotated[_Count | None, Field(validation_alias=_GROUP_SIZE)]
 
@@ -193,8 +180,7 @@ class Searched(ScheduleConfig):
 
     schedule: Literal["searched"]
     placement: Literal["loop", "v"] = "loop"
-    stages_per_rank: Annotated[_Count | None, Field(
-        validation_alias=AliasChoices("stages_per_rank", "num_stages_per_rank"))] = None  # fmt: skip
+    stages_per_rank: Annotated[_Count | None, Field(validation_alias=_STAGES_PER_RANK)] = None
     costs: _Costs = None
     memory_limit: Annotated[float, Field(gt=0)] | None = None  # in the unit of costs.activation
     objective: Literal["makespan", "extent"] = "makespan"
@@ -219,151 +205,13 @@ class FromFile(ScheduleConfig):
         return check_numbers(load(Path(self.path)), ranks, microbatches)
 
 
-_Any = Annotated[
+KnownConfig = Annotated[
     Inference | GPipe | LoopedBFS | OneFOneB | Interleaved1F1B | InterleavedZeroBubble | ZBH1 | ZBH2
     | Hanayo | ZBV | VHalf | VMin | DualPipeV | DualPipe | Searched | FromFile,
     Field(discriminator="schedule"),
 ]  # fmt: skip
 
 CONFIGS: dict[str, type[ScheduleConfig]] = {
-    get_args(config.model_fields["schedule"].annotation)[0]: config for config in get_args(get_args(_Any)[0])
+    get_args(config.model_fields["schedule"].annotation)[0]: config
+    for config in get_args(get_args(KnownConfig)[0])
 }
-
-
-# by letters and digits only, as other libraries and the papers call them
-_ALIASES = {
-    "afab": "gpipe",
-    "allforwardallbackward": "gpipe",
-    "pipedreamflush": "1f1b",
-    "interleaved": "interleaved_1f1b",
-    "zb1p": "zb_h1",
-    "zbvzerobubble": "zb_v",
-    "zerobubblev": "zb_v",
-}
-_SPELT = {re.sub(r"[^a-z0-9]", "", name): name for name in CONFIGS} | _ALIASES
-
-
-def canonical(name: str) -> str:
-    """The schedule's own name, from any of its spellings: 1F1B, afab, zero_bubble_v. Raises ConfigError."""
-    key = re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")
-    if key in _SPELT:
-        return _SPELT[key]
-    near = difflib.get_close_matches(key, _SPELT, n=1)
-    known = ", ".join(CONFIGS)
-    remedy = f"Did you mean {_SPELT[near[0]]!r}?" if near else "Take one of these"
-    raise ConfigError(f"schedule {name!r}", f"the known schedules are {known}", remedy)
-
-
-def _spell(given: object) -> object:
-    """A name alone, or in any spelling, as the mapping that the models read."""
-    if isinstance(given, str):
-        given = {"schedule": given}
-    if isinstance(given, Mapping) and isinstance(given.get("schedule"), str):
-        try:
-            return {**given, "schedule": canonical(given["schedule"])}
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-    return given
-
-
-AnySchedule = Annotated[_Any, BeforeValidator(_spell)]
-_ADAPTER: TypeAdapter[ScheduleConfig] = TypeAdapter(AnySchedule)
-
-
-def schedule_config(given: str | Mapping[str, Any] | ScheduleConfig) -> ScheduleConfig:
-    """The config that a name or a mapping stands for. Raises ConfigError."""
-    if isinstance(given, ScheduleConfig):
-        return given
-    if not isinstance(given, str | Mapping):
-        raise ConfigError(
-            f"schedule {given!r}",
-            "a schedule is a name, or a mapping with its name under `schedule` and its options",
-            f"Take one of {', '.join(CONFIGS)}",
-        )
-    mapping = {"schedule": given} if isinstance(given, str) else dict(given)
-    if not isinstance(mapping.get("schedule"), str):
-        raise ConfigError(
-            f"a schedule of the keys {', '.join(map(str, mapping)) or 'none'}",
-            "its name stands under `schedule`",
-            f"Take one of {', '.join(CONFIGS)}",
-        )
-    mapping["schedule"] = name = canonical(mapping["schedule"])
-    try:
-        return _ADAPTER.validate_python(mapping)
-    except ValidationError as error:
-        raise _complain(name, error) from error
-
-
-def build(name: str, *, ranks: int, microbatches: int, **options: Any) -> Schedule:
-    """The schedule called `name`, in any of its spellings, for `ranks` ranks and `microbatches` microbatches.
-
-    Further keywords are its own options, e.g. ``stages_per_rank`` and ``zero_bubble`` for ``1f1b``. Raises
-    ConfigError for an unknown name, an unknown option, or numbers that do not fit.
-    """
-    if "schedule" in options:
-        raise named_twice(name, options["schedule"])
-    return chosen_schedule({"schedule": name, **options}, ranks, microbatches)
-
-
-def named_twice(name: str, option: object) -> ConfigError:
-    """What is wrong with an option called `schedule` beside the schedule's name."""
-    rule = f"the name is {name!r} already"
-    return ConfigError(f"schedule option schedule={option!r}", rule, "Leave it out")
-
-
-ScheduleLike = str | Mapping[str, Any] | ScheduleConfig | Schedule
-
-
-def chosen_schedule(given: ScheduleLike, ranks: int | None, microbatches: int | None) -> Schedule:
-    """The schedule itself, or the one that the name or config stands for. Raises ConfigError."""
-    if isinstance(given, Schedule):
-        return check_numbers(given, ranks, microbatches)
-    config = schedule_config(given)
-    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if number is None:
-            value = f"schedule={config.schedule!r} without {name}"
-            raise ConfigError(value, "a named schedule needs it", f"Give {name}")
-    assert ranks is not None
-    assert microbatches is not None
-    stages = getattr(config, "stages_per_rank", None) or 2 * getattr(config, "waves", 0) or 1
-    check_size(ranks, microbatches, stages)
-    return config.build(ranks, microbatches)
-
-
-def check_numbers(schedule: Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
-    """`schedule`, which brings numbers of its own. Raises ConfigError where others are given."""
-    own_numbers = (
-        ("ranks", ranks, schedule.ranks),
-        ("microbatches", microbatches, schedule.microbatches),
-    )
-    for name, given, own in own_numbers:
-        if given not in (None, own):
-            raise ConfigError(
-                f"{name}={given}", f"the schedule given has {own}", f"Leave it out, or give {name}={own}"
-            )
-    return schedule
-
-
-def _complain(name: str, error: ValidationError) -> ConfigError:
-    """The first of pydantic's findings in the user's words."""
-    entry: Any = error.errors(include_url=False)[0]
-    option = str(entry["loc"][-1]) if entry["loc"] else "schedule"
-    takes = [field for field in CONFIGS[name].model_fields if field != "schedule"]
-    if entry["type"] == "missing":
-        return ConfigError(f"schedule {name!r} without {option}", "it needs that", f"Give {option}")
-    if entry["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(option, takes, n=1)
-        return ConfigError(
-            f"schedule option {option}={entry['input']!r}",
-            f"schedule {name!r} takes {', '.join(['ranks', 'microbatches', *takes])}",
-            f"Did you mean {near[0]}?" if near else "Leave it out, or take a schedule that has it",
-        )
-    if entry["type"] == "value_error":  # our own: "value: rule; remedy"
-        value, _, rest = str(entry["ctx"]["error"]).partition(": ")
-        rule, _, remedy = rest.partition("; ")
-        return ConfigError(value, rule, remedy.capitalize())
-    if entry["type"] in ("int_type", "int_from_float", "greater_than_equal"):
-        rule = "a schedule has a whole number of them, and at least one"
-        return ConfigError(f"{option}={entry['input']!r}", rule, "Give 1 or more")
-    rule = entry["msg"].replace("Input should", "it should")
-    return ConfigError(f"{option}={entry['input']!r}", rule, f"Schedule {name!r} takes {', '.join(takes)}")

@@ -46,7 +46,7 @@ class Costs:
         again; None: as much as the activation
     exchange: what of F is spent waiting for other ranks within the op, as by a mixture whose tokens travel to
         their experts. Where it is above 0 overlapped pairs run side by side, and one op's waits are hidden by
-        what the other one computes
+        what the other one computes: as far as they can be, so that a pair really takes as long at least
     exchange_in_backward: what of B or I is; None: as much as of F
     """
 
@@ -145,14 +145,22 @@ class Costs:
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
         """The median duration of each stage's ops in `timeline`.
 
-        Where no backward of a stage is split, its whole ones count as `input_grad`.
+        Where no backward of a stage is split, its whole ones count as `input_grad`. An op that ran beside
+        another took longer for it, and counts only where none of its stage and kind ran alone. A timeline
+        does not tell what of an op is `exchange`: give it with `dataclasses.replace`, or pairs run one after
+        the other on paper.
         """
+        beside = timeline.side_by_side
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+        alone: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         for span in timeline.spans:
             seen[span.op.stage, span.op.kind].append(span.end - span.start)
+            if span.op not in beside:
+                alone[span.op.stage, span.op.kind].append(span.end - span.start)
         if not seen:
             raise ConfigError("a timeline without ops", "costs are measured from ops", "Give one of a step")
         stages = 1 + max(stage for stage, _ in seen)
+        seen.update(alone)
 
         def medians(kind: Kind, otherwise: Kind | None = None) -> list[float]:
             found = [seen[s, kind] or (seen[s, otherwise] if otherwise else []) for s in range(stages)]

@@ -40,28 +40,41 @@ class Wait(NamedTuple):
         return min(max(self.start, self.sent), self.end)
 
 
+class Reduction(NamedTuple):
+    """Rank `rank` summed the gradients of `stage` over the ranks beside the pipeline."""
+
+    rank: int
+    stage: int
+    start: float
+    end: float
+
+
 class Idle(NamedTuple):
     """What became of the time in which a rank did not compute; with its busy time that is the makespan.
 
     peer, wire: it stood waiting for another rank's compute, and for the way from there
     runtime: the rest of the gaps between its first op and its last
     outside: before its first op and after its last
+    reduce: it summed gradients over the ranks beside the pipeline, which counts as an op here
     """
 
     peer: float
     wire: float
     runtime: float
     outside: float
+    reduce: float = 0.0
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `spans` in order of rank, then start; `peak_live[r]` live activations of rank r.
+    """One step. `spans` in order of rank, then of its program: of start, but for ops that ran side by side.
 
+    peak_live[r]: live activations of rank r
     memory[r]: what rank r holds over time, in the unit of the costs' `activation`; empty where only counted
     critical_path: the ops that the makespan hangs on, each held up by the one before; empty where measured
     overlaps: the pairs meant to run side by side
     waits: for what and how long each rank stood waiting; empty where nobody did, or nobody took note
+    reductions: when each rank summed gradients over the ranks beside the pipeline; empty where there are none
     """
 
     name: str
@@ -72,6 +85,7 @@ class Timeline:
     critical_path: tuple[Op, ...] = ()
     overlaps: frozenset[Pair] = frozenset()
     waits: tuple[Wait, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
 
     @cached_property
     def start(self) -> float:
@@ -79,8 +93,9 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start to the last end over all ranks."""
-        return max((span.end for span in self.spans), default=0.0) - self.start
+        """From the first start to the last end over all ranks, of ops and of reductions."""
+        ends = [span.end for span in self.spans] + [reduction.end for reduction in self.reductions]
+        return max(ends, default=0.0) - self.start
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -120,14 +135,16 @@ class Timeline:
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
         """What the time was that is not `busy`, per rank."""
-        peer, wire = [0.0] * self.ranks, [0.0] * self.ranks
+        peer, wire, reduce = ([0.0] * self.ranks for _ in range(3))
         for wait in self.inner_waits:
             turn = wait.turn
             peer[wait.rank] += turn - wait.start
             wire[wait.rank] += wait.end - turn
-        figures = zip(peer, wire, self.busy, self._extent, strict=True)
-        return tuple(Idle(p, w, extent - busy - p - w, self.makespan - extent)
-                     for p, w, busy, extent in figures)  # fmt: skip
+        for reduction in self.reductions:
+            reduce[reduction.rank] += reduction.end - reduction.start
+        figures = zip(peer, wire, reduce, self.busy, self._extent, strict=True)
+        return tuple(Idle(p, w, extent - busy - p - w - r, self.makespan - extent, r)
+                     for p, w, r, busy, extent in figures)  # fmt: skip
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
@@ -146,6 +163,23 @@ class Timeline:
             for spans in self._by_rank
         )
 
+    @cached_property
+    def pairs(self) -> tuple[tuple[Span, Span], ...]:
+        """The forwards and backwards meant to overlap, as they ran."""
+        spans = {span.op: span for span in self.spans} if self.overlaps else {}
+        both = (pair for pair in sorted(self.overlaps) if pair.forward in spans and pair.backward in spans)
+        return tuple((spans[forward], spans[backward]) for forward, backward in both)
+
+    @cached_property
+    def side_by_side(self) -> frozenset[Op]:
+        """Those that really ran at the same time."""
+        return frozenset(
+            span.op
+            for forward, backward in self.pairs
+            if max(forward.start, backward.start) < min(forward.end, backward.end)
+            for span in (forward, backward)
+        )
+
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         return self._by_rank[rank]
 
@@ -156,13 +190,17 @@ class Timeline:
 
     @cached_property
     def _extent(self) -> tuple[float, ...]:
-        return tuple(max(s.end for s in spans) - spans[0].start if spans else 0.0 for spans in self._by_rank)
+        ends = [max((span.end for span in spans), default=0.0) for spans in self._by_rank]
+        for reduction in self.reductions:
+            ends[reduction.rank] = max(ends[reduction.rank], reduction.end)
+        both = zip(ends, self._by_rank, strict=True)
+        return tuple(end - spans[0].start if spans else 0.0 for end, spans in both)
 
 
 def covered(times: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them lasts: (start, end) in order of start."""
+    """How long at least one of them lasts: (start, end) each."""
     total, until = 0.0, -inf
-    for start, end in times:
+    for start, end in sorted(times):
         if start >= until:
             total += end - start
         elif end > until:

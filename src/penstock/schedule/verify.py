@@ -10,33 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import get_args
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ops import Kind, Op, Pair, Schedule
-from penstock.schedule.order import NOTHING, Numbers, Walk
+from penstock.schedule.deadlock import deadlocks
+from penstock.schedule.ops import Op, Pair, Schedule
+from penstock.schedule.order import NOTHING
 from penstock.schedule.rendezvous import buffered_sends
+from penstock.schedule.standing import Standing
+from penstock.schedule.violation import Violation
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
 _COMPARED = 1000  # programs this far from the size they should have are not compared op by op
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One broken rule. `position` counts ops in the rank's program from 0; what does not apply is None."""
-
-    rule: str
-    rank: int | None = None
-    position: int | None = None
-    op: Op | None = None
-    missing: Op | None = None
-    cycle: tuple[Op, ...] = ()
-
-    def __str__(self) -> str:
-        where = "" if self.rank is None else f"rank {self.rank}"
-        where += "" if self.position is None else f", position {self.position}"
-        what = "" if self.op is None else f"{self.op}"
-        return ": ".join(part for part in (where, what, self.rule) if part)
 
 
 @dataclass(frozen=True)
@@ -68,12 +51,7 @@ def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
     """
     violations = [*_programs(schedule)]
     if not violations:  # the positions below mean something only where each rank has one program
-        reading = _Reading(schedule)
-        violations += reading.violations
-        violations += reading.missing()
-        violations += reading.local_order()
-        violations += reading.pairs()
-        violations += reading.deadlocks()
+        violations += _ops(schedule)
     if not all(isinstance(op, Op) for program in schedule.programs for op in program):
         raise ScheduleError(schedule.name, violations)  # nothing can be counted
     peaks = [_peaks(schedule, rank) for rank in range(len(schedule.programs))]
@@ -85,6 +63,7 @@ def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
 
 
 def _programs(schedule: Schedule) -> Iterator[Violation]:
+    """There is one program for each rank, made of ops."""
     if type(schedule.microbatches) is not int or schedule.microbatches < 1:
         yield Violation(f"{schedule.microbatches} microbatches; a step has at least one")
         return
@@ -114,196 +93,72 @@ def _programs(schedule: Schedule) -> Iterator[Violation]:
         )
 
 
-class _Reading:
-    """Where each op stands. `violations`: ops that do not exist, stand astray, or stand twice."""
+def _ops(schedule: Schedule) -> Iterator[Violation]:
+    """The ops are those of a step, each in its place."""
+    standing = Standing(schedule)
+    yield from standing.violations
+    yield from _missing(standing)
+    order = list(_local_order(standing))
+    yield from order
+    yield from _pairs(schedule)
+    late = {standing.numbers.of(violation.missing) for violation in order if violation.missing}
+    yield from deadlocks(standing, late)
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.numbers = schedule, Numbers(schedule)
-        self.programs: list[list[int]] = []
-        self.rank_at, self.position_at = [NOTHING] * self.numbers.count, [0] * self.numbers.count
-        self.violations = list(self._read())
-        self.early: set[int] = set()  # needed by an op that stands before them on the same rank
 
-    def op(self, number: int) -> Op:
-        """The op of this number that the schedule holds, or else should hold."""
-        stage, microbatch, slot = self.numbers.places(number)
-        if slot == 1:
-            return Op(stage, "I" if self._is_split(stage, microbatch) else "B", microbatch)
-        return Op(stage, "W" if slot else "F", microbatch)
+def _missing(standing: Standing) -> Iterator[Violation]:
+    """Each microbatch goes through all stages of one copy of the model, and back where they train."""
+    schedule, row, rank_at = standing.schedule, standing.numbers.row, standing.rank_at
+    placement, trains = schedule.placement, schedule.trains
+    depth = placement.depth
+    for microbatch in range(schedule.microbatches):
+        used = standing.copies_used(microbatch) if placement.replicas > 1 else [0]
+        if len(used) > 1:
+            yield Violation(f"microbatch {microbatch} runs on {len(used)} copies of the model; it takes one")
+        for stage in chain.from_iterable(range(depth * copy, depth * (copy + 1)) for copy in used):
+            forward = stage * row + 3 * microbatch
+            slots = 1 + (trains and 1 + standing.is_split(stage, microbatch))
+            for number in range(forward, forward + slots):
+                if rank_at[number] == NOTHING:
+                    op = standing.op(number)
+                    yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
 
-    def _read(self) -> Iterator[Violation]:
-        hosts = self.schedule.placement.rank_of
-        astray: list[tuple[int, int, int]] = []
-        for rank, program in enumerate(self.schedule.programs):
-            row: list[int] = []
-            for position, op in enumerate(program):
-                if unknown := self._unknown(op):
-                    yield Violation(unknown, rank, position, op)
-                    continue
-                number = self.numbers.of(op)
-                if hosts[op.stage] != rank:
-                    yield Violation(
-                        f"stage {op.stage} is placed on rank {hosts[op.stage]}", rank, position, op
-                    )
-                    astray.append((number, rank, position))
-                elif self.rank_at[number] != NOTHING:
-                    yield Violation(self._again(op, number), rank, position, op)
-                else:
-                    self.rank_at[number], self.position_at[number] = rank, position
-                row.append(number)
-            self.programs.append(row if len(row) == len(program) else self._gaps(program))
-        for number, rank, position in astray:
-            if self.rank_at[number] == NOTHING:
-                self.rank_at[number], self.position_at[number] = rank, position
 
-    def _unknown(self, op: Op) -> str:
-        """Why this is no op of the schedule; empty where it is one."""
-        if not 0 <= op.stage < len(self.schedule.placement.rank_of):
-            return f"there are only stages 0 to {self.schedule.stages - 1}"
-        if op.kind not in _KINDS:
-            return f"there are only the kinds {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
-        if not 0 <= op.microbatch < self.schedule.microbatches:
-            return f"there are only microbatches 0 to {self.schedule.microbatches - 1}"
-        return ""
+def _local_order(standing: Standing) -> Iterator[Violation]:
+    """No op stands before a predecessor of its own rank, and no W beside a backward that is whole."""
+    programs, needed_by = standing.schedule.programs, standing.numbers.needed
+    rank_at, position_at = standing.rank_at, standing.position_at
+    for number, rank in enumerate(rank_at):
+        if rank == NOTHING:
+            continue
+        position, slot = position_at[number], number % 3
+        for needed in (needed_by(number), number - 1 if slot else NOTHING):
+            if needed != NOTHING and rank_at[needed] == rank and position_at[needed] > position:
+                op = standing.op(needed)
+                rule = f"it needs {op}, which stands later, at position {position_at[needed]}"
+                yield Violation(rule, rank, position, standing.op(number), op)
+        if slot == 2 and rank_at[number - 1] != NOTHING:
+            before = programs[rank_at[number - 1]][position_at[number - 1]]
+            if before.kind == "B":
+                yield Violation(f"{before} has computed it already", rank, position, standing.op(number))
 
-    def _again(self, op: Op, number: int) -> str:
-        """What is wrong with an op whose place is taken."""
-        position = self.position_at[number]
-        other = self.schedule.programs[self.rank_at[number]][position]
-        if other == op:
-            return f"it stands already at position {position}"
-        return f"a backward is whole or split, and {other} stands at position {position}"
 
-    def _gaps(self, program: tuple[Op, ...]) -> list[int]:
-        """As numbers, with NOTHING for what is no op, so that positions stay right."""
-        return [NOTHING if self._unknown(op) else self.numbers.of(op) for op in program]
-
-    def missing(self) -> Iterator[Violation]:
-        """Each microbatch goes through all stages of one copy of the model, and back where they train."""
-        placement, trains = self.schedule.placement, self.schedule.trains
-        depth = placement.depth
-        for microbatch in range(self.schedule.microbatches):
-            used = self._copies_used(microbatch) if placement.replicas > 1 else [0]
-            if len(used) > 1:
-                yield Violation(
-                    f"microbatch {microbatch} runs on {len(used)} copies of the model; it takes one"
-                )
-            for stage in chain.from_iterable(range(depth * copy, depth * (copy + 1)) for copy in used):
-                forward = stage * self.numbers.row + 3 * microbatch
-                slots = range(1 + (trains and 1 + self._is_split(stage, microbatch)))
-                for number in (forward + slot for slot in slots):
-                    if self.rank_at[number] == NOTHING:
-                        op = self.op(number)
-                        yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
-
-    def _is_split(self, stage: int, microbatch: int) -> bool:
-        """Also where W stands and neither B nor I does."""
-        if (stage, microbatch) in self.schedule.split:
-            return True
-        forward = stage * self.numbers.row + 3 * microbatch
-        return self.rank_at[forward + 2] != NOTHING and self.rank_at[forward + 1] == NOTHING
-
-    def _copies_used(self, microbatch: int) -> list[int]:
-        """The copies of the model that hold an op of this microbatch; the first where none does."""
-        depth, row = self.schedule.placement.depth, self.numbers.row
-        found = {
-            stage // depth
-            for stage in range(self.schedule.stages)
-            for slot in range(3)
-            if self.rank_at[stage * row + 3 * microbatch + slot] != NOTHING
-        }
-        return sorted(found) or [0]
-
-    def local_order(self) -> Iterator[Violation]:
-        """No op stands before a predecessor of its own rank."""
-        for number, rank in enumerate(self.rank_at):
-            if rank == NOTHING:
-                continue
-            needed = self.numbers.needed(number)
-            if needed != NOTHING:
-                yield from self._order(number, needed)
-            if number % 3:
-                yield from self._order(number, number - 1)
-
-    def _order(self, number: int, needed: int) -> Iterator[Violation]:
-        rank, position = self.rank_at[number], self.position_at[number]
-        if self.rank_at[needed] == rank and self.position_at[needed] > position:
-            self.early.add(needed)
-            rule = f"it needs {self.op(needed)}, which stands later, at position {self.position_at[needed]}"
-            yield Violation(rule, rank, position, self.op(number), self.op(needed))
-        if number % 3 == 2 and needed == number - 1 and self.rank_at[needed] != NOTHING:
-            whole = self.schedule.programs[self.rank_at[needed]][self.position_at[needed]]
-            if whole.kind == "B":
-                yield Violation(f"{whole} has computed it already", rank, position, self.op(number))
-
-    def pairs(self) -> Iterator[Violation]:
-        """Each overlapped pair is a forward and a backward next to each other."""
-        if not self.schedule.overlaps:
-            return
-        neighbours = {Pair(*two) for program in self.schedule.programs for two in pairwise(program)}
-        taken: set[Op] = set()
-        for pair in sorted(self.schedule.overlaps):
-            kinds = (pair.forward.kind, pair.backward.kind)
-            if pair not in neighbours:
-                yield Violation(f"{pair} overlaps two ops that do not follow each other")
-            elif kinds not in (("F", "B"), ("F", "I")):
-                yield Violation(f"{pair} overlaps other kinds than a forward and then a backward")
-            elif pair.forward == Op(pair.backward.stage, "F", pair.backward.microbatch):
-                yield Violation(f"{pair} overlaps a backward with the forward that it needs")
-            elif taken.intersection(pair):
-                yield Violation(f"{pair} overlaps an op that overlaps another one")
-            taken.update(pair)
-
-    def deadlocks(self) -> Iterator[Violation]:
-        """No cycle of ops that wait for one another across ranks; overlapped ops wait together.
-
-        Ops that are missing or locally out of order have been reported; they count as done here, so that
-        what is reported now is a deadlock of its own.
-        """
-        numbers = self.numbers
-        needs = [numbers.needs(program) for program in self.programs]
-        absent = {n for n in chain.from_iterable(needs) if n != NOTHING and self.rank_at[n] == NOTHING}
-        walk = Walk(numbers, self.programs, needs, absent | self.early, self._together())
-        for _ in walk:
-            pass
-        seen: set[int] = set()
-        for start in sorted(walk.blocked):
-            path: list[int] = []  # follow who waits for whom until a rank comes up again
-            rank = start
-            while rank not in seen and rank in walk.blocked:
-                seen.add(rank)
-                path.append(rank)
-                rank = self.rank_at[walk.blocked[rank]]
-            if rank in path:
-                yield self._cycle(walk, path[path.index(rank) :])
-
-    def _together(self) -> dict[int, int]:
-        """What the first of two overlapped ops waits for besides: what the second needs."""
-        programs, overlaps = self.schedule.programs, self.schedule.overlaps
-        return {
-            self.programs[rank][at]: needed
-            for rank, program in enumerate(programs if overlaps else ())
-            for at, (here, there) in enumerate(pairwise(program))
-            if (here, there) in overlaps
-            if (needed := self.numbers.needed(self.programs[rank][at + 1])) != NOTHING
-        }
-
-    def _cycle(self, walk: Walk, ring: list[int]) -> Violation:
-        """The deadlock of the ranks in `ring`, each standing at an op that waits for the next one's."""
-        steps: list[str] = []
-        ops: list[Op] = []
-        for rank in ring:
-            op, needed = self._stands(walk, rank)
-            ops += [op, needed]
-            steps.append(f"rank {rank} stands at {op}, which waits for {needed}")
-        op, needed = self._stands(walk, ring[0])
-        rule = "deadlock: " + "; ".join(steps) + f"; and {needed} comes only later on its rank"
-        each_once = tuple(here for at, here in enumerate(ops) if here != ops[at - 1])  # awaited and stood at
-        return Violation(rule, ring[0], walk.reached[ring[0]], op, needed, each_once)
-
-    def _stands(self, walk: Walk, rank: int) -> tuple[Op, Op]:
-        """The op that `rank` stands at, and the one that it waits for."""
-        return self.schedule.programs[rank][walk.reached[rank]], self.op(walk.blocked[rank])
+def _pairs(schedule: Schedule) -> Iterator[Violation]:
+    """Each overlapped pair is a forward and a backward next to each other."""
+    if not schedule.overlaps:
+        return
+    neighbours = {Pair(*two) for program in schedule.programs for two in pairwise(program)}
+    taken: set[Op] = set()
+    for pair in sorted(schedule.overlaps):
+        kinds = (pair.forward.kind, pair.backward.kind)
+        if pair not in neighbours:
+            yield Violation(f"{pair} overlaps two ops that do not follow each other")
+        elif kinds not in (("F", "B"), ("F", "I")):
+            yield Violation(f"{pair} overlaps other kinds than a forward and then a backward")
+        elif pair.forward == Op(pair.backward.stage, "F", pair.backward.microbatch):
+            yield Violation(f"{pair} overlaps a backward with the forward that it needs")
+        elif taken.intersection(pair):
+            yield Violation(f"{pair} overlaps an op that overlaps another one")
+        taken.update(pair)
 
 
 _LIVE = {"F": 1, "B": -1, "W": -1}

@@ -24,21 +24,20 @@ from penstock.pipeline import Pipeline
 from penstock.runtime.axes import Axes
 from penstock.runtime.packed import refuse_packed
 from penstock.runtime.padding import Padding
-from penstock.train.check import Whole, check_split, narrowest, skipped
+from penstock.train.check import check_split
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.data import Data, load_data
 from penstock.train.display import Display, make_display
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Metrics
 from penstock.train.model import named_model
-from penstock.train.optim import make_optimizer
+from penstock.train.optim import by_muon, make_optimizers
 from penstock.train.outcome import tell
 from penstock.train.start import find_start
 from penstock.train.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.values import CheckpointingSection
-from penstock.train.world import axes_of, check_not_alone, is_first, pipeline_number
-
-INNER = ("cp", "ep", "tp")  # axes that share out what one pipeline computes
+from penstock.train.whole import Whole, narrowest
+from penstock.train.world import axes_of, check_not_alone, is_first, pipeline_number, ranks_of
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Prepared:
     """A run that nothing is known against.
 
     done: steps that lie behind, of which so many were `skipped`; notes: lines to show before it starts
+    muons: names of the parameters that Muon trains
     """
 
     config: TrainConfig
@@ -58,6 +58,7 @@ class Prepared:
     done: int = 0
     skipped: int = 0
     notes: tuple[str, ...] = ()
+    muons: frozenset[str] = frozenset()
 
     @property
     def axes(self) -> Axes:
@@ -79,26 +80,27 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
             f"pipeline.schedule={outline.schedule.name}", "it holds no backward", "Take one that trains: 1f1b"
         )
     vocabulary = _check_model(config, outline)
-    start = find_start(config, outline, resume)
+    muons = by_muon(config.optimizer, outline.source.model, outline.chain.layers)
+    start = find_start(config, outline, resume, muons)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
     flash = "flash" in str(outline.source.model.config._attn_implementation)  # as transformers itself asks
     padding = make_padding(config.pipeline)
     data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash, parts=axes.batches)
     notes = start.notes + _padding_note(config, data)
-    return Prepared(
-        config, auto, model, outline, tokenizer, data, start.checkpoint, start.done, start.skipped, notes
-    )
+    begun = (start.checkpoint, start.done, start.skipped)
+    return Prepared(config, auto, model, outline, tokenizer, data, *begun, notes, muons)
 
 
 def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight found."""
     config = prepared.config
     check_not_alone(prepared.axes)
-    pipe = prepared.auto.build(prepared.model)
+    common = {"config": config.model_dump(mode="json"), "steps done": prepared.done}
+    pipe = replace(prepared.auto, common=common).build(prepared.model)
     first = is_first()
-    optimizer = make_optimizer(config.optimizer, pipe.parameters())
+    optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.muons)
     if prepared.checkpoint is not None:
-        load_checkpoint(prepared.checkpoint, pipe, optimizer, learning_rates=False)  # each step sets its own
+        load_checkpoint(prepared.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
     output = Path(config.output.folder).expanduser()
     output.mkdir(parents=True, exist_ok=True)
     (_traces(config, prepared.axes) / f"rank-{pipe.processes.index}.json").unlink(missing_ok=True)  # old ones
@@ -109,7 +111,7 @@ def run(prepared: Prepared) -> None:
             display.say(note)
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
-        parts = (config, pipe, data, optimizer, prepared.tokenizer, display, metrics, writer)
+        parts = (config, pipe, data, optimizers, prepared.tokenizer, display, metrics, writer)
         outcome = train(Run(*parts, prepared.done, prepared.skipped))
     if metrics:
         tell(outcome, pipe.schedule, config, output)
@@ -126,17 +128,12 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     mode, folder = prepared.config.train.check, prepared.checkpoint
     if mode == "off" or (mode == "auto" and folder is not None):
         return
-    if inner := [
-        f"{name}={size}" for name, size in prepared.axes.sizes.items() if name in INNER and size > 1
-    ]:
-        display.say(skipped(f"with {' and '.join(inner)} no rank holds whole rows and gradients", mode))
-        return
     source = prepared.outline.source
     if folder is not None:
         source = replace(source, files=tuple(weight_files(folder)))
     auto = prepared.auto
     narrow = (auto.wire_dtype, auto.sharded.param_dtype, auto.sharded.reduce_dtype)
-    whole = Whole(source, auto.seed, auto.loss(), narrowest(narrow))
+    whole = Whole(source, auto.seed, auto.loss(), narrowest(narrow), prepared.axes)
     batch = prepared.data.of(0).batch(prepared.done + 1)  # the same one in every pipeline of a mesh
     display.say(check_split(pipe, whole, batch.content, mode))
 
@@ -144,7 +141,8 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
 def make_auto(config: TrainConfig) -> AutoPipeline:
     """The pipeline's settings, as the library takes them."""
     pipeline, model, section, axes = config.pipeline, config.model, config.train, axes_of(config)
-    if pipeline.transport == "local" and (count := pipeline.ranks * axes.beside) > 1:
+    ranks = ranks_of(config)
+    if pipeline.transport == "local" and (count := ranks * axes.beside) > 1:
         rule = f"it holds all ranks in one process, and {count} would be started"
         raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
     if pipeline.transport == "nccl" and not torch.cuda.is_available():
@@ -154,7 +152,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     if section.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
     return AutoPipeline(
-        ranks=pipeline.ranks,
+        ranks=ranks,
         schedule=pipeline.schedule,
         microbatches=pipeline.microbatches,
         embedding_weight=pipeline.embedding_weight,
@@ -171,6 +169,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         timeout=pipeline.timeout_seconds,
         trace_folder=_traces(config, axes),
         activation_checkpointing=_checkpointing(config),
+        replay_routing=config.train.replay_routing,
         shapes=make_padding(pipeline) or pipeline.shapes,
         transport=None if pipeline.transport == "auto" else pipeline.transport,
         exchange=pipeline.exchange,

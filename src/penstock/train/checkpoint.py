@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,7 +24,7 @@ from penstock.checkpoint_contents import STATE
 from penstock.commit import check_folder, check_folder_quickly, leftovers, remove_folder, unfinished
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties
-from penstock.optimizer_state import Stored, unfit
+from penstock.stored_optimizer import Stored, unfit
 from penstock.train.config import KeepSection, TrainConfig
 
 
@@ -117,16 +117,22 @@ def read_state(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_fits(path: Path, model: PreTrainedModel, ties: Ties) -> None:
-    """Raise CheckpointError unless the checkpoint is one of `model`: same config, same parameters.
+def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muons: Collection[str] = ()) -> None:
+    """Raise CheckpointError unless the checkpoint is one of `model`: same config, same parameters, trained by
+    the same optimizers.
 
-    model: the whole model, on the meta device. Headers are read and no tensor.
+    model: the whole model, on the meta device; muons: names of the parameters that Muon trains. Headers are
+    read and no tensor.
     """
     check_config(path, model.config)
     stored = Stored(path, ties)
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and stored.find(name) is None:
+        kind, part = ("Muon", "momentum_buffer") if name in muons else ("AdamW", "exp_avg")
+        found = stored.find(name)
+        if parameter.requires_grad and found is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
-        shape = stored.shape(name, "exp_avg")
+        if found is not None and found[1].optimizer not in (None, kind):
+            raise unfit(path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+        shape = stored.shape(name, part)
         if shape is not None and shape != list(parameter.shape):
             raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 
 from penstock.errors import ConfigError
 
-BRANCHES = ("mode", "settings")  # tags in penstock.train.values; no key bears such a name
+# tags in penstock.train.values and penstock.train.optimizers; no key bears such a name
+BRANCHES = ("mode", "settings", "of adamw", "of muon")
 
 
 def complain(error: ValidationError, model: type[BaseModel], source: str) -> ConfigError:
@@ -73,7 +75,7 @@ def _remedy(entry: Any) -> str:
 
 def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     *sections, key = _place(entry)
-    known = _keys(model, sections)
+    known = _keys(model, entry["loc"][:-1])
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     where = ".".join(sections)
     elsewhere = [f"{name}.{key}" for name in model.model_fields if key in _keys(model, [name])]
@@ -87,21 +89,28 @@ def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     return f"{'.'.join([*sections, key])}={_shown(entry['input'])}", f"{named} has no such key", remedy
 
 
-def _keys(model: type[BaseModel], sections: list[str]) -> list[str]:
-    for section in sections:
-        field = model.model_fields.get(section)
-        inner = _model_in(field.annotation) if field else None
-        if inner is None:
+def _keys(model: type[BaseModel], place: Sequence[object]) -> list[str]:
+    """Of the section at `place`, which has the names of branches in it."""
+    rest = [str(part) for part in place]
+    while rest:
+        field = model.model_fields.get(rest.pop(0))
+        inner = _sections_in(field.annotation) if field else {}
+        branch = rest.pop(0) if rest and rest[0] in BRANCHES else ""
+        if not inner:
             return []
-        model = inner
+        model = inner.get(branch, next(iter(inner.values())))
     return list(model.model_fields)
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section that a key may hold, alone or as one branch of a union."""
+def _sections_in(annotation: Any, branch: str = "") -> dict[str, type[BaseModel]]:
+    """The sections that a key may hold, by the branches of a union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for branch in get_args(annotation) if (found := _model_in(branch))), None)
+        return {branch: annotation}
+    tags = [each.tag for each in getattr(annotation, "__metadata__", ()) if isinstance(each, Tag)]
+    found: dict[str, type[BaseModel]] = {}
+    for part in get_args(annotation):
+        found |= _sections_in(part, *tags)
+    return found
 
 
 def _shown(value: object) -> str:

@@ -13,17 +13,17 @@ import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from penstock.errors import ConfigError
-from penstock.schedule.config import schedule_config
+from penstock.schedule.chosen import schedule_config
 from penstock.train.complaints import complain
+from penstock.train.optimizers import AdamWSection, OptimizerSection
 from penstock.train.parallel import ParallelSection, too_few_rows
 from penstock.train.values import (
-    Beta,
     Checkpointing,
     Count,
-    Fraction,
     LayersPerStage,
     Patterns,
     Positive,
+    Ranks,
     Section,
 )
 from penstock.train.yaml import parse
@@ -83,7 +83,7 @@ class PaddingSection(Section):
 
 
 class PipelineSection(Section):
-    ranks: Count = 1
+    ranks: Ranks = 1  # -1 under torchrun: all processes that the axes of parallel leave
     schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
     microbatches: Count = 4
     embedding_weight: Annotated[int, Field(ge=0)] = 1  # counts as so many layers when dealing them out
@@ -139,6 +139,9 @@ class TrainSection(Section):
     # true or full: hold only each layer's input and run it again in the backward; selective: hold what
     # costs most to make besides; or a mapping of the keys of penstock.train.values.CheckpointingSection
     activation_checkpointing: Checkpointing = False
+    # What is run again chooses the experts that were chosen before, however nearly others are tied with them;
+    # refused for a model without experts, or whose routers choose in a way that is not known
+    replay_routing: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
     # resume, and where half of process 0's free memory holds the model; always: else the run is refused
@@ -148,17 +151,6 @@ class TrainSection(Section):
     @classmethod
     def off_is_a_word(cls, given: object) -> object:
         return "off" if given is False else given  # YAML 1.1 reads the bare word as false
-
-
-class OptimizerSection(Section):
-    """AdamW with a linear warm-up and a cosine down to a floor."""
-
-    learning_rate: Positive = 3e-4
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1  # not on 1-D parameters: norms and biases
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    final_fraction: Fraction = 0.1  # of the learning rate, at the last step
 
 
 class KeepSection(Section):
@@ -189,7 +181,7 @@ class TrainConfig(Section):
     pipeline: PipelineSection = PipelineSection()
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: OptimizerSection = AdamWSection()
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")

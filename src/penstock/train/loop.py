@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from penstock.checkpoint import CheckpointWriter
 from penstock.models.source import TOKENIZER, beside
@@ -22,7 +22,7 @@ from penstock.train.data import Data
 from penstock.train.display import Display
 from penstock.train.metrics import Metrics, Row
 from penstock.train.nonfinite import Skips, check_finite, not_finite
-from penstock.train.optim import learning_rate, set_learning_rate
+from penstock.train.optim import learning_rate, set_learning_rates
 from penstock.train.rows import Fill
 from penstock.train.tokenizer import Tokenizer
 
@@ -36,7 +36,7 @@ class Run:
     config: TrainConfig
     pipe: Pipeline
     data: Data
-    optimizer: AdamW
+    optimizers: list[Optimizer]
     tokenizer: Tokenizer
     display: Display
     metrics: Metrics | None
@@ -85,7 +85,7 @@ def _save(run: Run, step: int, skipped: int) -> Path:
     path = checkpoint_folder(run.output, step)
     state = state_after(step, run.config, skipped)
     run.writer.save(
-        path, run.optimizer, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
+        path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
     return path
 
@@ -105,33 +105,34 @@ def _save_tokenizer(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
 
 
-def seed_step(seed: int, step: int, process: int, part: int = 0) -> None:
-    """Make what a step draws at random (dropout) follow from the step: a resumed run needs no state of it.
-
-    process: of its pipeline, which works on this part of the batch
+def seed_step(seed: int, step: int) -> None:
+    """Make what a step draws at random (dropout) follow from the step, on whatever mesh: a resumed run needs
+    no state of it. Ranks draw different numbers all the same (penstock.runtime.chance).
     """
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, process, part)).generate_state(1)[0]))
+    torch.manual_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
 
 
 def _step(run: Run, step: int, skips: Skips) -> Fill:
     section = run.config.train
     started = time.perf_counter()
-    seed_step(section.seed, step, run.pipe.processes.index, run.pipe.batch_part[0])
-    rate = learning_rate(run.config.optimizer, section.steps, step - skips.count)
-    set_learning_rate(run.optimizer, rate)
-    run.optimizer.zero_grad()
+    seed_step(section.seed, step)
+    taken = step - skips.count  # as many as the rate has seen
+    set_learning_rates(run.config.optimizer, run.optimizers, section.steps, taken)
+    run.pipe.zero_grad()
     batch = run.data.batch(step)
     result = run.pipe.step(batch.content)
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
     judged = {"loss": result.loss, "grad_norm": norm}
     if skips.leaves_out(step, **judged):
-        run.optimizer.zero_grad()
+        run.pipe.zero_grad()
     else:
-        run.optimizer.step()
+        for optimizer in run.optimizers:
+            optimizer.step()
     seconds = time.perf_counter() - started
+    named = run.config.optimizer
     row: Row = {
         "step": step,
-        "learning_rate": rate,
+        "learning_rate": learning_rate(named, named.learning_rate, section.steps, taken),
         **{name: value if math.isfinite(value) else None for name, value in judged.items()},
         "tokens": result.tokens,
         "tokens_per_second": result.tokens

@@ -12,8 +12,8 @@ from penstock.errors import ConfigError
 from penstock.models.source import ModelLike, open_source
 from penstock.train.config import ModelSection
 
-# keys that older config.json files bear and transformers still reads
-_OLDER_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype")
+# keys that older config.json files bear and transformers still reads, and one that no config.json bears
+_MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")
 
 
 def named_model(section: ModelSection) -> ModelLike:
@@ -43,7 +43,7 @@ def inline_config(given: dict[str, Any]) -> PretrainedConfig:
             "transformers knows no such model type",
             _suggest(model_type, _model_types(), "Take the model_type of some config.json"),
         ) from None
-    names = {*known.to_dict(), *known.attribute_map, *_OLDER_KEYS}
+    names = {*known.to_dict(), *known.attribute_map, *_MORE_KEYS}
     for key, value in keys.items():
         if key not in names:
             raise ConfigError(

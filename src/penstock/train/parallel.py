@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import model_validator
@@ -16,7 +16,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ParallelSection(Section):
-    """How many processes each axis has. One axis may be -1 under torchrun: all that are left."""
+    """How many processes each axis has. Under torchrun one, or pipeline.ranks, may be -1: all the rest."""
 
     dp_replicate: int = 1  # copies of everything below, each with its part of the batch
     dp_shard: int = 1  # processes that FSDP2 spreads a stage's weights over, each with its part of the batch
@@ -32,6 +32,16 @@ class ParallelSection(Section):
     reduce_dtype: Dtype | None = None  # what gradients are summed in; null: their own
     reshard_after_forward: bool = False  # gather weights for each backward anew: less memory, more traffic
     cpu_offload: bool = False  # weights, gradients and the optimizer's state wait in host memory
+
+    @model_validator(mode="before")
+    @classmethod
+    def pipeline_is_elsewhere(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "pp" in given:
+            raise ValueError(
+                f"pp={given['pp']} is the pipeline's own axis, which has a section of its own; "
+                f"write pipeline.ranks={given['pp']}"
+            )
+        return given
 
     @model_validator(mode="after")
     def sizes_are_right(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,11 @@ class Start:
     notes: tuple[str, ...] = ()
 
 
-def find_start(config: TrainConfig, outline: Outline, resume: str | None) -> Start:
-    """resume: a checkpoint's path, NEWEST for the newest whole one of the output folder, or None.
+def find_start(
+    config: TrainConfig, outline: Outline, resume: str | None, muons: Collection[str] = ()
+) -> Start:
+    """resume: a checkpoint's path, NEWEST for the newest whole one of the output folder, or None
+    muons: names of the parameters that Muon trains
 
     Raises CheckpointError; ConfigError where nothing is left to do.
     """
@@ -56,7 +60,7 @@ def find_start(config: TrainConfig, outline: Outline, resume: str | None) -> Sta
         path = Path(resume).expanduser()
         check_folder(path)
     state = read_state(path)
-    check_fits(path, outline.source.model, tied_names(outline.source.model))
+    check_fits(path, outline.source.model, tied_names(outline.source.model), muons)
     if state["step"] >= config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}",

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -14,10 +23,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
+def _ranks(number: int) -> int:
+    if number < 1 and number != -1:
+        raise ValueError(f"{number} is no number of ranks; write 1 or more, or -1 for all that are left")
+    return number
+
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
+Ranks = Annotated[int, AfterValidator(_ranks)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 

@@ -20,13 +20,23 @@ def started() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
+def ranks_of(config: TrainConfig) -> int:
+    """The pipeline's ranks, without -1. Raises ConfigError, WorldSizeError where processes do not tell."""
+    ranks, world = config.pipeline.ranks, started()
+    if ranks != -1:
+        return ranks
+    if world is None:
+        raise _not_started("pipeline.ranks")
+    return config.parallel.axes.leave(world)
+
+
 def axes_of(config: TrainConfig) -> Axes:
     """The axes beside the pipeline's, without -1.
 
     Raises WorldSizeError where another number of processes was started; ConfigError for -1 where none was,
     and for a batch with too few rows.
     """
-    ranks, axes, world = config.pipeline.ranks, config.parallel.axes, started()
+    ranks, axes, world = ranks_of(config), config.parallel.axes, started()
     if world is None:
         _check_sizes_given(axes)
         world = ranks * axes.beside
@@ -46,7 +56,7 @@ def axes_of(config: TrainConfig) -> Axes:
 
 def processes(config: TrainConfig) -> int:
     """How many a run takes. Raises what `axes_of` raises."""
-    return config.pipeline.ranks * axes_of(config).beside
+    return ranks_of(config) * axes_of(config).beside
 
 
 def pipeline_number(axes: Axes) -> int:
@@ -74,9 +84,12 @@ def _check_sizes_given(axes: Axes) -> None:
     sizes = axes.sizes
     for name in MESH[1:]:
         if sizes[name] == -1:
-            raise ConfigError(
-                f"parallel.{name}=-1",
-                "it takes the processes that are left, and penstock train starts as many as the sizes say",
-                "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock "
-                "train ...",
-            )
+            raise _not_started(f"parallel.{name}")
+
+
+def _not_started(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}=-1",
+        "it takes the processes that are left, and penstock train starts as many as the sizes say",
+        "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock train ...",
+    )

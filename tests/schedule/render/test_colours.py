@@ -1,12 +1,16 @@
 """The claim that colour blindness keeps the kinds apart, worked out."""
 
+import re
 from itertools import combinations
 from math import dist
 
 import pytest
 
-from penstock.schedule.render.colours import Shade
-from penstock.schedule.render.drawing import KINDS
+from penstock.schedule import simulate
+from penstock.schedule.render.colours import REDUCE, Shade
+from penstock.schedule.render.drawing import KINDS, Drawing, Panel
+from penstock.schedule.render.svg import svg
+from support.drawn import SPLIT
 
 # Machado, Oliveira and Fernandes (2009), complete lack of one of the three receptors, on linear RGB
 SIGHT = {
@@ -41,6 +45,15 @@ def test_kinds_stay_apart_in_any_shade(sight: str, least: float) -> None:
     for one, other in combinations(KINDS, 2):
         apart = min(dist(a, b) for a in colours[one] for b in colours[other])
         assert apart >= least, f"{one} and {other}"
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_a_reduction_is_like_no_kind_and_no_wait(sight: str) -> None:
+    style = svg(Drawing("", (Panel("", simulate(SPLIT)),), ""))
+    greys = re.findall(r"\.(?:idle|peer|wire) \{ fill: (#\w+)", style)
+    kinds = [Shade(kind, place).fill for kind in KINDS for place in PLACES]
+    assert len(greys) == 2 * 3
+    assert min(dist(seen(REDUCE, sight), seen(other, sight)) for other in (*greys, *kinds)) >= 24
 
 
 def test_text_is_readable_on_every_shade() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.schedule import Costs, Schedule, Timeline, build, render, simulate
 from penstock.schedule.render.drawing import percent
-from support.drawn import COPIES, SECONDS, SPLIT, jittered
+from support.drawn import COPIES, REDUCED, SECONDS, SPLIT, jittered
 
 VOID = {"meta", "link", "input", "br"}
 
@@ -116,6 +116,25 @@ def test_the_table_has_a_row_a_rank_and_one_for_all(tmp_path: Path) -> None:
     ] + [
         ["all ranks", "36", percent(timeline.bubble), percent(timeline.inner_bubble), "3", "3", *whole]
     ]  # fmt: skip
+
+
+def test_reductions_are_in_the_data_the_legend_and_the_table(tmp_path: Path) -> None:
+    text = page_of(REDUCED, tmp_path)
+    data = data_of(text)
+    assert data["panels"][0]["reductions"] == [[0, 0, 6, 8], [1, 1, 4, 5]]
+    assert data["panels"][0]["makespan"] == data["makespan"] == 8
+    legend = text.split('<div class="legend">')[1].split("</div>")[0]
+    assert f'<i class="reduce" style="background:{data["reduction"]["fill"]}"></i>' in legend
+    head, first, second, whole = Page(text).cells
+    at = head.index("reduce")
+    assert [row[at] for row in (first, second, whole)] == ["25.0%", "12.5%", "18.8%"]
+
+
+def test_ops_side_by_side_are_told_from_those_that_are_not(tmp_path: Path) -> None:
+    assert data_of(page_of(simulate(COPIES), tmp_path))["panels"][0]["beside"] == []
+    timeline = simulate(COPIES, Costs(2, 2, 2, exchange=1))
+    (panel,) = data_of(page_of(timeline, tmp_path))["panels"]
+    assert sorted(panel["beside"]) == sorted(at for pair in panel["pairs"] for at in pair)
 
 
 def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.schedule import Costs, Schedule, Timeline, build, render, simulate
-from support.drawn import COPIES, SECONDS, SPLIT, jittered
+from support.drawn import COPIES, REDUCED, SECONDS, SPLIT, jittered
 
 # what https://ui.perfetto.dev needs of each kind of event
 NEEDED: dict[str, dict[str, type]] = {
@@ -128,6 +128,13 @@ def test_titles_are_escaped(tmp_path: Path) -> None:
     title = 'a "title"\n</script>'
     names = [e["args"]["name"] for e in trace(SPLIT, tmp_path, title=title) if e["name"] == "process_name"]
     assert names == [title]
+
+
+def test_a_reduction_is_a_slice(tmp_path: Path) -> None:
+    slices = [e for e in only(trace(REDUCED, tmp_path), "X") if e["cat"] == "reduction"]
+    assert [(e["tid"] - 1, e["name"], e["ts"], e["dur"], e["args"]) for e in slices] == [
+        (0, "reduce 0", 6000, 2000, {"stage": 0}), (1, "reduce 1", 4000, 1000, {"stage": 1}),
+    ]  # fmt: skip
 
 
 def test_a_wait_is_a_slice_for_the_peer_and_one_for_the_wire(tmp_path: Path) -> None:

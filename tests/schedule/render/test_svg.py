@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.schedule import Costs, Schedule, Timeline, build, render, simulate
-from support.drawn import COPIES, SECONDS, SPLIT, jittered
+from support.drawn import COPIES, REDUCED, SECONDS, SPLIT, jittered
 
 
 def elements(svg: str, tag: str) -> list[ElementTree.Element]:
@@ -177,6 +177,29 @@ def test_waits_are_shaded_by_what_they_were_for(tmp_path: Path) -> None:
     said = words(svg)
     assert {"waiting for another rank to compute", "waiting for what is on its way"} <= set(said)
     assert any("peer 25.0%, wire 3.6%, outside 28.6%" in text for text in said)
+
+
+def test_reductions_have_a_colour_and_a_letter(tmp_path: Path) -> None:
+    svg = svg_of(REDUCED, tmp_path)
+    drawn = {rect: text for rect, text in titled(svg).items() if rect.get("class") == "reduce"}
+    assert [*drawn.values()] == [
+        "summing gradients beside the pipeline, those of stage 0, 6 to 8",
+        "summing gradients beside the pipeline, those of stage 1, 4 to 5",
+    ]
+    for rect, (start, end) in zip(drawn, ((6, 8), (4, 5)), strict=True):
+        x, width = (float(rect.get(name, "")) for name in ("x", "width"))
+        assert x == pytest.approx(84 + start * 748 / 8, abs=1)
+        assert x + width == pytest.approx(84 + end * 748 / 8, abs=1)
+    said = words(svg)
+    assert said.count("R") == 2
+    assert "summing gradients beside the pipeline" in said
+    assert any("peer 18.8%, reduce 18.8%, outside 25.0%" in text for text in said)
+
+
+def test_a_pipeline_without_other_axes_has_no_word_of_reductions(tmp_path: Path) -> None:
+    for ending in ("svg", "txt", "html", "json"):
+        text = render(simulate(SPLIT), tmp_path / f"drawing.{ending}")
+        assert "summing gradients" not in text.split('<script type="application/json"')[0], ending
 
 
 def test_the_legend_tells_only_of_waits_that_there_are(tmp_path: Path) -> None:

@@ -1,9 +1,22 @@
 import re
+from dataclasses import replace
 
 import pytest
 
-from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, Wait, build, render, simulate
-from support.drawn import COPIES, SECONDS, SPLIT, jittered
+from penstock.schedule import (
+    Costs,
+    Op,
+    Placement,
+    Reduction,
+    Schedule,
+    Span,
+    Timeline,
+    Wait,
+    build,
+    render,
+    simulate,
+)
+from support.drawn import COPIES, REDUCED, SECONDS, SPLIT, jittered
 
 
 def test_golden_text() -> None:
@@ -52,6 +65,32 @@ def test_golden_text_of_a_prediction_above_a_measurement() -> None:
         "  outside   0.0%  62.5%\n"
         "peak live      1      1\n"
     )
+
+
+def test_golden_text_of_reductions() -> None:
+    assert render(REDUCED) == (
+        "gpipe: 2 ranks, 1 microbatch\n"
+        "\n"
+        "rank 0 | F0 .  .  .  B0 B0 R  R\n"
+        "rank 1 | .  F0 B0 B0 R  .  .  .\n"
+        "\n"
+        "makespan 8, bubble 62.5%, 50.0% between first and last op; a column is 1; "
+        "R: summing gradients beside the pipeline\n"
+        "rank           0      1\n"
+        "bubble     62.5%  62.5%\n"
+        "  peer     37.5%   0.0%\n"
+        "  reduce   25.0%  12.5%\n"
+        "  outside   0.0%  50.0%\n"
+        "peak live      1      1\n"
+    )
+
+
+@pytest.mark.parametrize("length", [0.0, 0.01, 0.4])
+def test_a_short_reduction_is_shown_all_the_same(length: float) -> None:
+    reductions = (Reduction(0, 0, 6, 6 + length), Reduction(1, 1, 4, 4 + length))
+    rows = render(replace(REDUCED, reductions=reductions)).splitlines()
+    assert rows[3].startswith("rank 1 | .  F0 B0 B0 R  .")
+    assert rows[2].count("R") == (length > 0)  # of no time at all, none is left at the end of the step
 
 
 def test_two_digit_microbatches_widen_the_columns() -> None:

@@ -187,3 +187,26 @@ def test_an_impossible_limit_tells_the_least(options: dict[str, Any], value: str
 def test_what_makes_no_sense_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         search(**{"ranks": 2, "microbatches": 2, "seconds": 0.1, **options})
+
+
+def test_pairs_that_hide_an_exchange_are_the_answer_and_the_bound_knows_them() -> None:
+    """0.5.0: the bound was that of ops one after the other, which pairs go below."""
+    costs = Costs(4, 6, 2, exchange=2, exchange_in_backward=4)
+    found = search(ranks=2, microbatches=8, costs=costs, seconds=0.5)
+    assert found.best_builder == "1f1b paired"
+    assert found.schedule.overlaps
+    assert found.value == found.makespan == found.builder_value
+    assert not found.optimal
+    # each rank computes 2 + 4 of every microbatch's 12
+    assert 8 * 6 <= found.lower_bound < found.value < 8 * 12
+
+
+@pytest.mark.parametrize("objective", ["makespan", "extent"])
+@pytest.mark.parametrize("backward", [0, 3, 8])  # the last: of all of a whole backward
+def test_no_pair_is_faster_than_the_bound(objective: Objective, backward: float) -> None:
+    costs = Costs(4, 6, 2, 0.5, exchange=4, exchange_in_backward=backward)
+    found = search(ranks=2, microbatches=4, costs=costs, placement="v", objective=objective, seconds=0.3)
+    for name in ("dualpipe_v", "zb_v"):
+        built = simulate(BUILDERS[name](ranks=2, microbatches=4), costs)
+        assert found.lower_bound <= built.makespan
+    assert found.lower_bound <= found.value

@@ -13,6 +13,7 @@ from penstock.schedule.ops import Kind
 from penstock.schedule.render.drawing import KINDS, Panel
 
 INK, PAPER = "#1f2328", "#ffffff"
+REDUCE = "#6d35d1"  # a stage's reduction, at least 24 from any kind and from the greys of waiting
 
 _RANGES: dict[Kind, tuple[str, str]] = {
     "F": ("#a5cdf0", "#1c5a9c"),

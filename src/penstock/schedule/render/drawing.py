@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from penstock.schedule.ops import Kind, Op
-from penstock.schedule.timeline import Curve, Idle, Span, Timeline
+from penstock.schedule.timeline import Curve, Idle, Timeline
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 IDLE: dict[str, str] = {
     "peer": "waiting for another rank to compute",
     "wire": "waiting for what is on its way",
+    "reduce": "summing gradients beside the pipeline",
     "runtime": "the rest of the time between first and last op",
     "outside": "before the first op and after the last",
 }
+
+GAPS = ("peer", "wire", "reduce")  # those of them that are drawn
+REDUCTION = "R"  # where a kind of op has its letter
 
 _NOTHING = "0.0%"
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -64,7 +68,7 @@ class Panel:
     def idle(self) -> tuple[Idle, ...]:
         """What each rank's bubble consists of, as shares of the step; empty where nobody took note."""
         timeline = self.timeline
-        if not timeline.waits or not timeline.makespan:
+        if not (timeline.waits or timeline.reductions) or not timeline.makespan:
             return ()
         return tuple(Idle(*(part / timeline.makespan for part in idle)) for idle in timeline.idle)
 
@@ -73,24 +77,6 @@ class Panel:
         """The same over all ranks."""
         return (
             Idle(*(sum(parts) / len(parts) for parts in zip(*self.idle, strict=True))) if self.idle else None
-        )
-
-    @property
-    def pairs(self) -> Iterator[tuple[Span, Span]]:
-        """The ops meant to overlap, as they ran."""
-        spans, place_of = self.timeline.spans, self.place_of
-        for forward, backward in sorted(self.timeline.overlaps):
-            if forward in place_of and backward in place_of:
-                yield spans[place_of[forward]], spans[place_of[backward]]
-
-    @cached_property
-    def side_by_side(self) -> frozenset[Op]:
-        """Those that really ran at the same time."""
-        return frozenset(
-            span.op
-            for forward, backward in self.pairs
-            if max(forward.start, backward.start) < min(forward.end, backward.end)
-            for span in (forward, backward)
         )
 
 

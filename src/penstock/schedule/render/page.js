@@ -109,11 +109,23 @@ function comparedWithPrediction(picture, at) {
   ];
 }
 
-function describeIdle(picture, { rank, next }) {
-  const { start, end, makespan } = picture.panel;
+function describeReduction(picture, [rank, stage, start, end]) {
+  fillTooltip(node("b", drawing.reduction.name), [
+    ["stage", `${stage} on rank ${rank}`],
+    ["start", time(start, end - start)],
+    ["end", time(end, end - start)],
+    ["duration", time(end - start)],
+  ]);
+}
+
+function describeIdle(picture, { rank, moment, next }) {
+  const { start, end, makespan, reductions } = picture.panel;
   const last = picture.firsts[rank + 1];
-  const from = next > picture.firsts[rank] ? end[next - 1] : 0;
-  const to = next < last ? start[next] : makespan;
+  const own = reductions.filter(([of]) => of === rank);
+  const before = own.map(([, , , to]) => to).filter((to) => to <= moment);
+  const from = Math.max(next > picture.firsts[rank] ? end[next - 1] : 0, ...before);
+  const after = own.map(([, , from]) => from).filter((from) => from > moment);
+  const to = Math.min(next < last ? start[next] : makespan, ...after);
   const facts = [["rank", rank], ["from", time(from, to - from)], ["to", time(to, to - from)], ["for", time(to - from)]];
   if (next < last) facts.push(["until", picture.textOf(next)], ...stood(picture, next));
   const wait = picture.waits.get(next);
@@ -150,6 +162,7 @@ function hover(picture, x, y) {
   }
   if (!found) tooltip.hidden = true;
   else if (found.op !== null) describeOp(picture, found.op);
+  else if (found.reduction) describeReduction(picture, found.reduction);
   else if (found.inStrip) describeHeld(picture, found);
   else describeIdle(picture, found);
   return found !== null;

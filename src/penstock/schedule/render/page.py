@@ -13,8 +13,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from penstock.schedule.render.colours import Shade, in_order, meaning, shades
-from penstock.schedule.render.drawing import IDLE, KINDS, Drawing, Panel, is_shown
+from penstock.schedule.render.colours import REDUCE, Shade, in_order, meaning, shades
+from penstock.schedule.render.drawing import GAPS, IDLE, KINDS, REDUCTION, Drawing, Panel, is_shown
 from penstock.schedule.render.table import table
 
 _SCRIPTS = ("page_scale.js", "page_canvas.js", "page.js")
@@ -70,9 +70,10 @@ def _legend(drawing: Drawing, used: list[Shade]) -> Iterator[str]:
         if swatches:
             yield f"<span>{''.join(swatches)}{name}</span>"
     yield "<span><i></i>idle</span>"
-    for part in ("peer", "wire"):
+    for part in GAPS:
         if is_shown(drawing.panels, part):
-            yield f'<span><i class="{part}"></i>{IDLE[part]}</span>'
+            fill = f' style="background:{REDUCE}"' if part == "reduce" else ""
+            yield f'<span><i class="{part}"{fill}></i>{IDLE[part]}</span>'
     if any(panel.timeline.overlaps for panel in drawing.panels):
         yield '<span><i class="pair"></i>to overlap</span>'
     if any(any(drawing.curves(panel)[0]) for panel in drawing.panels):
@@ -90,6 +91,7 @@ def _data(drawing: Drawing, used: list[Shade]) -> dict[str, Any]:
         "makespan": drawing.makespan,
         "held": drawing.held,
         "kinds": KINDS,
+        "reduction": {"letter": REDUCTION, "name": IDLE["reduce"], "fill": REDUCE},
         "shades": [{"fill": shade.fill, "onDark": shade.on_dark} for shade in used],
         "panels": [_panel_data(drawing, panel, used) for panel in drawing.panels],
     }
@@ -112,13 +114,18 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "end": [_short(span.end - timeline.start) for span in spans],
         "shade": [place[shade] for shade in shades(panel)],
         "critical": [panel.place_of[op] for op in timeline.critical_path if op in panel.place_of],
-        "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in panel.pairs],
+        "beside": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
+        "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in timeline.pairs],
         "waits": [
             [
                 panel.place_of[wait.op],
                 *(_short(time - timeline.start) for time in (wait.start, wait.turn, wait.end)),
             ]
             for wait in timeline.inner_waits
+        ],
+        "reductions": [
+            [each.rank, each.stage, *(_short(time - timeline.start) for time in (each.start, each.end))]
+            for each in timeline.reductions
         ],
         "curves": [[(_short(time - timeline.start), _short(now)) for time, now in c] for c in curves],
         "peaks": [_short(peak) for peak in peaks],

@@ -22,6 +22,7 @@ class Picture {
     }
     this.places = new Map(panel.rank.map((_, at) => [this.textOf(at), at]));
     this.waits = new Map(panel.waits.map(([at, start, turn, end]) => [at, { start, turn, end }])); // by op
+    this.beside = new Set(panel.beside); // ops that share their rank's row: forwards above, backwards below
     this.partner = new Map(panel.pairs.flatMap(([one, other]) => [[one, other], [other, one]]));
     const lengths = panel.start.map((start, at) => panel.end[at] - start).sort((a, b) => a - b);
     this.shortest = lengths.find((length) => length > 0) || whole;
@@ -79,7 +80,18 @@ class Picture {
   boxOf(at) {
     const { rank, start, end } = this.panel;
     const x = this.x(start[at]);
-    return { x, y: this.top(rank[at]), width: this.x(end[at]) - x, height: this.row };
+    return { x, width: this.x(end[at]) - x, ...this.rowOf(at, this.top(rank[at])) };
+  }
+
+  /** Of that rank's row, the part that is the op's. */
+  rowOf(at, y) {
+    if (!this.beside.has(at)) return { y, height: this.row };
+    const height = Math.floor(this.row / 2);
+    return { y: this.isAbove(at) ? y : y + this.row - height, height };
+  }
+
+  isAbove(at) {
+    return this.panel.kind[at] === "F";
   }
 
   /** What lies under a point: a rank, whether its ops or what it holds, and the op if there is one. */
@@ -91,8 +103,15 @@ class Picture {
     const inStrip = this.strip > 0 && y > this.top(rank) + this.row + 2;
     const { start, end } = this.panel;
     const next = firstPlace(this.firsts[rank], this.firsts[rank + 1], (at) => end[at] > moment);
-    const op = !inStrip && next < this.firsts[rank + 1] && start[next] <= moment ? next : null;
-    return { rank, moment, inStrip, op, next };
+    const here = (at) => {
+      const { y: top, height } = this.rowOf(at, this.top(rank));
+      return start[at] <= moment && moment < end[at] && (!this.beside.has(at) || (y >= top && y <= top + height));
+    };
+    // ops side by side neither begin nor end in order
+    const near = [next, next - 1, next + 1].filter((at) => at >= this.firsts[rank] && at < this.firsts[rank + 1]);
+    const op = inStrip ? null : (near.find(here) ?? null);
+    const reduction = this.panel.reductions.find(([of, , from, to]) => of === rank && from <= moment && moment < to);
+    return { rank, moment, inStrip, op, next, reduction: inStrip ? undefined : reduction };
   }
 
   /** What the rank holds at a time. */
@@ -157,6 +176,15 @@ class Picture {
       context.fill();
       this.drawWaits(rank);
     }
+    for (const [rank, , start, end] of this.panel.reductions) this.drawReduction(rank, start, end);
+  }
+
+  drawReduction(rank, start, end) {
+    this.drawWait(rank, start, end, drawing.reduction.fill);
+    const [left, right] = [Math.max(this.x(start), LEFT), Math.min(this.x(end), this.right)];
+    if (right - left < 12) return;
+    this.text("center", 11, "#ffffff");
+    this.context.fillText(drawing.reduction.letter, (left + right) / 2, this.top(rank) + this.row / 2 + 4);
   }
 
   /** For a peer's compute, then for the wire. */
@@ -184,12 +212,14 @@ class Picture {
     this.context.globalAlpha = chosen ? DIMMED : 1;
     for (let rank = 0; rank < this.panel.ranks; rank++) {
       const [first, beyond] = this.inView(rank);
-      let drawnTo = -Infinity;
+      const drawnTo = [-Infinity, -Infinity]; // in the row's upper half, and in its lower one
       for (let at = first; at < beyond; at++) {
         const to = this.x(this.panel.end[at]);
-        if (to - drawnTo < 0.5) continue; // lost in the pixel that is drawn already
-        this.drawOp(at, Math.max(this.x(this.panel.start[at]), drawnTo));
-        drawnTo = to;
+        const halves = this.beside.has(at) ? [this.isAbove(at) ? 0 : 1] : [0, 1];
+        const from = Math.max(...halves.map((half) => drawnTo[half]));
+        if (to - from < 0.5) continue; // lost in the pixel that is drawn already
+        this.drawOp(at, Math.max(this.x(this.panel.start[at]), from));
+        for (const half of halves) drawnTo[half] = to;
       }
     }
     this.context.globalAlpha = 1;
@@ -219,32 +249,32 @@ class Picture {
   drawOp(at, from) {
     const { context, panel } = this;
     const width = this.x(panel.end[at]) - from;
-    const y = this.top(panel.rank[at]);
+    const { y, height } = this.rowOf(at, this.top(panel.rank[at]));
     const shade = drawing.shades[panel.shade[at]];
     const gap = width > 5 ? 1 : 0;
     context.fillStyle = shade.fill;
     if (width > 6) {
       context.beginPath();
-      context.roundRect(from + gap / 2, y, width - gap, this.row, Math.min(3, width / 6));
+      context.roundRect(from + gap / 2, y, width - gap, height, Math.min(3, width / 6));
       context.fill();
     } else {
-      context.fillRect(from, y, Math.max(width - gap, 0.5), this.row);
+      context.fillRect(from, y, Math.max(width - gap, 0.5), height);
     }
-    this.label(at, from, width, y, shade);
+    this.label(at, from, width, y, height, shade);
   }
 
   /** The op's text in full where it fits a usual op, else its microbatch alone. */
-  label(at, from, width, y, shade) {
+  label(at, from, width, y, height, shade) {
     const full = this.row >= 16 && this.longestText * DIGIT * 11 + 8 <= this.usual * this.pixels;
     const characters = full ? this.longestText : this.digits;
     // an op that is cut off at the edge keeps its label in view
     const [left, right] = [Math.max(from, LEFT), Math.min(from + width, this.right)];
     // any label of this kind must fit: like ops are then labelled all or none
-    const size = [11, 9].find((size) => characters * DIGIT * size + 2 <= right - left && size + 2 <= this.row);
+    const size = [11, 9].find((size) => characters * DIGIT * size + 2 <= right - left && size + 2 <= height);
     if (!size) return;
     const text = full ? this.textOf(at) : this.panel.microbatch[at];
     this.text("center", size, shade.onDark ? "#ffffff" : "#1f2328");
-    this.context.fillText(text, (left + right) / 2, y + this.row / 2 + size * 0.36);
+    this.context.fillText(text, (left + right) / 2, y + height / 2 + size * 0.36);
   }
 
   drawHeld() {
@@ -288,7 +318,8 @@ class Picture {
       const x = Math.min(a.x, b.x);
       const width = Math.max(a.x + a.width, b.x + b.width) - x;
       if (width > 4 && x < this.right && x + width > LEFT) {
-        this.outline({ x: x + 0.8, y: a.y - 1.5, width: width - 1.6, height: a.height + 3 }, width > 12 ? 1.3 : 0.7);
+        const y = this.top(this.panel.rank[one]);
+        this.outline({ x: x + 0.8, y: y - 1.5, width: width - 1.6, height: this.row + 3 }, width > 12 ? 1.3 : 0.7);
       }
     }
   }

@@ -1,9 +1,9 @@
 """A drawing as a trace for https://ui.perfetto.dev, in Chrome's trace event format.
 
 A panel is a process and a rank is a thread of it; where ops ran side by side the backwards have one more. An
-op is a slice, and so is a wait for a peer's compute and one for the wire. What a rank holds is a counter, and
-an arrow runs from each op to the one on another rank that waits for its result. Perfetto colours slices by
-their name without its numbers, so each kind has its own colour.
+op is a slice, and so is a wait for a peer's compute, one for the wire, and a stage's reduction. What a rank
+holds is a counter, and an arrow runs from each op to the one on another rank that waits for its result.
+Perfetto colours slices by their name without its numbers, so each kind has its own colour.
 
 Times are in microseconds, as the format wants. Seconds become what they are; a time without a unit, or in
 another one than ``"s"``, becomes a millisecond.
@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.schedule.ops import Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
-from penstock.schedule.timeline import Span, Wait
+from penstock.schedule.timeline import Reduction, Span, Wait
 
 Event = dict[str, Any]
 
@@ -53,6 +53,7 @@ class _Process:
             yield self._slice(span)
         for wait in self.timeline.inner_waits:
             yield from self._stood(wait)
+        yield from map(self._reduction, self.timeline.reductions)
         yield from self._arrows()
         for rank in range(self.timeline.ranks):
             yield from self._counter(rank)
@@ -72,7 +73,7 @@ class _Process:
             yield self._event("M", row, name="thread_sort_index", args={"sort_index": rank})
 
     def _is_second(self, span: Span) -> bool:
-        return span.op.kind != "F" and span.op in self.panel.side_by_side
+        return span.op.kind != "F" and span.op in self.timeline.side_by_side
 
     def _row(self, span: Span) -> int:
         return span.rank + (_BESIDE if self._is_second(span) else 0)
@@ -97,6 +98,14 @@ class _Process:
             if length > 0:
                 about = {"cat": "wait", "args": {"for": str(wait.op)}}
                 yield self._event("X", wait.rank, name=f"wait {reason}", ts=since, dur=length, **about)
+
+    def _reduction(self, reduction: Reduction) -> Event:
+        since = self._time(reduction.start)
+        length = round(self._time(reduction.end) - since, 3)
+        about = {"cat": "reduction", "args": {"stage": reduction.stage}}
+        return self._event(
+            "X", reduction.rank, name=f"reduce {reduction.stage}", ts=since, dur=length, **about
+        )
 
     def _arrows(self) -> Iterator[Event]:
         """A flow's two ends share an id. It leaves in the last moment of one slice and binds to the next."""

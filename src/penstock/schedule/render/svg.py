@@ -9,9 +9,19 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from penstock.schedule.render.colours import INK, PAPER, Shade, in_order, meaning, shades
-from penstock.schedule.render.drawing import IDLE, KINDS, Drawing, Panel, is_shown, number, percent
-from penstock.schedule.timeline import Span, Wait
+from penstock.schedule.render.colours import INK, PAPER, REDUCE, Shade, in_order, meaning, shades
+from penstock.schedule.render.drawing import (
+    GAPS,
+    IDLE,
+    KINDS,
+    REDUCTION,
+    Drawing,
+    Panel,
+    is_shown,
+    number,
+    percent,
+)
+from penstock.schedule.timeline import Reduction, Span, Wait
 
 _WIDTH = 1000
 _LEFT, _RIGHT = 84, 832  # of the time axis; the figures of each rank stand to the right of it
@@ -35,6 +45,7 @@ text {{ font: 12px -apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', H
 .idle {{ fill: #eff2f5; }}
 .peer {{ fill: #d3dae2; }}
 .wire {{ fill: #8792a0; }}
+.reduce {{ fill: {REDUCE}; }}
 .tick {{ stroke: #d1d9e0; }}
 .pair {{ fill: none; stroke: {INK}; stroke-width: 1.2; pointer-events: none; }}
 .op {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
@@ -102,9 +113,11 @@ class _Sketch:
             for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
                 yield from self._stood(reason, wait, start - self.timeline.start, end - self.timeline.start)
         yield from self._ticks()
+        for reduction in self.timeline.reductions:
+            yield self._reduction(reduction)
         for rank in range(self.timeline.ranks):
             yield from self._rank(rank, self._y(rank))
-        for pair in self.panel.pairs:
+        for pair in self.timeline.pairs:
             yield self._pair(*pair)
 
     def _heading(self) -> Iterator[str]:
@@ -141,6 +154,18 @@ class _Sketch:
             box = f'<rect class="{reason}" {self._box(start, end, self._y(wait.rank))}>'
             yield f"{box}<title>{escape(said)}</title></rect>"
 
+    def _reduction(self, reduction: Reduction) -> str:
+        start, end = (time - self.timeline.start for time in (reduction.start, reduction.end))
+        y, times = self._y(reduction.rank), f"{self.drawing.time(start)} to {self.drawing.time(end)}"
+        said = escape(f"{IDLE['reduce']}, those of stage {reduction.stage}, {times}")
+        drawn = f'<rect class="reduce" {self._box(start, end, y)}><title>{said}</title></rect>'
+        size = self._label_size((end - start) * self.pixels, self.row)
+        if size is None:
+            return drawn
+        x = _pixel(_LEFT + (start + end) / 2 * self.pixels)
+        style = f"op{_LABEL_SIZES[size]} on-dark"
+        return f'{drawn}<text class="{style}" x="{x}" y="{y + self.row // 2 + 4}">{REDUCTION}</text>'
+
     def _op(self, span: Span, y: int) -> str:
         start, end = span.start - self.timeline.start, span.end - self.timeline.start
         width = (end - start) * self.pixels
@@ -148,7 +173,7 @@ class _Sketch:
         times = f"{self.drawing.time(start)} to {self.drawing.time(end)}"
         corner = ' rx="2"' if width > 6 else ""
         height = self.row
-        if span.op in self.panel.side_by_side:  # the forward above, the backward below
+        if span.op in self.timeline.side_by_side:  # the forward above, the backward below
             height = self.row // 2
             y += 0 if span.op.kind == "F" else self.row - height
         box = f'<rect class="{shade.name}" {self._box(start, end, y, height)}{corner}>'
@@ -207,9 +232,7 @@ def _legend(drawing: Drawing, used: list[Shade], y: int) -> Iterator[str]:
 
 def _legend_of_gaps(drawing: Drawing, y: int) -> Iterator[str]:
     x = float(_LEFT)
-    names = {"idle": "idle"} | {
-        part: IDLE[part] for part in ("peer", "wire") if is_shown(drawing.panels, part)
-    }
+    names = {"idle": "idle"} | {part: IDLE[part] for part in GAPS if is_shown(drawing.panels, part)}
     for style, name in names.items():
         yield _swatch(style, x, y)
         yield f'<text x="{_pixel(x + 20)}" y="{y}">{name}</text>'

@@ -3,7 +3,8 @@
     rank 0 | F0 F1 .  B0 B0 B1 B1
     rank 1 | .  F0 B0 B0 F1 B1 B1
 
-A column shows the op that runs at its middle. Rows too long for a page go on in further blocks below.
+A column shows the op that runs at its middle, or R where gradients are summed over the ranks beside the
+pipeline. Rows too long for a page go on in further blocks below.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Iterator
 from statistics import median
 
-from penstock.schedule.render.drawing import IDLE, Drawing, Panel, is_shown, percent
+from penstock.schedule.render.drawing import IDLE, REDUCTION, Drawing, Panel, is_shown, percent
 from penstock.schedule.timeline import Span
 
 _WIDTH = 120  # characters a line
@@ -31,6 +32,8 @@ def text(drawing: Drawing) -> str:
     for panel in drawing.panels:
         rows = _rows(panel, column, full_text)
         footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
+        if panel.timeline.reductions:
+            footer += f"; {REDUCTION}: {IDLE['reduce']}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))
         parts += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel)])]
     return "\n\n".join(parts) + "\n"
@@ -71,6 +74,13 @@ def _rows(panel: Panel, column: float, full_text: bool) -> list[list[str]]:
         for at in range(first, min(beyond, columns)):
             if at % 2 or rows[span.rank][at] == ".":  # ops side by side take turns
                 rows[span.rank][at] = _label(span, full_text)
+    for reduction in timeline.reductions:
+        first, beyond = (
+            math.ceil((time - timeline.start) / column - 0.5) for time in (reduction.start, reduction.end)
+        )
+        for at in range(min(first, columns - 1), min(max(beyond, first + 1), columns)):  # however short it is
+            if rows[reduction.rank][at] == ".":
+                rows[reduction.rank][at] = f"{reduction.stage}{REDUCTION}" if full_text else REDUCTION
     return rows
 
 

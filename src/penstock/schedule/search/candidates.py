@@ -15,7 +15,9 @@ from penstock.schedule.placement import Placement
 
 
 def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Every builder's schedules on this placement, each with the builder's name. Each one trains."""
+    """Every builder's schedules on this placement, each with the builder's name; "paired" behind it where it
+    is an option that was taken. Each one trains.
+    """
     for name, builder in BUILDERS.items():
         for options in _options(builder, placement, costs):
             try:
@@ -23,7 +25,7 @@ def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterato
             except ConfigError:  # it has rules about the sizes
                 continue
             if found.placement == placement and found.trains:
-                yield name, found
+                yield f"{name} paired" if options.get("paired") else name, found
 
 
 def _options(
@@ -36,6 +38,7 @@ def _options(
         "stages_per_rank": (laps,),
         "waves": (laps // 2,) if laps > 1 else (),
         "zero_bubble": (False, True),
+        "paired": (False, True) if costs.overlaps else (False,),
         "costs": (costs,),
     }
     given = [[(option, value) for value in values] for option, values in choices.items() if option in known]

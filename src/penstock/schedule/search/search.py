@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import ceil, isfinite
 from random import Random
 from typing import Literal
 
 from penstock.errors import ConfigError
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, Row
 from penstock.schedule.ops import Op, Schedule
 from penstock.schedule.placement import Placement, loop, wave
+from penstock.schedule.search.bound import lower_bound
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.candidates import candidates
 from penstock.schedule.search.problem import F, I, Problem, Programs, W, problem
@@ -77,6 +78,9 @@ def search(
     seconds: about how long; counted in work done, so that the same call gives the same schedule. The search
         ends early where it has proven that nothing is better
 
+    What is searched runs one op after the other: pairs side by side, which `costs.exchange` makes faster, are
+    the builders' own. The best of those is the answer where nothing that is found beats it.
+
     With OR-tools installed (``penstock[search]``) cases of up to about 200 ops are usually proven optimal.
     Raises ConfigError for a limit that nothing keeps.
     """
@@ -99,7 +103,10 @@ def search(
     seeds.append(("one microbatch after the other", _serial(given)))
     budget = Budget(seconds)
     best = find(given, seeds, Random(seed), budget)
-    return _found(best, costs, builders, budget)
+    least = best.least * given.quantum
+    if costs.overlaps:
+        least = min(least, _least_of_pairs(given, costs, limits))
+    return _found(best, least, costs, builders, budget)
 
 
 def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
@@ -206,16 +213,43 @@ def _value(given: Problem, timeline: Timeline) -> float:
     return max(end - offset * given.quantum for end, offset in zip(ends, given.offset, strict=True))
 
 
-def _found(best: Best, costs: Costs, builders: list[tuple[str, Schedule, float]], budget: Budget) -> Found:
+def _least_of_pairs(given: Problem, costs: Costs, limits: Sequence[float | None]) -> float:
+    """No schedule takes less, whatever runs side by side: as if no op exchanged anything.
+
+    A pair takes at least what its ops compute, so that one after the other they would be done by then.
+    """
+    where, count = given.placement, given.microbatches
+    names = ("forward", "input_grad", "weight_grad", "exchange", "exchange_in_backward")
+    rows = {name: costs.rows(name, where, count) for name in names}
+
+    def less(whole: list[Row], hidden: list[Row]) -> list[Row]:
+        return [[max(0.0, a - b) for a, b in zip(*pair, strict=True)]
+                for pair in zip(whole, hidden, strict=True)]  # fmt: skip
+
+    beyond = less(rows["exchange_in_backward"], rows["input_grad"])  # a whole backward may wait within W
+    computed = replace(
+        costs,
+        forward=less(rows["forward"], rows["exchange"]),
+        input_grad=less(rows["input_grad"], rows["exchange_in_backward"]),
+        weight_grad=less(rows["weight_grad"], beyond),
+    )
+    bare = problem(where, count, computed, limits, given.copies)
+    bare.offset[:] = [ceil(offset * given.quantum / bare.quantum) for offset in given.offset]
+    return lower_bound(bare) * bare.quantum
+
+
+def _found(
+    best: Best, least: float, costs: Costs, builders: list[tuple[str, Schedule, float]], budget: Budget
+) -> Found:
+    """least: no schedule within the limit has a smaller value"""
     given = best.problem
     assert best.programs is not None
     schedule = _merged(given.schedule(best.programs), costs)
     timeline, method = simulate(schedule, costs), best.method
     value = _value(given, timeline)
-    if builders and builders[0][2] < value:  # rounded times have misled
+    if builders and builders[0][2] < value:  # it has pairs, or rounded times have misled
         schedule, value, method = replace(builders[0][1], name="searched"), builders[0][2], builders[0][0]
         timeline = simulate(schedule, costs)
-    least = best.least * given.quantum
     slack = _DIGITS * max(1.0, value)
     return Found(
         schedule=schedule,

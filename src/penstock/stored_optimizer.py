@@ -1,0 +1,194 @@
+"""The optimizer state in a checkpoint, found by the names of parameters and put back.
+
+penstock.optimizer_state tells how it is written. Checkpoints of 0.3.0 and before have the tensors alone,
+which are AdamW's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from penstock.errors import CheckpointError
+from penstock.models.weights import Ties
+from penstock.optimizer_state import NEEDED, Named, Number, Optimizers, groups_of
+from penstock.runtime.spread import spread_like
+
+
+@dataclass
+class Entry:
+    """What is stored of one parameter.
+
+    optimizer, lr, options: None where an older checkpoint does not tell; parts: the file of each tensor
+    options: of NEEDED, whether each was on
+    """
+
+    optimizer: str | None = None
+    lr: float | None = None
+    parts: dict[str, Path] = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+    options: dict[str, bool] | None = None
+
+    def lacks(self, option: str, part: str) -> bool:
+        """Whether there is state, and not what `option` keeps in it."""
+        if self.options is not None:
+            return not self.options.get(option, False)
+        return bool(self.parts) and part not in self.parts
+
+
+class Stored:
+    """The optimizer state in the checkpoint `path`. Tensors are read when asked for."""
+
+    def __init__(self, path: Path, ties: Ties) -> None:
+        """ties: a tied weight may be stored under another of its names"""
+        self._path = path
+        self._others = {name: names for names in ties for name in names}
+        self._opened: dict[Path, Any] = {}
+        self._entries: dict[str, Entry] = {}
+        for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
+            self._read(file)
+        if not self._opened:
+            raise CheckpointError(
+                f"checkpoint {path}", "it holds no optimizer state", "Give one that penstock wrote"
+            )
+
+    def _read(self, file: Path) -> None:
+        try:
+            self._opened[file] = safe_open(file, framework="pt")
+            keys = list(self._opened[file].keys())
+            described = file.with_suffix(".json")
+            told = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else None
+            entries = self._entries_of(told)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
+            ) from error
+        for key in keys:
+            part, _, name = key.partition(".")
+            entries.setdefault(name, Entry()).parts[part] = file
+        if told is None:
+            for entry in entries.values():
+                if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote that AdamW had nothing yet
+                    entry.parts.clear()
+        self._entries |= entries  # a weight that several processes hold is in the same state on each
+
+    def _entries_of(self, told: Any) -> dict[str, Entry]:
+        if told is None:
+            return {}
+        return {
+            name: Entry(
+                str(group["optimizer"]),
+                group["lr"],
+                {},
+                dict(told["numbers"].get(name, {})),
+                group.get("options"),
+            )
+            for group in told["groups"]
+            for name in group["parameters"]
+        }
+
+    def find(self, name: str) -> tuple[str, Entry] | None:
+        """The name under which the state of parameter `name` is stored, and what there is."""
+        candidates = (name, *self._others.get(name, ()))
+        return next(((other, self._entries[other]) for other in candidates if other in self._entries), None)
+
+    def shape(self, name: str, part: str) -> list[int] | None:
+        """Of a tensor that is there. No tensor is read."""
+        found = self.find(name)
+        if found is None or part not in found[1].parts:
+            return None
+        return list(self._opened[found[1].parts[part]].get_slice(f"{part}.{found[0]}").get_shape())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the parameters of which anything is stored."""
+        return frozenset(self._entries)
+
+    def restore(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> None:
+        """Put the state of `named` into `optimizers`, and into each group its learning rate.
+
+        Other options stay those that the optimizers were made with. Raises, as `plan` does, before anything
+        is changed.
+        """
+        self.plan(optimizers, named, learning_rates=learning_rates)()
+
+    def plan(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
+        """What `restore` does, checked and not yet done. No tensor is read.
+
+        Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
+        lacks what an option asks for (NEEDED), or where parameters of one group had several learning rates.
+        """
+        found = []
+        for optimizer, group, members in groups_of(optimizers, named):
+            entries = [(p, *self._fitting(optimizer, group, name, p)) for name, p in members]
+            lr = self._learning_rate([entry for *_, entry in entries]) if learning_rates else None
+            found.append((optimizer, group, entries, lr))
+
+        def put() -> None:
+            for optimizer, group, entries, lr in found:
+                for parameter, name, entry in entries:
+                    self._put(optimizer, group, parameter, name, entry)
+                if isinstance(group.get("lr"), Tensor) and lr is not None:
+                    group["lr"].fill_(lr)
+                elif lr is not None:
+                    group["lr"] = lr
+
+        return put
+
+    def _fitting(
+        self, optimizer: Optimizer, group: Mapping[str, Any], name: str, parameter: nn.Parameter
+    ) -> tuple[str, Entry]:
+        kind, found = type(optimizer).__name__, self.find(name)
+        if found is None:
+            if parameter.requires_grad:
+                raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
+            return name, Entry(kind)
+        if found[1].optimizer not in (None, kind):
+            raise unfit(self._path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+        for option, part in NEEDED.items():
+            if group.get(option) and found[1].lacks(option, part):
+                rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
+                raise unfit(self._path, f"{name} was trained without {option}", rule)
+        return found
+
+    def _learning_rate(self, entries: Sequence[Entry]) -> float | None:
+        rates = sorted({entry.lr for entry in entries if entry.lr is not None})
+        if len(rates) > 1:
+            raise CheckpointError(
+                f"checkpoint {self._path}: learning rates {rates}",
+                "they are of parameters that now stand in one group, which has one",
+                "Group the parameters as before, or load with learning_rates=False",
+            )
+        return rates[0] if rates else None
+
+    def _put(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, name: str, entry: Entry
+    ) -> None:
+        held: dict[str, Any] = dict(entry.numbers)
+        for part, file in entry.parts.items():
+            value = self._opened[file].get_tensor(f"{part}.{name}")
+            held[part] = _placed(part, value, parameter, group)
+        optimizer.state.pop(parameter, None)
+        if held:
+            optimizer.state[parameter] = held
+
+
+def _placed(part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
+    """As torch's optimizers keep it: counters on the CPU unless the step runs on the device, all else there.
+
+    Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
+    """
+    on_device = part != "step" or group.get("capturable") or group.get("fused")
+    return spread_like(value, parameter).to(parameter.device if on_device else "cpu", copy=True)
+
+
+def unfit(path: Path, found: str, rule: str) -> CheckpointError:
+    remedy = "Go on with the model and the optimizer that wrote it, or load its weights alone"
+    return CheckpointError(f"checkpoint {path}: {found}", rule, remedy)

@@ -1,0 +1,104 @@
+"""Seeds of what is drawn at random hang on step, content of the microbatch and place in the model alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.runtime.chance import Chance, Seeded, dropouts, mixed, seeded
+
+PLACES = 3
+
+
+class Layers(nn.Module):
+    """Layers of ones, each of which drops some and keeps what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Dropout(0.5) for _ in range(PLACES))
+        self.after = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(torch.ones(64)) for layer in (*self.layers, self.after)]
+
+
+def run(drawn: int, stages: list[list[int]], contents: list[int], after: bool = True) -> dict[Any, Tensor]:
+    """By microbatch's content and place, what was drawn; `stages` have these layers, the last one the end."""
+    found: dict[Any, Tensor] = {}
+    for stage, places in enumerate(stages):
+        module = Layers()
+        own = [(place, module.layers[at]) for at, place in enumerate(places)]
+        others = {"after": module.after} if after else {}
+        chance = Chance(stage, torch.device("cpu"), own, others)
+        call = Seeded(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
+        given = [{"x": torch.tensor([content])} for content in contents]
+        with seeded([chance], drawn, given, given):
+            for content, microbatch in zip(contents, given, strict=True):
+                gave = call((), microbatch)
+                found |= {(content, place): gave[at] for at, place in enumerate(places)}
+                found[content, "after"] = gave[-1]
+    return found
+
+
+def test_the_split_and_the_order_are_no_matter() -> None:
+    whole = run(5, [[0, 1, 2]], [10, 11, 12])
+    for stages, contents in (([[0], [1, 2]], [12, 10, 11]), ([[2], [1], [0]], [11, 12, 10])):
+        found = run(5, stages, contents)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[key], whole[key]) for key in whole)
+
+
+def test_each_draws_its_own() -> None:
+    """Any two of microbatch, place and step differ."""
+    drawn = [*run(5, [[0, 1, 2]], [10, 11, 12]).values(), *run(6, [[0, 1, 2]], [10, 11, 12]).values()]
+    assert len({tuple(each.tolist()) for each in drawn}) == len(drawn)
+    kept = torch.stack(drawn) != 0
+    assert abs(float(kept.double().mean()) - 0.5) < 0.05
+
+
+def test_the_generator_goes_on_as_it_was() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    run(5, [[0, 1, 2]], [10])
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_outside_of_a_step_and_in_evaluation_nothing_is_seeded() -> None:
+    module = Layers()
+    Chance(0, torch.device("cpu"), enumerate(module.layers), {"after": module.after})
+    torch.manual_seed(3)
+    first, second = module(torch.ones(1)), module(torch.ones(1))
+    assert not torch.equal(first[0], second[0])
+    state = torch.get_rng_state()
+    module.eval()(torch.ones(1))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_seeds_are_far_apart() -> None:
+    seeds = [mixed(seed, f"layer {place}") for seed in range(50) for place in range(50)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+    distances = [abs(a - b) for a, b in pairwise(sorted(seeds))]
+    assert min(distances) > 1 << 20
+
+
+class Named(nn.Module):
+    def __init__(self, **values: Any) -> None:
+        super().__init__()
+        vars(self).update(values)
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [
+        (nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0), nn.Linear(2, 2)), [("0", "p", 0.1)]),
+        (Named(attention_dropout=0.2, hidden_dropout=0.0, dropout=None), [("", "attention_dropout", 0.2)]),
+        (Named(drop_path=True, dropless=1), []),
+    ],
+)
+def test_what_may_drop(module: nn.Module, found: list[tuple[str, str, float]]) -> None:
+    assert list(dropouts(module)) == found

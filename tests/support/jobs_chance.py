@@ -1,0 +1,101 @@
+"""Models with dropout, trained for some steps on a mesh, run by the pool's workers and by tests alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from penstock import AutoPipeline, Axes, Pipeline
+from support.families import tiny_model
+from support.jobs_mesh import batch, own_part
+
+STEPS = 3
+
+
+def adapted(module: nn.Module) -> nn.Module:
+    """As adapters do: what each MLP gives is dropped on its way to the sum."""
+    for part in list(module.modules()):
+        if (down := getattr(part, "down_proj", None)) is not None:
+            part.register_module("down_proj", nn.Sequential(down, nn.Dropout(0.3)))
+    return module
+
+
+# family, and its ways of dropping
+DROPPING: dict[str, dict[str, Any]] = {
+    "qwen3": {"attention_dropout": 0.3},
+    "gpt2": {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+    "gpt_neox": {"hidden_dropout": 0.3},
+    "llama": {},  # by what is put into it
+}
+
+
+def losses(
+    family: str, ranks: int, axes: Axes | None, microbatches: int, options: dict[str, Any], seed: int = 7
+) -> list[float]:
+    """Of some steps of AdamW, and of an evaluation and the norm of the last gradient."""
+    torch.set_num_threads(1)
+    model = tiny_model(family, torch.float64, layers=4, **DROPPING[family])
+    common: dict[str, Any] = {"schedule": "1f1b", "timeout": 30.0, **options}
+    if family == "llama":
+        common["parallelize_fn"] = adapted
+    pipe = AutoPipeline(ranks=ranks, axes=axes, microbatches=microbatches, **common).build(model)
+    mine = own_part(batch(), *pipe.batch_part)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    torch.manual_seed(seed)
+    found = []
+    for _ in range(STEPS):
+        pipe.zero_grad()
+        found.append(pipe.step(mine).loss)
+        norm = pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+    found += [pipe.evaluate(mine).loss, norm]
+    pipe.close()
+    return found
+
+
+class Dropping(nn.Module):
+    """A stage of one's own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.weight = nn.Parameter(torch.full((6,), 1.0 + number, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = self.drop(x * self.weight)
+        return dropped
+
+
+def provided(axes: Axes | None, microbatches: int) -> tuple[float, bool]:
+    """The loss of a step of stages of one's own, and whether torch's generator went on alike on all ranks."""
+    pipe = Pipeline.from_provider(
+        lambda info: Dropping(info.stage), ranks=2, schedule="1f1b", microbatches=microbatches, timeout=30,
+        axes=axes, loss_fn=lambda output, part: output.square().mean(),
+    )  # fmt: skip
+    torch.manual_seed(3)
+    whole = {"x": torch.arange(48, dtype=torch.float64).view(8, 6)}
+    loss = pipe.step(own_part(whole, *pipe.batch_part)).loss
+    drawn = float(torch.rand(()))
+    everyone = [drawn]
+    if dist.is_initialized():
+        everyone = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, drawn)
+    pipe.close()
+    return loss, len(set(everyone)) == 1
+
+
+def alike_by_rank() -> list[float]:
+    """With tp=2 and each rank seeded by its own number: of what both hold alike, the gradients' sums."""
+    torch.set_num_threads(1)
+    model = tiny_model("gpt_neox", torch.float64, layers=2, **DROPPING["gpt_neox"])
+    pipe = AutoPipeline(ranks=1, schedule="1f1b", microbatches=2, timeout=30, axes=Axes(tp=2)).build(model)
+    torch.manual_seed(dist.get_rank())
+    pipe.step(batch())
+    gradients = [p.grad for p in pipe.parameters() if isinstance(p.grad, DTensor)]
+    found = [float(each.to_local().sum()) for each in gradients if each.placements == (Replicate(),)]
+    pipe.close()
+    return found
