@@ -32,7 +32,7 @@ from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks.report import Found, Row, show, write
-from penstock.runtime.backward import hold, input_backward, leaf, whole_backward
+from penstock.runtime.backward import hold, input_backward, whole_backward
 from penstock.runtime.tape import deferring
 
 SIZES = ((512, 256), (512, 512), (1024, 256), (1024, 512))  # width, sequence
@@ -56,7 +56,7 @@ class Layer:
         self._rotary = Qwen3RotaryEmbedding(config)(self._input, torch.arange(sequence)[None])
 
     def input(self) -> Tensor:
-        return leaf(self._input.clone())
+        return self._input.clone().requires_grad_()
 
     def __call__(self, x: Tensor) -> Tensor:
         output: Tensor = self.module(x, position_embeddings=self._rotary)

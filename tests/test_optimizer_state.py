@@ -254,3 +254,5 @@ def test_the_files_of_0_3_0_are_still_read(tmp_path: Path) -> None:
     assert torch.equal(again.state[here[0][1]]["exp_avg"], torch.full((2, 3), 2.0))
     assert not again.state.get(here[1][1])
     assert again.param_groups[0]["lr"] == 0.3
+    with pytest.raises(CheckpointError, match=r"layer\.0\.weight was trained by AdamW: here it is by SGD"):
+        Stored(tmp_path, ()).restore(SGD(members(here), lr=0.3), here, learning_rates=True)

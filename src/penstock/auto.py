@@ -135,8 +135,11 @@ class AutoPipeline(Options):
         if beside is not None:
             check_model(source.model, beside.axes, self.ways())  # by now sizes of -1 are known
             check_fits(source.model, outline.chain, beside.axes, self.ways(), trains=schedule.trains)
-            everyone = Everyone(self.timeout, world.device)
-            compare_values(everyone, world.ranks[0], outline.given_values(world.ranks[0]))
+        if world.processes.count > 1:
+            everyone = world.processes if beside is None else Everyone(self.timeout, world.device)
+            (rank,) = world.ranks
+            values = outline.given_values(rank, ties)
+            compare_values(everyone, rank, values, outline.on_several_ranks(ties))
         make = self._filled if beside is None else self._empty
         parts = {index: make(outline, index, ties) for index in own_stages(schedule, world.ranks)}
         names = {index: names_in(part) for index, part in parts.items()}
@@ -225,6 +228,7 @@ class AutoPipeline(Options):
         device: torch.device,
         spread: Spread | None = None,
     ) -> Stage:
+        info = outline.info(index)
         return make_stage(
             index,
             part,
@@ -234,9 +238,8 @@ class AutoPipeline(Options):
             parallelize_fn=self.parallelize_fn,
             call=_caller(outline, index),
             routing=None if outline.routed is None else outline.routed.of_stage(part),
-            after={name: part.get_submodule(name) for name in outline.chain.after}
-            if outline.info(index).is_last
-            else None,
+            after={name: part.get_submodule(name) for name in outline.chain.after} if info.is_last else None,
+            place=info.stage,
             spread=spread,
             placed=spread is not None,
         )

@@ -195,6 +195,7 @@ def make_stage(
     placed: bool = False,
     routing: Routing | None = None,
     after: Mapping[str, nn.Module] | None = None,
+    place: int | None = None,
 ) -> Stage:
     """Stage `index`, ready to run: on its device, its layers checkpointed, wrapped as the user likes.
 
@@ -205,13 +206,16 @@ def make_stage(
     placed: whether all of `part` is where it is to be; on the meta device what `spread` will give values
     routing: what records and replays the choices of its routers, if anything does
     after: by name, the modules of `part` that run after all layers of the model
+    place: its number within its copy of the model, where a pipeline has two; None takes the index
     Raises ModelError.
     """
+    at = index if place is None else place
     own = layers_of(part) if layers is None else layers
+    places = _places_within(part, own, at) if layers is None else [(f"layer {n}", each) for n, each in own]
     switch = None if checkpointing is None else install(own, checkpointing)
     module, called = wrap(part if placed else part.to(device), parallelize_fn, index)
     drops = next(dropouts(module), None) is not None  # adapters may
-    chance = Chance(index, device, own, after or {}) if drops else None
+    chance = Chance(at, device, [*places, *(after or {}).items()]) if drops else None
     shards = None if spread is None else spread(module, [layer for _, layer in own])
     runs = call(called)
     runs = Seeded(runs, chance) if chance else runs
@@ -221,6 +225,14 @@ def make_stage(
         stage = RoutedStage(index, module, runs, routing, switch, shards)
     stage.chance = chance
     return stage
+
+
+def _places_within(
+    part: nn.Module, layers: Sequence[tuple[int, nn.Module]], stage: int
+) -> list[tuple[str, nn.Module]]:
+    """By the stage and their names in it: how they are numbered over all stages is not known."""
+    names = {id(module): name for name, module in part.named_modules()}
+    return [(f"stage {stage}, {names[id(layer)]}", layer) for _, layer in layers]
 
 
 def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:

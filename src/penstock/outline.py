@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -68,13 +69,26 @@ class Outline:
             "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
         }
 
-    def given_values(self, rank: int) -> dict[str, Tensor]:
-        """The parameters of a pipeline's rank, of a model that was given with values; none of another."""
+    def given_values(self, rank: int, ties: Ties) -> dict[str, Tensor]:
+        """The parameters of a pipeline's rank, of a model that was given with values; none of another.
+
+        A tied one is called by the first of its names.
+        """
         model = self.source.model
         if model.device == torch.device("meta"):
             return {}
-        names = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
-        return {name: model.get_parameter(name) for name in sorted(names)}
+        return {name: model.get_parameter(name) for name in sorted(self._names(rank, ties))}
+
+    def on_several_ranks(self, ties: Ties) -> set[str]:
+        """The names of parameters, as `given_values` has them, that several ranks of the pipeline hold."""
+        ranks = sorted({stage.rank for stage in self.stages})
+        count = Counter(name for rank in ranks for name in self._names(rank, ties))
+        return {name for name, holders in count.items() if holders > 1}
+
+    def _names(self, rank: int, ties: Ties) -> set[str]:
+        first = {name: names[0] for names in ties for name in names}
+        own = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
+        return {first.get(name, name) for name in own}
 
     def part(self, stage: int, *, values: bool = True) -> PreTrainedModel:
         """The model of one stage, on the meta device unless the source has values, and those are wanted."""
@@ -99,7 +113,7 @@ class Outline:
         edges, found = HFEdges(self.source.model, self.chain), []
         split = {stage for stage, _ in self.schedule.split}
         for stage in range(self.schedule.placement.depth):
-            part = self.part(stage)
+            part = self.part(stage, values=False)  # only its shapes count
             if how is not None:
                 install(self.own_layers(part, stage), how)
             sizes = stage_sizes(part, self.info(stage), edges, shape, stage in split)

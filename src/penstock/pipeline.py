@@ -201,6 +201,14 @@ class Pipeline(SplitModel):
         return self._proof
 
     @property
+    def draws(self) -> bool:
+        """Whether a step in training seeds what it draws, by layer and microbatch: the same on any mesh.
+
+        It does where some rank holds a dropout, as far as one can be told (penstock.runtime.chance.dropouts).
+        """
+        return self._steps.draws
+
+    @property
     def timeline(self) -> Timeline:
         """What the last step really did, on all ranks; known on every rank, so nothing is sent."""
         if self._last is None:

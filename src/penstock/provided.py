@@ -92,6 +92,7 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
                 world.device,
                 checkpointing=how,
                 parallelize_fn=options.parallelize_fn,
+                place=index % depth,
                 spread=None if beside is None else beside.spread,
             )
         )

@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.cutter import Cutter, Given
 from penstock.errors import BatchError, InputError, PeerError, RunError
 from penstock.models.edges import DeclaredEdges
 from penstock.runtime import report
-from penstock.runtime.chance import drawn, seeded
+from penstock.runtime.chance import drawn, foreseen, seeded
 from penstock.runtime.executor import Executor
 from penstock.runtime.last_words import last_words
 from penstock.runtime.loss import Loss
@@ -75,7 +76,7 @@ class Steps:
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._broken = False
         self._chances = [stage.chance for stage in stages.values() if stage.chance is not None]
-        self._draws = any(world.processes.gather(bool(self._chances)))
+        self.draws = any(world.processes.gather(bool(self._chances)))
 
     def lower(self, proof: Proof, recomputed: Places = frozenset()) -> Lowered:
         """recomputed: the (stage, microbatch) whose layers run again in the backward"""
@@ -138,14 +139,15 @@ class Steps:
             self._foresee(microbatches)
         if counts:
             weight = self._world.sums.items(weight)
-        if weight == 0:
-            raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         if self._world.mesh is not None:
             parts = [given] if isinstance(given, Mapping) else given
             transport.follow(lambda: executors[0].progress)
             told = fingerprint(parts, len(microbatches), number)
             transport.agree(*told)
             self._world.sums.alike(*told)
+        if weight == 0:
+            transport.settle()  # or a rank that was given another batch would wait for this one
+            raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         if isinstance(self._edges, DeclaredEdges):
             with self._refused_by_all(schedule.microbatches, counts):
                 if unseen := self._edges.unseen(microbatches):
@@ -156,16 +158,26 @@ class Steps:
             own = [self._cutter.own(microbatch) for microbatch in microbatches]
         if collect and scored:
             collect = _with_loss(collect, self._loss, own)
-        return StepInput(own, weight, collect), self._chance(microbatches, own)
+        return StepInput(own, weight, collect), self._chance(schedule, microbatches, own)
 
     def _chance(
-        self, microbatches: Sequence[Microbatch], own: Sequence[Microbatch]
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], own: Sequence[Microbatch]
     ) -> AbstractContextManager[None]:
-        """Collective over the mesh."""
-        if not self._draws or not any(stage.module.training for stage in self._stages.values()):
+        """Collective over the mesh.
+
+        Nothing is drawn where the batch is refused, nor where nothing is in training on any rank.
+        """
+        if not self.draws or not schedule.trains:
             return nullcontext()
-        number = -self._world.sums.least(-drawn())  # one for all, whatever each was seeded with
-        return seeded(self._chances, number, microbatches, own)
+        world = self._world
+        training = any(part.training for stage in self._stages.values() for part in stage.module.modules())
+        mine = torch.tensor([foreseen() if training else 0], dtype=torch.float64)
+        told = world.transport.exchange([mine] * len(world.ranks))  # after all ranks took the batch
+        seed = world.sums.most(int(max(told)))  # one for all, whatever each was seeded with
+        if not seed:
+            return nullcontext()
+        drawn()
+        return seeded(self._chances, seed, microbatches, own)
 
     def cut(self, given: Given, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of it. Collective over the mesh, and where they are padded."""
@@ -210,7 +222,7 @@ class Steps:
                 ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
                 self._world.transport.tell_failure(f"{ops}{type(error).__name__}: {error}")
             last_words(error, executors, self._trace_folder)
-        for executor in executors:
+        for executor in executors if begun else ():
             executor.reset()
         self._world.transport.reset()
 

@@ -75,6 +75,8 @@ class Stored:
             entries.setdefault(name, Entry()).parts[part] = file
         if told is None:
             for entry in entries.values():
+                if "exp_avg" in entry.parts:
+                    entry.optimizer = "AdamW"
                 if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote that AdamW had nothing yet
                     entry.parts.clear()
         self._entries |= entries  # a weight that several processes hold is in the same state on each

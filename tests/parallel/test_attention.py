@@ -37,7 +37,7 @@ def none_wrong(found: list[list[str]]) -> None:
     assert not any(found), "\n".join(line for lines in found for line in lines)
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.parallel)])
 def test_gradients_are_those_of_one_process(pool: Pool, ranks: int, cases: list[Case]) -> None:
     none_wrong(pool.run(ranks, jobs_context.equivalence, cases))
 

@@ -28,6 +28,7 @@ CASES: list[Case] = [
     ("gpt2", 4, None, {"layout": "Et|tt|t|L"}),
     ("gpt_neox", 2, Axes(tp=2), {}),
     ("llama", 2, Axes(dp_shard=2), {}),
+    ("gpt2", 2, None, {"schedule": "dualpipe"}),
 ]
 
 
@@ -63,6 +64,30 @@ def test_ranks_that_were_seeded_otherwise(pool: Pool) -> None:
     one, other = pool.run(2, jobs.alike_by_rank)
     assert len(one) > 4
     assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
+def test_ranks_of_a_pipeline_alone_that_were_seeded_otherwise(pool: Pool) -> None:
+    """0.5.0 agreed on a seed where axes were given only."""
+    with torch.random.fork_rng(devices=[]):
+        apart = [jobs.seeded_by_rank([seed]) for seed in (3, 2)]
+    one, other = pool.run(2, jobs.seeded_by_rank, [3, 2])
+    assert one == other
+    assert one in apart
+
+
+def test_a_stage_in_evaluation_on_one_rank(pool: Pool) -> None:
+    """0.5.0 left the others waiting for it. And where all are, torch's generator stays as it was."""
+    assert pool.run(2, jobs.one_in_evaluation) == [(True, True)] * 2
+
+
+def test_a_batch_that_one_rank_refuses_leaves_the_generators_alike(pool: Pool) -> None:
+    assert pool.run(2, jobs.refused_on_one) == [True] * 2
+
+
+def test_stages_of_ones_own_draw_each_its_own() -> None:
+    """In 0.5.0 both dropped the same, and a half was left."""
+    with torch.random.fork_rng(devices=[]):
+        assert abs(jobs.kept_by_two() - 0.25) < 0.03
 
 
 def test_modules_of_ones_own(pool: Pool) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.backward import Live, hold, input_backward, whole_backward
 from penstock.runtime.deferred import Deferred
 from penstock.runtime.tape import Tape, deferring
 from support.pool import Pool
@@ -34,7 +34,7 @@ class Attention(nn.Module):
 
 def forward(module: nn.Module, x: Tensor, split: bool = True) -> Live:
     with deferring() as tape:
-        output = module(leaf(x))
+        output = module(x.requires_grad_())
     return hold([x], [output], tape if split else None)
 
 
@@ -122,7 +122,7 @@ def test_a_forward_that_was_not_deferring_takes_a_whole_backward() -> None:
     module = Attention()
     with torch.no_grad():
         x = torch.randn(ROWS, WIDTH)
-    output = module(leaf(x))
+    output = module(x.requires_grad_())
     gradients, deferred = input_backward(hold([x], [output]), given())
     assert len(gradients) == 1
     assert deferred.nbytes == 0
@@ -153,12 +153,12 @@ def test_stages_of_one_process_do_not_mix() -> None:
     """Two stages with a shared module, the second one's I between the first one's F and I."""
     shared = nn.Linear(WIDTH, WIDTH)
     x, gradient = torch.randn(ROWS, WIDTH), given()
-    reference = leaf(x.clone())
+    reference = x.clone().requires_grad_()
     shared(shared(reference)).backward(gradient[0])
     expected = shared.weight.grad
     shared.zero_grad()
     with deferring() as tape:
-        middle = shared(leaf(x))
+        middle = shared(x.requires_grad_())
     first = hold([x], [middle], tape)
     second = forward(shared, received := middle.detach())
     (back,), late = input_backward(second, gradient)
@@ -174,7 +174,7 @@ def test_stages_of_one_process_do_not_mix() -> None:
 def test_the_gradient_of_what_passes_through_unchanged() -> None:
     x = torch.ones(3)
     with deferring() as tape:
-        live = hold([leaf(x)], [x], tape)
+        live = hold([x.requires_grad_()], [x], tape)
     (gradient,), deferred = input_backward(live, [torch.full((3,), 5.0)])
     assert gradient.tolist() == [5.0] * 3
     assert isinstance(deferred, Deferred)

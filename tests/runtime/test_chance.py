@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.chance import Chance, Seeded, dropouts, mixed, seeded
+from penstock.runtime.chance import Chance, Seeded, drawn, dropouts, foreseen, mixed, seeded
 
 PLACES = 3
 
@@ -26,17 +27,16 @@ class Layers(nn.Module):
         return [layer(torch.ones(64)) for layer in (*self.layers, self.after)]
 
 
-def run(drawn: int, stages: list[list[int]], contents: list[int], after: bool = True) -> dict[Any, Tensor]:
+def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Tensor]:
     """By microbatch's content and place, what was drawn; `stages` have these layers, the last one the end."""
     found: dict[Any, Tensor] = {}
     for stage, places in enumerate(stages):
         module = Layers()
-        own = [(place, module.layers[at]) for at, place in enumerate(places)]
-        others = {"after": module.after} if after else {}
-        chance = Chance(stage, torch.device("cpu"), own, others)
+        own = [(f"layer {place}", module.layers[at]) for at, place in enumerate(places)]
+        chance = Chance(stage, torch.device("cpu"), [*own, ("after", module.after)])
         call = Seeded(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
         given = [{"x": torch.tensor([content])} for content in contents]
-        with seeded([chance], drawn, given, given):
+        with seeded([chance], seed, given, given):
             for content, microbatch in zip(contents, given, strict=True):
                 gave = call((), microbatch)
                 found |= {(content, place): gave[at] for at, place in enumerate(places)}
@@ -54,9 +54,9 @@ def test_the_split_and_the_order_are_no_matter() -> None:
 
 def test_each_draws_its_own() -> None:
     """Any two of microbatch, place and step differ."""
-    drawn = [*run(5, [[0, 1, 2]], [10, 11, 12]).values(), *run(6, [[0, 1, 2]], [10, 11, 12]).values()]
-    assert len({tuple(each.tolist()) for each in drawn}) == len(drawn)
-    kept = torch.stack(drawn) != 0
+    found = [*run(5, [[0, 1, 2]], [10, 11, 12]).values(), *run(6, [[0, 1, 2]], [10, 11, 12]).values()]
+    assert len({tuple(each.tolist()) for each in found}) == len(found)
+    kept = torch.stack(found) != 0
     assert abs(float(kept.double().mean()) - 0.5) < 0.05
 
 
@@ -67,9 +67,66 @@ def test_the_generator_goes_on_as_it_was() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
+    """0.5.0 seeded by the microbatch whose forward began last: wrong gradients where it is another's."""
+    block = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4, bias=False), nn.Dropout(0.5)).double()
+    chance = Chance(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
+
+    def again(received: Any, microbatch: Any) -> Any:
+        return checkpoint(block, microbatch["x"], use_reentrant=False)
+
+    found = []
+    for run in (again, lambda received, microbatch: block(microbatch["x"])):
+        given = [{"x": torch.rand(64, 4, dtype=torch.float64, generator=generator(i))} for i in range(3)]
+        block.zero_grad()
+        with seeded([chance], 5, given, given):
+            losses = [Seeded(run, chance)((), each).square().sum() for each in given]
+            for loss in losses:
+                loss.backward()
+        weight: Tensor = block[1].weight  # type: ignore[assignment]
+        assert weight.grad is not None
+        found.append(weight.grad.clone())
+    assert torch.equal(*found)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_after_a_step_nothing_is_seeded() -> None:
+    """0.5.0 went on to seed torch's generator where a layer was called by itself."""
+    layer = nn.Dropout(0.5)
+    chance = Chance(0, torch.device("cpu"), [("layer 0", layer)])
+    given = [{"x": torch.ones(64)}]
+    with seeded([chance], 5, given, given):
+        Seeded(lambda received, microbatch: layer(microbatch["x"]), chance)((), given[0])
+    assert not torch.equal(layer(given[0]["x"]), layer(given[0]["x"]))
+
+
+def test_what_is_foreseen_is_drawn() -> None:
+    assert foreseen() == foreseen() == drawn() != drawn()
+
+
+def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is waited for at each look."""
+    looks = []
+    plain = torch.Tensor.tolist
+
+    def look(tensor: Tensor) -> Any:
+        looks.append(tensor)
+        return plain(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", look)
+    given = [{"x": torch.tensor([content]), "y": torch.ones(2)} for content in range(4)]
+    chance = Chance(0, torch.device("cpu"), [])
+    with seeded([chance], 5, given, given):
+        assert len(set(chance.seeds.values())) == len(given)
+    assert len(looks) == 1
+
+
 def test_outside_of_a_step_and_in_evaluation_nothing_is_seeded() -> None:
     module = Layers()
-    Chance(0, torch.device("cpu"), enumerate(module.layers), {"after": module.after})
+    Chance(0, torch.device("cpu"), [("after", module.after)])
     torch.manual_seed(3)
     first, second = module(torch.ones(1)), module(torch.ones(1))
     assert not torch.equal(first[0], second[0])

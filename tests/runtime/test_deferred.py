@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from penstock.models.checkpointing import Checkpointing, install
-from penstock.runtime.backward import hold, input_backward, leaf
+from penstock.runtime.backward import hold, input_backward
 from penstock.runtime.tape import deferring
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 from support.splitting import assert_exact
@@ -459,7 +459,7 @@ def test_weights_may_change_between_i_and_w() -> None:
     expected = module.weight.grad
     module.zero_grad()
     with deferring() as tape:
-        output = module(leaf(x))
+        output = module(x.requires_grad_())
     _, deferred = input_backward(hold([x], [output], tape), [gradient])
     with torch.no_grad():
         module.weight.zero_()
@@ -471,7 +471,7 @@ def test_a_weight_frozen_between_i_and_w_gets_nothing_more() -> None:
     """As autograd has it where a weight is frozen between a forward and its backward."""
     module = linear()
     for grad in (None, torch.zeros(WIDTH, WIDTH)):
-        x = leaf(torch.randn(5, WIDTH))
+        x = torch.randn(5, WIDTH).requires_grad_()
         with deferring() as tape:
             output = module.requires_grad_()(x)
         _, deferred = input_backward(hold([x], [output], tape), [torch.ones(5, WIDTH)])
@@ -483,7 +483,7 @@ def test_a_weight_frozen_between_i_and_w_gets_nothing_more() -> None:
 @pytest.mark.parametrize("when", ["before I", "before W"])
 def test_activations_may_not_change(when: str) -> None:
     module = nn.Sequential(linear(), nn.Tanh(), linear())
-    x, hidden = leaf(torch.randn(5, WIDTH)), []
+    x, hidden = torch.randn(5, WIDTH).requires_grad_(), []
     module[1].register_forward_hook(lambda _, __, output: hidden.append(output.detach()))
     with deferring() as tape:
         output = module(x)

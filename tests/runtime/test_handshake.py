@@ -181,6 +181,16 @@ def test_models_with_other_values(pool: Pool) -> None:
     assert pool.run(4, jobs_handshake.other_values, first) == ["no error"] * 4
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_copies_of_a_weight_with_other_values(pool: Pool, schedule: str) -> None:
+    """0.5.0: a tied embedding and its head, or the two copies of DualPipe, began apart and stayed so."""
+    found = pool.run(2, jobs_handshake.other_copies, schedule)
+    assert len(set(found)) == 1
+    assert re.search(r"sum of model\.embed_tokens\.weight: \w+ on rank 0; \w+ on rank 1", found[0])
+    untied = pool.run(2, jobs_handshake.other_copies, schedule, False)
+    assert (untied == ["no error"] * 2) == (schedule == "1f1b")
+
+
 def test_a_process_that_never_comes(pool: Pool) -> None:
     message = r"StalledPeerError: process \d waiting for the handshake of all 4: some of them .* within 1 s"
     for words in pool.run(4, jobs_handshake.late)[:3]:

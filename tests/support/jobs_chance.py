@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from penstock import AutoPipeline, Axes, Pipeline
+from penstock.errors import BatchError
 from support.families import tiny_model
 from support.jobs_mesh import batch, own_part
 
@@ -86,6 +87,93 @@ def provided(axes: Axes | None, microbatches: int) -> tuple[float, bool]:
         dist.all_gather_object(everyone, drawn)
     pipe.close()
     return loss, len(set(everyone)) == 1
+
+
+def own_pipe(microbatches: int = 2) -> Pipeline:
+    return Pipeline.from_provider(
+        lambda info: Dropping(info.stage), ranks=2, schedule="1f1b", microbatches=microbatches, timeout=30,
+        loss_fn=lambda output, part: output.square().mean(),
+    )  # fmt: skip
+
+
+def own_batch(rows: int = 8) -> dict[str, torch.Tensor]:
+    return {"x": torch.arange(6.0 * rows, dtype=torch.float64).view(rows, 6)}
+
+
+def seeded_by_rank(seeds: list[int]) -> float:
+    """The loss of two stages, of which each rank is seeded by its own one of `seeds`."""
+    pipe = own_pipe()
+    torch.manual_seed(seeds[pipe.processes.index])
+    loss = pipe.step(own_batch()).loss
+    pipe.close()
+    return loss
+
+
+def one_in_evaluation() -> tuple[bool, bool]:
+    """Whether the ranks' generators are alike after a step with the last rank in evaluation mode, and stay as
+    they were in one with all of them there."""
+    pipe = AutoPipeline(
+        ranks=1, schedule="1f1b", microbatches=2, timeout=10, axes=Axes(dp_replicate=2)
+    ).build(tiny_model("qwen3", torch.float64, layers=2, **DROPPING["qwen3"]))  # fmt: skip
+    mine = own_part(batch(), *pipe.batch_part)
+    torch.manual_seed(4)
+    if dist.get_rank():
+        pipe.modules[0].eval()
+    pipe.step(mine)
+    alike = all_alike()
+    before = torch.get_rng_state()
+    pipe.modules[0].eval()
+    pipe.step(mine)
+    same = torch.equal(before, torch.get_rng_state())
+    pipe.close()
+    return alike, same
+
+
+def refused_on_one() -> bool:
+    """Whether the generators are alike after a batch that has too few rows on one rank."""
+    pipe = own_pipe(4)
+    torch.manual_seed(4)
+    try:
+        pipe.step(own_batch(8 if pipe.processes.index else 2))
+    except BatchError:
+        alike = all_alike()
+    pipe.step(own_batch())
+    alike &= all_alike()
+    pipe.close()
+    return alike
+
+
+def all_alike() -> bool:
+    """Whether the next number of torch's generator is the same everywhere."""
+    everyone = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, float(torch.rand(())))
+    return len(set(everyone)) == 1
+
+
+def kept_by_two() -> float:
+    """The share of entries that two stages of nothing but dropout let through."""
+    found: list[torch.Tensor] = []
+
+    def loss(output: torch.Tensor, part: Any) -> torch.Tensor:
+        found.append(output.detach())
+        return output.sum()
+
+    pipe = Pipeline.from_provider(
+        lambda info: nn.Sequential(Scale(), nn.Dropout(0.5)), ranks=2, schedule="1f1b", microbatches=2,
+        timeout=30, loss_fn=loss,
+    )  # fmt: skip
+    pipe.step({"input": torch.ones(8, 1000)})
+    pipe.close()
+    return float((torch.cat(found) != 0).double().mean())
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
 
 
 def alike_by_rank() -> list[float]:

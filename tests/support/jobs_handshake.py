@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import PenstockError
@@ -64,6 +65,18 @@ def other_values(parameter: str) -> str:
         with torch.no_grad():
             model.get_parameter(parameter).view(-1)[1] += 1e-3
     auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=20, axes=Axes(dp_replicate=2))
+    try:
+        auto.build(model).close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_copies(schedule: str, tied: bool = True) -> str:
+    """What a pipeline says whose ranks were given models that each made by itself."""
+    torch.manual_seed(dist.get_rank())
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", layers=2, tied=tied))
+    auto = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=20)
     try:
         auto.build(model).close()
     except PenstockError as error:

@@ -22,7 +22,7 @@ from penstock.models.hf import HFCall, cut
 from penstock.models.protocol import StageInfo
 from penstock.parallel.tensor import check, complete_gradients, tensor_parallel
 from penstock.runtime import tape
-from penstock.runtime.backward import hold, input_backward, leaf
+from penstock.runtime.backward import hold, input_backward
 from support import census, zoo
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
@@ -167,12 +167,12 @@ def in_halves(family: str, sequence_parallel: bool) -> int:
         result: Tensor = model(inputs_embeds=received, use_cache=False).logits.square().sum()
         return result
 
-    plain = leaf(hidden.clone())
+    plain = hidden.clone().requires_grad_()
     forward(plain).backward()  # type: ignore[no-untyped-call]
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
-    received = leaf(hidden.clone())
+    received = hidden.clone().requires_grad_()
     with tape.deferring() as held:
         total = forward(received)
     live = hold((received,), (total,), held)
@@ -228,7 +228,7 @@ def as_stages(family: str, sequence_parallel: bool) -> None:
         tensor_parallel(stage, mesh, sequence_parallel=sequence_parallel)
     first, last = (HFCall(stage, info) for stage, info in zip(stages, infos, strict=True))
     hidden = first((), batch)
-    received = leaf(hidden.detach())
+    received = hidden.detach().requires_grad_()
     logits = last((received,), batch)[:, :-1]
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
     loss.backward()  # type: ignore[no-untyped-call]

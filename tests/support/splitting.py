@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, input_backward, leaf, whole_backward
+from penstock.runtime.backward import Live, hold, input_backward, whole_backward
 from penstock.runtime.deferred import Deferred
 from penstock.runtime.tape import deferring
 from support.reference import TOLERANCE, Gradients, assert_gradients
@@ -43,7 +43,7 @@ def plain(module: nn.Module, call: Call, microbatches: Sequence[Sequence[Tensor]
     """Accumulates by plain autograd; the gradients of the inputs."""
     found = []
     for number, microbatch in enumerate(microbatches):
-        inputs = [leaf(tensor.clone()) for tensor in microbatch]
+        inputs = [tensor.clone().requires_grad_(tensor.is_floating_point()) for tensor in microbatch]
         torch.manual_seed(number)
         outputs = outputs_of(call(module, *inputs))
         floating = [output for output in outputs if output.is_floating_point()]
@@ -66,7 +66,7 @@ def split(
     for op in order.split():
         kind, number = op[0], int(op[1:])
         if kind == "F":
-            inputs = [leaf(tensor.clone()) for tensor in microbatches[number]]
+            inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in microbatches[number]]
             torch.manual_seed(number)
             with deferring() as tape:
                 outputs = outputs_of(call(module, *inputs))

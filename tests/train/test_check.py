@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import Axes, Pipeline
+from penstock.equivalence import Compared, Report
 from penstock.errors import ConfigError, EquivalenceError, RunError
 from penstock.models import initial
 from penstock.train.assemble import Prepared, preflight, run
-from penstock.train.check import check_split, compare_digests, shorten
+from penstock.train.check import _beside, check_split, compare_digests, shorten
 from penstock.train.config import PipelineSection, TrainConfig
 from penstock.train.digests import Digest, Digests, digest
 from penstock.train.rounding import Scores, near_ties
 from penstock.train.start import NEWEST
+from penstock.train.turned import explained
 from penstock.train.whole import TOKENS, Whole
 from support import jobs_check as jobs
 from support.pool import Pool
@@ -285,6 +289,93 @@ def test_choices_that_rounding_may_turn_are_told_of(tmp_path: Path, tied: bool) 
             continue
         with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight: it differs"):
             check_split(pipe, each, batch, "auto")
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_loss_that_no_turned_choice_explains_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    pipe, whole, batch = parts(mixture(tmp_path, True))
+    over, step = replace(whole, axes=Axes(ep=2)), pipe.step
+
+    def off(given: Any) -> Any:
+        result = step(given)
+        return result._replace(loss=result.loss * factor)
+
+    monkeypatch.setattr(pipe, "step", off)
+    with pytest.raises(EquivalenceError, match=r"^loss: "):
+        check_split(pipe, over, batch, "auto")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.down_proj"])
+def test_a_gradient_that_is_missing_is_found_beside_near_ties_but_for_an_expert_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pipe, whole, batch = parts(mixture(tmp_path, True))
+    over, step = replace(whole, axes=Axes(ep=2)), pipe.step
+
+    def without(given: Any) -> Any:
+        result = step(given)
+        pipe.modules[1].get_parameter(name).grad = None
+        return result
+
+    monkeypatch.setattr(pipe, "step", without)
+    if "experts" in name:
+        assert f"{name} on stage 1 of rank 1: only one of" in check_split(pipe, over, batch, "auto")
+        return
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight on stage 1 of .*: only one"):
+        check_split(pipe, over, batch, "auto")
+
+
+MOE = "model.layers.0.mlp."
+
+
+@pytest.mark.parametrize(
+    ("name", "difference", "near", "fine"),
+    [
+        ("model.norm.weight", 0.3, 1, True),
+        ("model.norm.weight", 1.0, 1, False),
+        ("model.norm.weight", 1.0, 64, True),
+        ("model.norm.weight", 0.3, 0, False),
+        ("model.norm.weight", math.nan, 64, False),
+        ("model.layers.0.post_attention_layernorm.weight", 1.0, 1, False),
+        (f"{MOE}gate.weight", 1.0, 1, True),
+        (f"{MOE}experts.down_proj", 1.0, 1, True),
+        (f"{MOE}experts.down_proj", math.nan, 1, False),
+        ("model.layers.1.mlp.shared_expert.up_proj.weight", 1.0, 1, False),  # of a layer without experts
+    ],
+)
+def test_what_a_turned_choice_explains(name: str, difference: float, near: int, fine: bool) -> None:
+    """One of 256 tokens', or so many: a gradient with a norm of 1."""
+    right = Compared("gradient", f"{MOE}experts.up_proj", 0, 0, 0.0, 1.0, 1e-5)
+    tensors = [right, Compared("gradient", name, 0, 0, difference, 1.0, 1e-5)]
+    assert explained(Report.of((1.0, 1.01), tensors, 1e-5, "norm"), near, 256) == fine
+    assert not explained(Report.of((1.0, 1.2), tensors, 1e-5, "norm"), near, 256)
+    assert not explained(Report.of(None, tensors, 1e-5, "norm"), near, 256)
+
+
+def test_the_whole_model_is_gone_before_the_device_s_memory_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, whole, batch = parts(prepare(tmp_path))
+    made: list[weakref.ref[Any]] = []
+    left: list[list[Any]] = []
+    make = Whole.make
+
+    def on_host(self: Whole, device: torch.device) -> Any:
+        model = make(self, torch.device("cpu"))
+        made.extend(weakref.ref(each) for each in (model, *model.parameters()))
+        return model
+
+    def empty() -> None:
+        left.append([each() for each in made if each() is not None])
+
+    monkeypatch.setattr(Whole, "make", on_host)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty)
+    told = _beside(whole, torch.device("cuda"), pipe.microbatches(shorten(batch, 2)), 0.0, [])
+    assert isinstance(told, dict)
+    assert len(made) > 10
+    assert left == [[]]
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,8 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("output.keep.last=0", "output.keep.last=0: it should be greater than or equal to 1"),
         ("output.keep.every=10", "output.keep: every is given and last is not, which keeps all. Give last"),
         ("train.learning_rate=1e-3", "Did you mean optimizer.learning_rate?"),
+        ("train.betas=[0.9, 0.9]", "Did you mean optimizer.betas?"),
+        ("train.momentum=0.9", "Did you mean optimizer.momentum?"),  # of Muon's branch alone
         ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
         ("train.qqqq=3", "Take one of steps, batch_size"),
         ("train.steps=ten", "train.steps='ten': it should be a valid integer. Write a whole number"),

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from penstock import Pipeline
 from penstock.errors import CheckpointError
+from penstock.train import loop
 from penstock.train.assemble import preflight, run
+from penstock.train.checkpoint import check_fits, newest
 from penstock.train.config import TrainConfig
 from penstock.train.data import Data
 from penstock.train.rows import Batch
 from penstock.train.start import NEWEST
 from support import jobs_train
 from support.pool import Pool
-from support.tiny import tree
+from support.tiny import GPT2_WITH_DROPOUT, QWEN3, tree
 
 STEPS = 4
+SMALL = {key: value for key, value in QWEN3.items() if key not in ("model_type", "head_dim")}
 
 
 def sections(folder: Path, **parallel: Any) -> dict[str, Any]:
@@ -148,6 +154,51 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
     made["optimizer"] = {}
     with pytest.raises(CheckpointError, match=r"proj\.weight was trained by Muon: here it is by AdamW"):
         preflight(TrainConfig.model_validate(made), NEWEST)
+
+
+def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) -> None:
+    """Its files do not tell the optimizer, so that it passed for Muon's."""
+    made = of_muon(tmp_path)
+    muons = preflight(TrainConfig.model_validate(made)).muons
+    prepared = preflight(TrainConfig.model_validate({**made, "optimizer": {}}))
+    run(prepared)
+    path = newest(tmp_path / "out").path
+    assert path is not None
+    for file in path.glob("optimizer-*.json"):
+        file.unlink()
+    check_fits(path, prepared.outline.source.model, ())
+    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here it is by Muon"):
+        check_fits(path, prepared.outline.source.model, (), muons)
+
+
+@pytest.mark.parametrize(
+    ("model", "draws"),
+    [
+        (None, False),
+        (GPT2_WITH_DROPOUT, True),
+        ({"model_type": "mixtral", **SMALL, "num_local_experts": 2, "router_jitter_noise": 0.1}, False),
+    ],
+    ids=["qwen3", "gpt2 with dropout", "mixtral with noise"],
+)
+def test_ranks_are_seeded_alike_only_where_the_step_tells_them_apart(
+    tmp_path: Path, model: dict[str, Any] | None, draws: bool
+) -> None:
+    """Up to 0.5.0 each rank had its own seed; with one for all, a router's noise would be the same on all."""
+    prepared = preflight(TrainConfig.model_validate(tree(tmp_path, model)))
+    pipe = prepared.auto.build(prepared.model)
+    assert pipe.draws == draws
+    ranks = [(process, part, step) for step in (1, 2) for process in range(2) for part in range(2)]
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for process, part, step in ranks:
+            rank = SimpleNamespace(
+                draws=pipe.draws, processes=SimpleNamespace(index=process), batch_part=(part, 2)
+            )
+            loop.seed_step(cast(Pipeline, rank), 3, step)
+            found.append(float(torch.rand(())))
+            loop.seed_step(cast(Pipeline, rank), 3, step)
+            assert float(torch.rand(())) == found[-1]
+    assert len({*found}) == (2 if draws else len(ranks))
 
 
 @pytest.mark.sweep

@@ -136,6 +136,12 @@ def _rebound(plain: Any, function: Balance) -> Any:
     if inner is None:
         names = {**names, _NAME: function}
     else:
+        if all(cell.cell_contents is not wrapped for cell in cells or ()):
+            raise ModelError(
+                f"{plain.__qualname__}, decorated in a way that is not known",
+                f"over a cut sequence its {_NAME} is put in the place of the model's own",
+                "Set output_router_logits=False, or leave out cp",
+            )
         cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())
     made = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, cells)
     functools.update_wrapper(made, plain)

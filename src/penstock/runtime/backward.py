@@ -34,17 +34,13 @@ class Live(NamedTuple):
     tape: Tape | None = None  # of a forward under `deferring`
 
 
-def leaf(received: Tensor, carries_gradient: bool = True) -> Tensor:
-    """`received`, which no graph holds yet, as the start of one."""
-    return received.requires_grad_(carries_gradient and can_carry(received))
-
-
 def can_carry(tensor: Tensor) -> bool:
     """Whether its dtype can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def leaves(received: Parcel) -> tuple[Tensor, ...]:
+    """What was received, which no graph holds yet, as the start of one."""
     pairs = zip(received.tensors, received.specs.carrying, strict=True)
     return tuple([tensor.requires_grad_(carries) for tensor, carries in pairs])
 

@@ -3,12 +3,15 @@
 Each layer draws what hangs on the step, on the microbatch's content and on the layer's place in the whole
 model: not on the ranks, nor on the order in which they run microbatches. So the same microbatches give the
 same loss on one process and on many. What a checkpointed layer runs again draws the same, as torch sees to
-it; and the step leaves the generators as it found them, but for one number, on every rank alike.
+it: it puts back the generator as it was, whose seed tells a layer that is called again there which
+microbatch it belongs to. And the step leaves the generators as it found them, but for one number, on every
+rank alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from penstock.runtime.microbatch import fingerprint
-from penstock.runtime.shapes import Microbatch
+from penstock.runtime.microbatch import checksums, leaves_of
+from penstock.runtime.shapes import Microbatch, microbatch_key
 
 _MASK = (1 << 63) - 1
 _ODD = 0x1E3779B97F4A7C15
@@ -39,35 +42,36 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
 
 
 class Chance:
-    """Of one stage: seeds its generator where a forward, one of its layers or one of `others` begins.
+    """Of one stage: seeds its generator where a forward begins, and one of its parts.
 
-    layers: with their places in the whole model; others: by name, modules that run after all layers
+    stage: its number within its copy of the model; parts: modules with their places in the whole model
     """
 
-    def __init__(
-        self,
-        stage: int,
-        device: torch.device,
-        layers: Iterable[tuple[int, nn.Module]],
-        others: Mapping[str, nn.Module],
-    ) -> None:
+    def __init__(self, stage: int, device: torch.device, parts: Iterable[tuple[str, nn.Module]]) -> None:
         self.stage = stage
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
         self._generator = _generator(device)
-        self._seed: int | None = None
+        self._origins: dict[int, int] = {}  # of a seed that the generator was given, the microbatch's
         made: dict[type[nn.Module], type[nn.Module]] = {}
-        for place, layer in layers:
-            self._watch(layer, f"layer {place}", made)
-        for name, module in others.items():
-            self._watch(module, name, made)
+        for place, module in parts:
+            self._watch(module, place, made)
 
     def begin(self, microbatch: Microbatch) -> None:
-        self._seed = self.seeds.get(id(microbatch))
-        self.at(f"stage {self.stage}")
+        self._give(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
     def at(self, place: str) -> None:
-        if self._seed is not None:
-            self._generator.manual_seed(mixed(self._seed, place))
+        """Not by the forward that began last: a backward may call it again, of any microbatch, and torch has
+        put back what the generator was then."""
+        self._give(self._origins.get(self._generator.initial_seed()), place)
+
+    def end(self) -> None:
+        self.seeds, self._origins = {}, {}
+
+    def _give(self, seed: int | None, place: str) -> None:
+        if seed is not None:
+            given = mixed(seed, place)
+            self._origins[given] = seed
+            self._generator.manual_seed(given)
 
     def _watch(self, module: nn.Module, place: str, made: dict[type[nn.Module], type[nn.Module]]) -> None:
         own = type(module)
@@ -86,7 +90,7 @@ class _Seeding(nn.Module):
     _chance_place: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             self._chance.at(self._chance_place)
         return super().__call__(*args, **kwargs)
 
@@ -110,18 +114,22 @@ def mixed(seed: int, text: str) -> int:
     return seed
 
 
-def drawn() -> int:
-    """A number from torch's generator, which goes on by it."""
-    return int(torch.randint(1, 1 << 53, ()))
+def drawn(generator: torch.Generator | None = None) -> int:
+    """A number above 0 from torch's generator, which goes on by it. A float64 holds it."""
+    return int(torch.randint(1, 1 << 53, (), generator=generator, device="cpu"))
+
+
+def foreseen() -> int:
+    """What `drawn` is about to give."""
+    return drawn(torch.default_generator.clone_state())
 
 
 @contextmanager
 def seeded(
-    chances: Sequence[Chance], drawn: int, whole: Sequence[Microbatch], own: Sequence[Microbatch]
+    chances: Sequence[Chance], seed: int, whole: Sequence[Microbatch], own: Sequence[Microbatch]
 ) -> Iterator[None]:
     """A step on the microbatches `own`, this rank's parts of `whole`, whose contents tell their seeds."""
-    text = (str(fingerprint([microbatch], 1, 0)[0]) for microbatch in whole)
-    seeds = {id(part): mixed(drawn, content) for part, content in zip(own, text, strict=True)}
+    seeds = {id(part): mixed(seed, content) for part, content in zip(own, _contents(whole), strict=True)}
     generators = {id(chance._generator): chance._generator for chance in chances}
     before = [(generator, generator.get_state()) for generator in generators.values()]
     for chance in chances:
@@ -130,9 +138,18 @@ def seeded(
         yield
     finally:
         for chance in chances:
-            chance.seeds = {}
+            chance.end()
         for generator, state in before:
             generator.set_state(state)
+
+
+def _contents(microbatches: Sequence[Microbatch]) -> Iterator[str]:
+    """What each holds, in short. A GPU is waited for once."""
+    named = [list(leaves_of(microbatch)) for microbatch in microbatches]
+    sums = iter(checksums([leaf for entries in named for _, leaf in entries]))
+    for microbatch, entries in zip(microbatches, named, strict=True):
+        told = microbatch_key(microbatch), [(name, next(sums)) for name, _ in entries]
+        yield str(zlib.crc32(repr(told).encode()))
 
 
 def _generator(device: torch.device) -> torch.Generator:

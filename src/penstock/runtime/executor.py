@@ -73,8 +73,9 @@ class Executor:
         try:
             yield from self._run(self._effects, step)
         except BaseException as error:
-            if self.pairing is not None:
-                self.pairing.join()
+            beside = None if self.pairing is None else self.pairing.join()
+            if beside is not None:  # which may be the cause of this one
+                error.add_note(f"the backward beside it failed too: {type(beside).__name__}: {beside}")
             if self.current is not None and isinstance(error, RuntimeError):
                 typed = self.transport.broke_off(self.current, error)
                 if typed is not error:

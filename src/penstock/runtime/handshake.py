@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
@@ -38,21 +38,26 @@ def shake_hands(processes: Processes, facts: Facts) -> None:
     )
 
 
-def compare_values(processes: Processes, place: int, values: Mapping[str, Tensor]) -> None:
-    """Raise HandshakeError on every process where two that begin with the same part of a model have other
-    values in it: e.g. a model that each made at random. Collective.
+def compare_values(
+    processes: Processes, place: int, values: Mapping[str, Tensor], shared: Collection[str]
+) -> None:
+    """Raise HandshakeError on every process where two that begin with the same weights of a model have other
+    values in them: e.g. a model that each made at random. Collective.
 
-    place: which part this process has
+    place: which part of the model this process has; values: those of that part
+    shared: the names that stand in several parts: a tied weight, or all where the model has two copies
     """
     own = {name: f"{int(checksum(value.detach())) % (1 << 64):016x}" for name, value in values.items()}
-    told = processes.gather([place, digest(json.dumps(sorted(own.items())))])
-    parts = {part for part, _ in told}
-    if len({(part, text) for part, text in told}) == len(parts):
+    in_parts = {name: own[name] for name in sorted(own.keys() & set(shared))}
+    told = processes.gather([place, digest(json.dumps(sorted(own.items()))), in_parts])
+    found: set[tuple[int | str, str]] = {(part, text) for part, text, _ in told}
+    found |= {pair for *_, pairs in told for pair in pairs.items()}
+    if len(found) == len({key for key, _ in found}):
         return
-    everyone = processes.gather([place, own])
+    everyone = processes.gather(own)
     lines: list[str] = []
-    for part in sorted(parts):
-        lines += differences([facts if other == part else None for other, facts in everyone])
+    for name in sorted({name for of in everyone for name in of}):
+        lines += differences([{name: of[name]} if name in of else None for of in everyone])
     more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
     raise HandshakeError(
         "ranks that were given models with other values",

@@ -154,15 +154,10 @@ def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int,
     parts: the whole batch, or the microbatches where it came as such; count: the number of microbatches;
     schedule: a number that is equal where the schedule is
     """
-    named = [(name, leaf) for part in parts for name in part for leaf in _leaves(part[name])]
+    named = [entry for part in parts for entry in leaves_of(part)]
     sums: dict[str, int] = {}
-    checked = [checksum(leaf) for _, leaf in named]
-    if len({each.device for each in checked}) > 1:
-        checked = [each.cpu() for each in checked]
-    found = torch.stack(checked).tolist() if checked else []
-    for (name, _), number in zip(
-        named, found, strict=True
-    ):  # in order, so that two that change places differ
+    found = checksums([leaf for _, leaf in named])
+    for (name, _), number in zip(named, found, strict=True):  # in order: two that change places differ
         sums[name] = (31 * sums.get(name, 0) + number) % (1 << 61)
     first = ", ".join(
         f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
@@ -177,6 +172,11 @@ def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int,
     return zlib.crc32(repr((schedule, shapes, sums)).encode()), told
 
 
+def leaves_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Its tensors, each with the name of its entry."""
+    return ((name, leaf) for name, value in batch.items() for leaf in _leaves(value))
+
+
 def _leaves(value: Any) -> Iterator[Tensor]:
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
@@ -185,6 +185,14 @@ def _leaves(value: Any) -> Iterator[Tensor]:
 _SAMPLED = 1 << 16
 _MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that nothing is lost
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each its `checksum`: a GPU is waited for once."""
+    found = [checksum(tensor) for tensor in tensors]
+    if len({each.device for each in found}) > 1:
+        found = [each.cpu() for each in found]
+    return torch.stack(found).tolist() if found else []
 
 
 def checksum(tensor: Tensor) -> Tensor:

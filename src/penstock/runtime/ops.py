@@ -7,7 +7,6 @@ what is the same for all microbatches of one shape is looked up once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from penstock.runtime.stage import Stage
 from penstock.runtime.step import StepInput
 from penstock.schedule import Op
 
-_UNMEASURED = nullcontext()
 _REMEMBERED = 4096  # shapes whose footprints are known
 
 

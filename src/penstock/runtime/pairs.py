@@ -127,9 +127,9 @@ class Pairing:
         if task.gives:
             executor.outbox[task.op] = result
 
-    def join(self) -> None:
-        """Leave no backward at work where the step has failed."""
-        self._partner.join()
+    def join(self) -> BaseException | None:
+        """Leave no backward at work where the step has failed; what it raised itself."""
+        return self._partner.join()
 
     def close(self) -> None:
         """End the thread."""

@@ -63,6 +63,9 @@ class Sums(Protocol):
     def least(self, count: int) -> int:
         """Of what each rank gives."""
 
+    def most(self, count: int) -> int:
+        """Of what each rank gives."""
+
     def items(self, count: int) -> int:
         """Valid items of the whole batch, of which this pipeline has `count`."""
 
@@ -94,6 +97,9 @@ class NoSums:
         """There is nobody else."""
 
     def least(self, count: int) -> int:
+        return count
+
+    def most(self, count: int) -> int:
         return count
 
     def items(self, count: int) -> int:
@@ -184,10 +190,13 @@ class MeshSums:
         )
 
     def least(self, count: int) -> int:
+        return -self.most(-count)
+
+    def most(self, count: int) -> int:
         if self._whole is None:
             return count
         with self._waiting("the other ranks' batches"):
-            return -self._most([-count])[0]
+            return self._most([count])[0]
 
     def _most(self, numbers: list[int]) -> list[int]:
         """Of each, over the whole mesh."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from types import MappingProxyType
@@ -40,6 +41,7 @@ from penstock.runtime.stage import evaluating, gradients_aside
 from penstock.summary import size
 from penstock.train.digests import Digest, Digests, digest, digests_of, received
 from penstock.train.rounding import ROUNDS, Scores, near_ties, nudge
+from penstock.train.turned import explained
 from penstock.train.whole import TOKENS, Whole
 
 SHARE = 0.5  # of the free memory that the whole model may take
@@ -87,10 +89,10 @@ def check_split(
     outcome = json.loads(pipe.sums.agree(pipe.processes.gather(told)[0]) or "null")
     if isinstance(outcome, str):
         return skipped(outcome, mode)
-    report, near = _report(outcome["report"]), outcome["near"]
+    report, near, tokens = _report(outcome["report"]), outcome["near"], outcome["tokens"]
     if report.losses and not isfinite(report.losses[1]):  # the run will find the same and tell what to do
         return skipped(f"its own loss is {report.losses[1]}", "auto")
-    if near and report.losses and not report.passed:
+    if not report.passed and explained(report, near, tokens):
         return skipped(
             f"what {whole.axes} round otherwise may turn {near} choices of its routers, nearly tied on this "
             f"batch; the split model's differ by more than rounding: {report.problems()[0]}",
@@ -171,30 +173,41 @@ def _beside(
     split_loss: float,
     split: Iterable[tuple[Place, Digests]],
 ) -> str | dict[str, Any]:
-    """On process 0: a Report as JSON holds it and how many choices are near ties, or why there is none."""
-    model, moved, near = None, dict[str, float](), 0
-    try:
-        model = whole.make(device)
-        with evaluating(model), Scores() as scores:
-            loss = whole_backward(model, microbatches, whole.loss)
-        named = list(model.named_parameters(remove_duplicate=False))
-        expected = {name: digests_of(name, parameter) for name, parameter in named}
-        for turn in range(_TURNS if whole.reorders else 0):
-            nudge(model, turn)
-            model.zero_grad()
-            with evaluating(model), Scores() as others:
-                whole_backward(model, microbatches, whole.loss)
-            near = max(near, near_ties(scores, others))
-            for name, parameter in named:
-                moved[name] = max(moved.get(name, 0.0), _distance(name, expected[name], parameter.grad))
-    except (torch.OutOfMemoryError, MemoryError):
+    """On process 0: a Report as JSON holds it, how many choices are near ties and of how many tokens, or why
+    there is none.
+    """
+    told = None
+    with suppress(torch.OutOfMemoryError, MemoryError):
+        told = _expected(whole, device, microbatches)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # only here has all that held the model been let go of
+    if told is None:
         return "memory ran out"
-    finally:
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+    loss, expected, moved, near = told
     report = compare_digests((split_loss, loss), list(split), expected, whole, moved)
-    return {"report": asdict(report), "near": near}
+    tokens = sum(part["input_ids"].numel() for part in microbatches)
+    return {"report": asdict(report), "near": near, "tokens": tokens}
+
+
+def _expected(
+    whole: Whole, device: torch.device, microbatches: Sequence[Microbatch]
+) -> tuple[float, dict[str, Digests], dict[str, float], int]:
+    """Of the whole model, made for this alone: loss, digests, how far rounding moves them, near ties."""
+    moved, near = dict[str, float](), 0
+    model = whole.make(device)
+    with evaluating(model), Scores() as scores:
+        loss = whole_backward(model, microbatches, whole.loss)
+    named = list(model.named_parameters(remove_duplicate=False))
+    expected = {name: digests_of(name, parameter) for name, parameter in named}
+    for turn in range(_TURNS if whole.reorders else 0):
+        nudge(model, turn)
+        model.zero_grad()
+        with evaluating(model), Scores() as others:
+            whole_backward(model, microbatches, whole.loss)
+        near = max(near, near_ties(scores, others))
+        for name, parameter in named:
+            moved[name] = max(moved.get(name, 0.0), _distance(name, expected[name], parameter.grad))
+    return loss, expected, moved, near
 
 
 def _distance(name: str, of: Digests, gradient: Tensor | None) -> float:

@@ -90,16 +90,15 @@ def _unknown_key(entry: Any, model: type[BaseModel]) -> tuple[str, str, str]:
 
 
 def _keys(model: type[BaseModel], place: Sequence[object]) -> list[str]:
-    """Of the section at `place`, which has the names of branches in it."""
+    """Of the section at `place`, which has the names of branches in it; of all branches where it has not."""
     rest = [str(part) for part in place]
-    while rest:
-        field = model.model_fields.get(rest.pop(0))
+    found = [model]
+    while rest and found:
+        field = found[0].model_fields.get(rest.pop(0))
         inner = _sections_in(field.annotation) if field else {}
         branch = rest.pop(0) if rest and rest[0] in BRANCHES else ""
-        if not inner:
-            return []
-        model = inner.get(branch, next(iter(inner.values())))
-    return list(model.model_fields)
+        found = [inner[branch]] if branch in inner else list(inner.values())
+    return list(dict.fromkeys(key for section in found for key in section.model_fields))
 
 
 def _sections_in(annotation: Any, branch: str = "") -> dict[str, type[BaseModel]]:

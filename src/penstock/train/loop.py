@@ -105,17 +105,20 @@ def _save_tokenizer(run: Run, folder: Path) -> None:
     run.tokenizer.save(folder)
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Make what a step draws at random (dropout) follow from the step, on whatever mesh: a resumed run needs
-    no state of it. Ranks draw different numbers all the same (penstock.runtime.chance).
+def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
+    """Make what a step draws at random follow from the step: a resumed run needs no state of it.
+
+    Where the step goes on from there by layers and microbatches (`Pipeline.draws`) on whatever mesh, so from
+    one seed; else, such as a router's noise, on each rank from its own, or all would draw the same.
     """
-    torch.manual_seed(int(np.random.SeedSequence((seed, step)).generate_state(1)[0]))
+    place = () if pipe.draws else (pipe.processes.index, pipe.batch_part[0])
+    torch.manual_seed(int(np.random.SeedSequence((seed, step, *place)).generate_state(1)[0]))
 
 
 def _step(run: Run, step: int, skips: Skips) -> Fill:
     section = run.config.train
     started = time.perf_counter()
-    seed_step(section.seed, step)
+    seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # as many as the rate has seen
     set_learning_rates(run.config.optimizer, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
