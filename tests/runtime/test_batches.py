@@ -31,7 +31,7 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_schedule_over_gloo(pool: Pool, ranks: int) -> None:
     found = pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), "batched")
     assert found == [[]] * ranks
