@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -77,9 +78,12 @@ def test_a_mixture_of_another_form_is_refused(one_process: None, model_type: str
         expert_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
 
 
-def test_a_mixture_that_does_not_add_up_is_refused(one_process: None) -> None:
-    """It has the marks of the registry's form, and computes something else."""
-    model = jobs.mixture("mixtral", torch.float32)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mixture_that_does_not_add_up_is_refused(one_process: None, device: str) -> None:
+    """It has the marks of the registry's form, and computes something else; with values or without."""
+    model = jobs.mixture("mixtral", torch.float32).to(device)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    assert expert_parallel(copy.deepcopy(model), mesh)
     experts = next(iter(mixtures(model).values()))
     plain = type(experts).forward
 
@@ -89,7 +93,7 @@ def test_a_mixture_that_does_not_add_up_is_refused(one_process: None) -> None:
     for part in mixtures(model).values():
         part.__class__ = type("Odd", (type(experts),), {"forward": normalised})
     with pytest.raises(ModelError, match="Odd"):
-        expert_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+        expert_parallel(model, mesh)
 
 
 def test_twice_is_refused(one_process: None) -> None:
