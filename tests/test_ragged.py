@@ -83,9 +83,8 @@ def test_packed_in_every_schedule(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_checkpointing_in_every_schedule(form: str) -> None:
     model = tiny_model("llama", torch.float64, layers=8)
-    turn = list(FORMS).index(form)
-    for how in (list(CHECKPOINTING.values())[(turn + step) % len(CHECKPOINTING)] for step in (0, 3)):
-        assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], activation_checkpointing=how)
+    how = list(CHECKPOINTING.values())[list(FORMS).index(form) % len(CHECKPOINTING)]
+    assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], activation_checkpointing=how)
 
 
 @pytest.mark.sweep

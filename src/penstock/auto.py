@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,8 @@ from penstock.pipeline import Pipeline
 from penstock.runtime.handshake import compare_values
 from penstock.runtime.members import Everyone
 from penstock.runtime.spread import give_storage
-from penstock.runtime.stage import Shards, Stage, StageCall
-from penstock.runtime.world import open_world
+from penstock.runtime.stage import Shards, Stage
+from penstock.runtime.world import World, open_world
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
 from penstock.schedule.recompute import mixed
@@ -128,8 +128,12 @@ class AutoPipeline(Options):
         Raises what `outline` raises, and WorldSizeError.
         """
         outline = self.outline(model)
+        world = open_world(outline.schedule, self.link(), {**self.facts(), **self._facts_of(outline)})
+        with world.closed_on_error():
+            return Pipeline(self._parts(outline, world))
+
+    def _parts(self, outline: Outline, world: World) -> Parts:
         schedule, source = outline.schedule, outline.source
-        world = open_world(schedule, self.link(), {**self.facts(), **self._facts_of(outline)})
         ties = weights.tied_names(source.model)
         beside = self.beside(world)
         if beside is not None:
@@ -152,23 +156,21 @@ class AutoPipeline(Options):
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
         files = source.read_beside() if world.processes.index == 0 else {}  # who writes them
-        return Pipeline(
-            Parts(
-                schedule,
-                world,
-                stages,
-                {index: outline.own_layers(module, index) for index, module in modules.items()},
-                None
-                if self.shapes == "exchanged" or not outline.chain.plain
-                else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
-                self.loss(),
-                self.cutter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
-                shared=shared_weights(outline, ties, modules),
-                saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
-                names=names,
-                recomputed=outline.recomputed(self.checkpointing()),
-                trace_folder=self.trace_folder,
-            )
+        return Parts(
+            schedule,
+            world,
+            stages,
+            {index: outline.own_layers(module, index) for index, module in modules.items()},
+            None
+            if self.shapes == "exchanged" or not outline.chain.plain
+            else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
+            self.loss(),
+            self.cutter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
+            shared=shared_weights(outline, ties, modules),
+            saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
+            names=names,
+            recomputed=outline.recomputed(self.checkpointing()),
+            trace_folder=self.trace_folder,
         )
 
     def _facts_of(self, outline: Outline) -> dict[str, str]:
@@ -236,7 +238,7 @@ class AutoPipeline(Options):
             layers=outline.own_layers(part, index),
             checkpointing=self.checkpointing(),
             parallelize_fn=self.parallelize_fn,
-            call=_caller(outline, index),
+            call=lambda part: HFCall(part, info),
             routing=None if outline.routed is None else outline.routed.of_stage(part),
             after={name: part.get_submodule(name) for name in outline.chain.after} if info.is_last else None,
             place=info.stage,
@@ -292,8 +294,3 @@ class AutoPipeline(Options):
         else:
             weights.copy_values(part, source.model)
         initial.initialise(part, source.model, ties, self.seed)
-
-
-def _caller(outline: Outline, index: int) -> Callable[[Any], StageCall]:
-    """Runs the stage's part of the model."""
-    return lambda part: HFCall(part, outline.info(index))

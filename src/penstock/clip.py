@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from penstock.runtime.spread import own
+from penstock.runtime.spread import own, whole
 from penstock.runtime.world import World
 
 
@@ -35,7 +35,7 @@ def _held(gradients: Sequence[Tensor], world: World) -> dict[int, list[Tensor]]:
         elif world.sums.ranks.issuperset(gradient.device_mesh.mesh.flatten().tolist()):
             held.setdefault(beside // _parts(gradient), []).append(gradient.to_local())
         else:  # of a mesh of the user's own
-            held.setdefault(beside, []).append(torch.linalg.vector_norm(gradient).full_tensor())
+            held.setdefault(beside, []).append(whole(torch.linalg.vector_norm(gradient)))
     return held
 
 

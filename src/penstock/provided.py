@@ -19,7 +19,8 @@ from penstock.parts import Parts
 from penstock.runtime.handshake import named
 from penstock.runtime.shared import of_replicas
 from penstock.runtime.stage import Stage
-from penstock.runtime.world import open_world
+from penstock.runtime.world import World, open_world
+from penstock.schedule import Schedule
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -80,6 +81,12 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
             "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
         )
     world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
+    with world.closed_on_error():
+        return _parts_in(world, provider, options, schedule)
+
+
+def _parts_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> Parts:
+    how = options.checkpointing()
     depth = schedule.placement.depth
     beside = options.beside(world)
     stages = []

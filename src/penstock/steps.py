@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from penstock.runtime.last_words import last_words
 from penstock.runtime.loss import Loss
 from penstock.runtime.lower import lower
 from penstock.runtime.microbatch import fingerprint
+from penstock.runtime.progress import Progress
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.shapes import EdgeShapes, Microbatch
 from penstock.runtime.stage import Stage
@@ -141,7 +143,7 @@ class Steps:
             weight = self._world.sums.items(weight)
         if self._world.mesh is not None:
             parts = [given] if isinstance(given, Mapping) else given
-            transport.follow(lambda: executors[0].progress)
+            transport.follow(_progress_of(executors[0]))
             told = fingerprint(parts, len(microbatches), number)
             transport.agree(*told)
             self._world.sums.alike(*told)
@@ -234,6 +236,12 @@ class Steps:
         """What this rank knows of a wait that broke off after the schedule had run."""
         if error.timeline is None:
             last_words(error, lowered.executors, self._trace_folder)
+
+
+def _progress_of(executor: Executor) -> Callable[[], Progress | None]:
+    """For a thread that lives on where a pipeline is dropped without `close`: it is not to keep weights."""
+    known = weakref.ref(executor)
+    return lambda: None if (still := known()) is None else still.progress
 
 
 def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch]) -> Collect:

@@ -194,18 +194,18 @@ def ranks_of(parent: int) -> dict[str, int]:
         ("parent", signal.SIGINT, 130, "penstock: interrupted\n"),
     ],
 )
-def test_a_run_that_is_cut_short_ends_within_seconds(
+def test_a_run_that_is_cut_short_ends_at_once(
     tmp_path: Path, target: str, number: signal.Signals, code: int, said: str
 ) -> None:
-    process = start("train", config_file(tmp_path), "train.steps=100000", "train.evaluate_every=100000")
+    """Not when the other rank has waited for as long as it may, which is past the end of this test."""
+    more = ("train.steps=100000", "train.evaluate_every=100000", "pipeline.timeout_seconds=600")
+    process = start("train", config_file(tmp_path), *more)
     wait_for_rows(tmp_path / "out" / "metrics.jsonl", 5)
     ranks = ranks_of(process.pid)
     assert sorted(ranks) == ["0", "1"]
     os.kill({**ranks, "parent": process.pid}[target], number)
-    ended = time.monotonic()
     ended_with, _, err = finish(process)
     assert ended_with == code
     assert err.startswith(said)
     assert err.count("penstock: ") == 1
-    assert time.monotonic() - ended < 5
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())

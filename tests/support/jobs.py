@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, PenstockError
 from penstock.models.checkpointing import Checkpointing
+from penstock.models.protocol import StageInfo
 from penstock.runtime import channels
 from penstock.schedule.chosen import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
@@ -194,3 +198,46 @@ def replicas() -> Any:
         for stage, module in pipe.modules.items()
     }
     return values, gradients, result.loss, pipe.clip_grad_norm_(1e9)
+
+
+def refused_builds() -> list[tuple[int, int]]:
+    """Threads of this process before and after builds that a user's own function ends."""
+
+    def refuse(part: nn.Module) -> nn.Module:
+        raise ValueError("not this one")
+
+    options = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, parallelize_fn=refuse)
+    found = []
+    builds: list[Callable[[], Pipeline]] = [
+        lambda: options.build(tiny_model("llama", layers=2)),
+        lambda: Pipeline.from_provider(
+            _layer, ranks=2, schedule="1f1b", microbatches=2, parallelize_fn=refuse
+        ),
+    ]
+    for build in builds:
+        gc.collect()  # of what ran before
+        before = _threads()
+        with pytest.raises(ValueError, match="not this one"):
+            build()
+        gc.collect()  # the error's frames
+        found.append((before, _threads()))
+    return found
+
+
+def _layer(info: StageInfo) -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def dropped() -> int:
+    """Weights that live on of a pipeline that nobody has closed, after a step, when nothing refers to it."""
+    pipe = AutoPipeline(ranks=2, microbatches=2, timeout=30).build(tiny_model("llama"))
+    pipe.step(ragged_batch())
+    weights = [weakref.ref(weight) for weight in pipe.parameters()]
+    assert weights
+    del pipe
+    gc.collect()
+    return sum(weight() is not None for weight in weights)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers.pytorch_utils import Conv1D
 
 from penstock.parallel.expert import is_marked
+from penstock.runtime.spread import own
 
 
 class Muon(Optimizer):
@@ -65,14 +66,10 @@ class Muon(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         momentum, buffer = group["momentum"], state["momentum_buffer"]
-        _local(buffer).lerp_(_local(gradient), 1 - momentum)
-        moved = _local(gradient).lerp(_local(buffer), momentum) if group["nesterov"] else _local(buffer)
+        own(buffer).lerp_(own(gradient), 1 - momentum)
+        moved = own(gradient).lerp(own(buffer), momentum) if group["nesterov"] else own(buffer)
         step = _of_whole(gradient, moved, group)
-        _local(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(step)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        own(parameter).mul_(1 - group["lr"] * group["weight_decay"]).add_(step)
 
 
 def _of_whole(like: Tensor, moved: Tensor, group: dict[str, Any]) -> Tensor:
@@ -89,7 +86,8 @@ def _of_whole(like: Tensor, moved: Tensor, group: dict[str, Any]) -> Tensor:
         _orthogonal(gathered.to_local(), group), like.device_mesh, kept, run_check=False,
         shape=like.shape, stride=like.stride(),
     )  # fmt: skip
-    return update.redistribute(placements=like.placements).to_local()
+    part = update.redistribute(placements=like.placements).to_local()
+    return part.to(moved.device)  # which FSDP2 may have offloaded
 
 
 def _orthogonal(whole: Tensor, group: dict[str, Any]) -> Tensor:

@@ -192,7 +192,7 @@ class DistributedTransport:
         """
         self._agreement = None
 
-    def follow(self, progress: Callable[[], Progress]) -> None:
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on let the other ranks know now and then how far this one is."""
         self.watch.follow(progress)
 
@@ -203,8 +203,8 @@ class DistributedTransport:
         self._opened.end_step()
 
     def close(self) -> None:
-        for closer in self.closers:
-            closer()
+        while self.closers:
+            self.closers.pop()()
         self.watch.close()
         if self._channels is not None:
             self._channels.close()

@@ -19,7 +19,9 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        return tensor.full_tensor()
+        # FSDP2 may have offloaded it, and collectives work where the mesh is
+        there: DTensor = tensor.to(tensor.device_mesh.device_type)  # type: ignore[assignment]
+        return there.full_tensor()
 
 
 def host_copy(tensor: Tensor) -> Tensor:

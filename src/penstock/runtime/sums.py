@@ -82,6 +82,10 @@ class Sums(Protocol):
         """The first problem that any process of the mesh has, the same on all of them; they may be far apart
         in time, as a disk may be slow."""
 
+    def close(self) -> None:
+        """Let go of the process group that is only for this; those of the mesh's axes stay, as the modules
+        that are spread over them use them too."""
+
 
 class NoSums:
     """The pipeline is all there is, or other axes are the caller's own business."""
@@ -116,6 +120,9 @@ class NoSums:
 
     def agree(self, problem: str | None) -> str | None:
         return problem
+
+    def close(self) -> None:
+        """There is none."""
 
 
 class MeshSums:
@@ -232,6 +239,10 @@ class MeshSums:
         told: list[str | None] = [None] * dist.get_world_size(self._patient)
         dist.all_gather_object(told, problem, group=self._patient)
         return next(filter(None, told), None)
+
+    def close(self) -> None:
+        if dist.is_initialized():  # else it has gone with all others
+            dist.destroy_process_group(self._patient)
 
     def _sum(self, given: Tensor, group: dist.ProcessGroup | None, what: str) -> Tensor:
         if group is None:

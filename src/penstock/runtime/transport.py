@@ -57,7 +57,7 @@ class Transport(Protocol):
     def settle(self) -> None:
         """Wait for `agree` to be done; later than this it is done before the first message."""
 
-    def follow(self, progress: Callable[[], Progress]) -> None:
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on let the other ranks know now and then how far this one is."""
 
     def agree(self, fingerprint: int, description: str) -> None:
@@ -125,7 +125,7 @@ class LocalTransport:
     def buffer_bytes(self) -> int:
         return 0  # what is on its way is the sender's result itself
 
-    def follow(self, progress: Callable[[], Progress]) -> None:
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
         """Nothing to do: no other process waits."""
 
     def agree(self, fingerprint: int, description: str) -> None:
@@ -159,8 +159,8 @@ class LocalTransport:
         """Nothing to do: no other process waits."""
 
     def close(self) -> None:
-        for closer in self.closers:
-            closer()
+        while self.closers:
+            self.closers.pop()()
 
 
 def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:

@@ -63,7 +63,7 @@ class Watch:
         # 0.2.0: a thread that came back from the store while Python was ending aborted the process
         atexit.register(self.close)
 
-    def follow(self, progress: Callable[[], Progress]) -> None:
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on tell the others of `progress`, which is called in the watch's own thread."""
         self._progress = progress
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,15 @@ class World:
     batched: bool = False
     mesh: DeviceMesh | None = None
     sums: Sums = field(default_factory=NoSums)
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """While a pipeline is made in it: one that is refused lets go of its threads and process groups."""
+        try:
+            yield
+        except BaseException:
+            self.transport.close()
+            raise
 
 
 def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
@@ -159,6 +169,7 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     transport.open(schedule, link.wire, batched=link.batched, network=link.network)
     offset = clock_offset(transport)
     sums = NoSums() if link.axes is None else MeshSums(mesh, transport.watch, groups.limit)
+    transport.closers.append(sums.close)
     return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
 
 
