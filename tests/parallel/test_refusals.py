@@ -107,6 +107,19 @@ def test_every_group_has_the_pipelines_time_limit(pool: Pool, ranks: int, axes: 
 
 @pytest.mark.parametrize(("reduces", "what"), [(False, "0F0"), (True, "the reduction of stage 0")])
 def test_a_rank_that_stays_away_within_a_step(pool: Pool, reduces: bool, what: str) -> None:
+    """Who notices closes its connections, so that the others may lose those before their time is up."""
     *told, _ = pool.run(4, jobs.stalled, 1, Axes(dp_shard=4), reduces)
     for words in told:
-        assert re.match(f"StalledPeerError: rank 0 waiting for what {what} exchanges", words), words
+        waiting = f"rank 0 waiting for what {what} exchanges from the other ranks: "
+        lost = f"PeerLostError: {waiting}process \\d failed first: rank 0 waiting for .*: "
+        assert re.match(f"(StalledPeerError: {waiting}|{lost})some rank has been silent for", words), words
+    assert any(words.startswith("StalledPeerError") for words in told)
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_shard=4)), (2, Axes(dp_replicate=2))])
+def test_all_pipelines_of_a_mesh_are_told_what_failed(pool: Pool, ranks: int, axes: Axes) -> None:
+    """0.5.0: those of other pipelines were told that the others had been silent, or had died."""
+    *told, last = pool.run(4, jobs.raised, ranks, axes)
+    assert last == "ValueError: this layer gave up"
+    for words in told:
+        assert re.search(r"(process 3|rank 1) failed first: .*ValueError: this layer gave up", words), words

@@ -122,6 +122,31 @@ def limits(ranks: int, axes: Axes) -> dict[str, float]:
     return found
 
 
+def raised(ranks: int, axes: Axes) -> str:
+    """What each process says when the last one raises in the midst of a step, and lives on until all said."""
+    torch.set_num_threads(1)
+    pipe = made("llama", ranks, axes, {"timeout": 2.0})
+    good = own_part(batch(), *pipe.batch_part)
+    pipe.step(good)
+
+    def give_up(*_: Any) -> None:
+        raise ValueError("this layer gave up")
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        (module,) = pipe.modules.values()
+        layer = next(part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+        layer.register_forward_pre_hook(give_up)
+    words = "no error"
+    try:
+        pipe.step(good)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, words)
+    pipe.close()
+    return words
+
+
 def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
     """What the others say when the last process stays away within a step, as weights are gathered or, where
     `reduces`, gradients are summed.

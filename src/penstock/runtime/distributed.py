@@ -55,6 +55,10 @@ class DistributedTransport:
         work.wait(self._limit)
         return int(everyone[0])
 
+    def beside(self, mesh: int) -> None:
+        """From now on tell of failures in all pipelines of a mesh. mesh: a number that its processes share"""
+        self.watch.beside(PrefixStore(f"penstock-mesh/{mesh}", _store()), dist.get_rank())
+
     def open(
         self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
     ) -> None:

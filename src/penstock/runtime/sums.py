@@ -15,6 +15,7 @@ Gradients are summed and never averaged: the loss is divided by all valid items 
 from __future__ import annotations
 
 import datetime
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -82,10 +83,6 @@ class Sums(Protocol):
         """The first problem that any process of the mesh has, the same on all of them; they may be far apart
         in time, as a disk may be slow."""
 
-    def close(self) -> None:
-        """Let go of the process group that is only for this; those of the mesh's axes stay, as the modules
-        that are spread over them use them too."""
-
 
 class NoSums:
     """The pipeline is all there is, or other axes are the caller's own business."""
@@ -121,9 +118,6 @@ class NoSums:
     def agree(self, problem: str | None) -> str | None:
         return problem
 
-    def close(self) -> None:
-        """There is none."""
-
 
 class MeshSums:
     """Over the axes of `mesh` that are there; one that is not has one rank."""
@@ -143,6 +137,11 @@ class MeshSums:
         batch = flat(mesh, BATCH)
         self.part = (0, 1) if batch is None else (batch.get_local_rank(), batch.size())
         self.first = all(mesh.get_local_rank(name) == 0 for name in others)
+
+    def token(self) -> int:
+        """A number that the mesh's processes share, and no other mesh of the job has. Collective."""
+        drawn = secrets.randbits(60)
+        return drawn if self._whole is None else int(next(iter(self._told(drawn).values())))
 
     def alike(self, fingerprint: int, description: str) -> None:
         if self._whole is None:
@@ -241,6 +240,8 @@ class MeshSums:
         return next(filter(None, told), None)
 
     def close(self) -> None:
+        """Let go of the process group that is only for this; those of the mesh's axes stay, as the modules
+        that are spread over them use them too."""
         if dist.is_initialized():  # else it has gone with all others
             dist.destroy_process_group(self._patient)
 

@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.lower import Message
-from penstock.runtime.notes import Notes, Wait
+from penstock.runtime.notes import End, Notes, Wait
 from penstock.runtime.progress import Progress, account
 
 _PATIENCE = 0.5  # seconds for the first failure's reason to come in; it is left before connections close
@@ -49,11 +49,22 @@ class Waiting(NamedTuple):
         return time.monotonic() - self.since
 
 
+class Mesh(NamedTuple):
+    """What the pipelines of one mesh leave for each other, and this process's number in the job."""
+
+    notes: Notes
+    process: int
+
+    def tell(self, reason: str, end: End = "failed") -> None:
+        self.notes.fail(self.process, reason, end)
+
+
 class Watch:
     """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self._notes, self._rank, self._ranks, self.timeout = Notes(store, rank), rank, ranks, timeout
+        self._mesh: Mesh | None = None
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
@@ -66,6 +77,10 @@ class Watch:
     def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on tell the others of `progress`, which is called in the watch's own thread."""
         self._progress = progress
+
+    def beside(self, store: Store, process: int) -> None:
+        """From now on share failures with the other pipelines of the mesh, which have none of its notes."""
+        self._mesh = Mesh(Notes(store, process), process)
 
     def begin(self, what: Message | str, peer: int | None) -> None:
         if self._waiting is None or self._waiting[:2] != (what, peer):  # else it goes on
@@ -82,17 +97,22 @@ class Watch:
     def failed(self, reason: str) -> None:
         """Leave word that this rank failed; the first word stays."""
         self._notes.fail(self._rank, reason)
+        if self._mesh is not None:
+            self._mesh.tell(reason)
         self._freeze()
 
     def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
         """The typed error for a wait that broke off with `cause`."""
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
         timed_out = "timed out" in str(cause).lower()
-        if timed_out and self._notes.first_failure("failed") is None:
+        if timed_out and not self._has_failed():
             return self._stalled(waiting)
-        return self._lost(
-            waiting
-        )  # also where a rank failed and its process lives on, so that waits just end
+        # also where a rank failed and its process lives on, so that waits just end
+        return self._lost(waiting)
+
+    def _has_failed(self) -> bool:
+        notes = [self._notes] if self._mesh is None else [self._notes, self._mesh.notes]
+        return any(each.first_failure("failed") is not None for each in notes)
 
     def _stalled(self, waiting: Waiting) -> StalledPeerError:
         blamed, chain = self._follow(waiting.peer)
@@ -103,6 +123,8 @@ class Watch:
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
         first = blamed[0] if blamed else self._rank
         self._notes.fail(first, f"it {silent}, as rank {self._rank} noticed", "silent")
+        if self._mesh is not None:
+            self._mesh.tell(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
         self._freeze()
         error = StalledPeerError(
             f"rank {self._rank} {waiting.words}",
@@ -120,6 +142,8 @@ class Watch:
         if first is not None:
             blamed, reason = first
             rule = f"rank {blamed} failed first: {reason}"
+        elif (beside := self._failed_beside()) is not None:
+            rule = f"process {beside[0]} failed first: {beside[1]}"
         else:
             rule = f"{waiting.whom} died or closed its connection"
             if blamed is not None:  # the ranks that lose this one next shall name the one that began it
@@ -131,6 +155,10 @@ class Watch:
         )
         self._describe(error, waiting, [] if blamed is None else [blamed])
         return error
+
+    def _failed_beside(self) -> tuple[int, str] | None:
+        """Which process of another pipeline did, and why."""
+        return None if self._mesh is None else self._mesh.notes.first_failure("failed", "silent")
 
     def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
         progress = self._progress()

@@ -168,8 +168,11 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
         shake_hands(transport, common)
     transport.open(schedule, link.wire, batched=link.batched, network=link.network)
     offset = clock_offset(transport)
-    sums = NoSums() if link.axes is None else MeshSums(mesh, transport.watch, groups.limit)
-    transport.closers.append(sums.close)
+    sums: Sums = NoSums()
+    if link.axes is not None:
+        sums = beside = MeshSums(mesh, transport.watch, groups.limit)
+        transport.beside(beside.token())
+        transport.closers.append(beside.close)
     return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
 
 
