@@ -43,7 +43,8 @@ parallel: env  ## The pipeline beside every other axis, on eight processes: some
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-docs: env  ## Write docs/schedules.md from the builders, docs/models.md from the installed transformers
+docs: env  ## Write docs/config.md and docs/schedules.md from the source, docs/models.md from the installed transformers
+	$(BIN)/python docs/config.py
 	$(BIN)/python docs/schedules.py
 	PYTHONPATH=tests $(BIN)/python docs/models.py
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
-from penstock import AutoPipeline
+from penstock import AutoPipeline, Axes
 from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.commit import check_folder
 from penstock.errors import CheckpointError, ModelError, RunError
@@ -39,6 +39,12 @@ from support.jobs_checkpoint import (
     make,
     unfit_on_one,
     whole_run,
+)
+from support.jobs_checkpoint_mesh import (
+    failure_told_once,
+    not_to_be_kept_on_one,
+    random_numbers,
+    torn_on_one,
 )
 from support.pool import Pool
 
@@ -354,14 +360,59 @@ def test_a_layout_that_fails_on_one_process_is_told_on_all(pool: Pool, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_writer_that_gave_a_write_up_takes_no_more(pool: Pool, tmp_path: Path) -> None:
-    """0.4.0 let the next write share the group that the one given up might still read from."""
-    for told in pool.run(2, dropped, str(tmp_path)):
+@pytest.mark.parametrize(("rank", "axes"), [(1, None), (0, Axes(dp_shard=2)), (1, Axes(dp_shard=2))], ids=str)
+def test_a_writer_that_gave_a_write_up_takes_no_more(
+    pool: Pool, tmp_path: Path, rank: int, axes: Axes | None
+) -> None:
+    """0.4.0 let the next write share the group that the one given up might still read from. 0.5.0 forgot on
+    a mesh that it was given up, but for the pipeline that wrote, and the others waited for that."""
+    for told in pool.run(2, dropped, str(tmp_path), rank, axes):
         assert len(told) == 2
         for error in told:
             assert "a CheckpointWriter that gave a write up: its group may still be in that write" in error
     check_folder(tmp_path / "third")
     assert not (tmp_path / "second").exists()
+
+
+def test_a_failed_write_is_over_on_all_pipelines_of_a_mesh(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0 let all but the first wait for it once more, alone, for an hour."""
+    told = pool.run(2, failure_told_once, str(tmp_path / "checkpoint"))
+    assert "it was written, and what was to follow it failed: OSError: no room" in told[0]
+    assert told[1].startswith("RunError: another pipeline of the mesh: it could not write checkpoint")
+    assert "OSError: no room" in told[1]
+    check_folder(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("what", ["manifest", "state", "weights"])
+def test_what_one_pipeline_of_a_mesh_cannot_read_is_told_on_all(
+    pool: Pool, tmp_path: Path, what: str
+) -> None:
+    """0.5.0 let the others load and step alone."""
+    (told, same), (own, own_same) = pool.run(2, torn_on_one, str(tmp_path), what)
+    assert own.startswith("FileNotFoundError" if what == "weights" else "CheckpointError")
+    assert told.startswith("RunError: another pipeline of the mesh: it could not ")
+    assert own.removeprefix("CheckpointError: ") in told
+    assert (same, own_same) == (what != "weights", True)
+
+
+@pytest.mark.parametrize(("what", "rank"), [("state", 0), ("part", 1)])
+def test_what_one_pipeline_of_a_mesh_cannot_keep_is_told_on_all(
+    pool: Pool, tmp_path: Path, what: str, rank: int
+) -> None:
+    """0.5.0 left the others in a collective; each optimizer's part of it was gathered before the next one was
+    looked at."""
+    told = pool.run(2, not_to_be_kept_on_one, str(tmp_path / "checkpoint"), rank, what)
+    found = "state['x'] is a Tensor" if what == "state" else "holds 'odd' of model."
+    assert all(found in error for error in told)
+    assert [error.startswith("CheckpointError") for error in told] == [index == rank for index in range(2)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_process_of_a_mesh_gets_its_own_random_numbers_back(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0 gave all pipelines those of the first."""
+    found = pool.run(4, random_numbers, str(tmp_path / "checkpoint"))
+    assert all(drawn == again for drawn, again in found)
+    assert len({tuple(drawn) for drawn, _ in found}) == 4
 
 
 def test_alone_a_writer_goes_on_after_it_gave_a_write_up(tmp_path: Path) -> None:

@@ -139,6 +139,31 @@ def test_a_crash_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("moment", range(4))
+def test_a_replacement_that_is_interrupted_leaves_the_old_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """0.5.0: Ctrl-C between the two renames left nothing under the name. moment: before or after each"""
+    target, moments, rename = tmp_path / "checkpoint", iter(range(4)), Path.rename
+    write_folder(target, write_two, OneProcess())
+
+    def interrupted(path: Path, to: Path) -> Path:
+        if next(moments, None) == moment:
+            raise KeyboardInterrupt
+        moved = rename(path, to)
+        if next(moments, None) == moment:
+            raise KeyboardInterrupt
+        return moved
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(target, lambda folder: (folder / "new").touch(), OneProcess())
+    check_folder(target)
+    assert (target / "new").exists() == (moment == 3)
+    others = [entry.name for entry in tmp_path.iterdir() if entry != target]
+    assert [name.rpartition("-")[0] for name in others] == [".checkpoint.replaced"] * (moment == 3)
+
+
 def damage(folder: Path, how: str) -> None:
     weights, manifest = folder / "weights.bin", folder / MANIFEST
     match how:

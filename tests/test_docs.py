@@ -1,4 +1,4 @@
-"""What docs/schedules.md and docs/models.md say is so."""
+"""What docs/schedules.md, docs/config.md and docs/models.md say is so."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from penstock.schedule import build, render, simulate, verify
 from penstock.schedule.builders import BUILDERS
+from penstock.train.config import load_config
 
 _ROW = re.compile(r"rank +\d+ \|")
 ROOT = Path(__file__).parent.parent
@@ -30,11 +32,45 @@ def _load(name: str) -> ModuleType:
 
 
 PAGE = _load("schedules")
+CONFIG = _load("config")
 FORMULAS = PAGE.FORMULAS
 
 
 def test_the_page_is_what_the_builders_say() -> None:
     assert PAGE.PAGE.read_text(encoding="utf-8") == PAGE.page(), "run: make docs"
+
+
+def test_the_reference_of_the_config_is_what_the_models_say() -> None:
+    assert CONFIG.PAGE.read_text(encoding="utf-8") == CONFIG.page(), "run: make docs"
+
+
+def test_every_key_of_the_config_is_in_its_reference_with_a_meaning() -> None:
+    sections = [CONFIG.SCHEMA, *CONFIG.SCHEMA["$defs"].values()]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| .+ \| (.*) \|$", CONFIG.page(), re.MULTILINE)
+    assert Counter(key for key, _ in rows) == Counter(key for each in sections for key in each["properties"])
+    assert [key for key, means in rows if not means.strip()] == []
+
+
+def test_every_key_that_takes_values_of_several_kinds_has_a_form() -> None:
+    shown = {(form.place, form.line.partition(":")[0]) for form in CONFIG.FORMS}
+    for table in CONFIG.tables():
+        for key, value in table.schema["properties"].items():
+            kinds = [each for each in value.get("anyOf", value.get("oneOf", [])) if each != {"type": "null"}]
+            assert len(kinds) < 2 or (table.place, key) in shown, (table.place, key)
+
+
+@pytest.mark.parametrize("form", CONFIG.FORMS, ids=lambda form: form.line)
+def test_the_trainer_takes_each_form(form: Any, tmp_path: Path) -> None:
+    """Below the sections that the reference calls enough; it says something else than the defaults do."""
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.EXAMPLE)
+    enough = load_config(file)
+    places = form.place.split(".") if form.place else []
+    lines = [f"{'  ' * depth}{key}:\n" for depth, key in enumerate(places)]
+    given = form.line.partition(":")[0]
+    kept = re.sub(rf"^{given}:\n(  .*\n)+", "", CONFIG.EXAMPLE, flags=re.MULTILINE)
+    file.write_text("".join([kept, *lines, "  " * len(places), form.line, "\n"]))
+    assert load_config(file) != enough
 
 
 @pytest.mark.sweep

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
 from penstock.checkpoint import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
@@ -82,8 +82,10 @@ def test_frozen_and_untouched_parameters_have_no_state_and_need_none(tmp_path: P
     assert differences(before, held(pipe, optimizers)) == []
 
 
-def named(count: int = 2) -> Named:
-    return [(f"layer.{number}.weight", nn.Parameter(torch.ones(2, 3))) for number in range(count)]
+def named(count: int = 2, dtype: torch.dtype = torch.float32) -> Named:
+    return [
+        (f"layer.{number}.weight", nn.Parameter(torch.ones(2, 3, dtype=dtype))) for number in range(count)
+    ]
 
 
 def stepped(optimizer: Optimizer) -> Optimizer:
@@ -142,6 +144,46 @@ def test_other_options_stay_those_that_the_optimizer_was_made_with(tmp_path: Pat
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.1, 0.8)
     stored.restore(again, here, learning_rates=True)
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.5, 0.8)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(AdamW, {"amsgrad": True}), (SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize(
+    ("before", "now"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_state_of_another_dtype_becomes_the_parameters_as_torch_makes_it(
+    tmp_path: Path, kind: Any, options: Any, before: torch.dtype, now: torch.dtype
+) -> None:
+    """0.5.0 left it as it was: SGD went on in the old dtype, and AdamW's next step failed within torch."""
+    here, theirs, ours = named(dtype=before), named(dtype=now), named(dtype=now)
+    there = stepped(stepped(kind(members(here), lr=0.1, **options)))
+    expected, again = (kind(members(of), lr=0.1, **options) for of in (theirs, ours))
+    expected.load_state_dict(there.state_dict())
+    written(tmp_path, there, here).restore(again, ours, learning_rates=True)
+    for _ in range(2):
+        for name, parameter in theirs:
+            found, wanted = again.state[dict(ours)[name]], expected.state[parameter]
+            assert found.keys() == wanted.keys()
+            assert all(same(found[part], value) for part, value in wanted.items())
+            assert torch.equal(dict(ours)[name], parameter)
+        stepped(expected), stepped(again)
+
+
+def test_counters_keep_their_dtype_but_for_what_a_fused_step_asks(tmp_path: Path) -> None:
+    here = named(1, torch.bfloat16)
+    there, again = stepped(NAdam(members(here))), NAdam(members(here))
+    written(tmp_path, there, here).restore(again, here, learning_rates=True)
+    ((before,), (after,)) = there.state.values(), again.state.values()
+    assert after["mu_product"].dtype == torch.float32
+    (state,) = there.state.values()
+    state["exp_avg"] = state["exp_avg"].float() + 1e-5  # as an optimizer of one's own may keep it
+    written(tmp_path, there, here).restore(again, here, learning_rates=True)
+    ((before,), (after,)) = there.state.values(), again.state.values()
+    assert all(same(after[part], value) for part, value in before.items())
+    (tmp_path / "fused").mkdir()
+    plain, fused = stepped(AdamW(members(here))), AdamW(members(here), fused=True)
+    plain.state[here[0][1]]["step"] = plain.state[here[0][1]]["step"].double()
+    written(tmp_path / "fused", plain, here).restore(fused, here, learning_rates=True)
+    assert fused.state[here[0][1]]["step"].dtype == torch.float32
 
 
 @pytest.mark.parametrize(

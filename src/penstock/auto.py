@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock.commit import MANIFEST, check_folder
 from penstock.errors import ConfigError
-from penstock.fitting import check_fits
+from penstock.fitting import check_fits, check_options
 from penstock.functional import Spread, make_stage, own_stages
 from penstock.models import initial, weights
 from penstock.models.absent import compute_in
@@ -33,6 +33,7 @@ from penstock.parallel.beside import Beside, check_model
 from penstock.parallel.routed import Routed
 from penstock.parts import Parts, names_in
 from penstock.pipeline import Pipeline
+from penstock.runtime.axes import Axes
 from penstock.runtime.handshake import compare_values
 from penstock.runtime.members import Everyone
 from penstock.runtime.spread import give_storage
@@ -91,6 +92,7 @@ class AutoPipeline(Options):
             parse_layout(self.layout)  # before any file is looked at
         schedule = self.chosen_schedule()
         proof = verify(schedule)
+        check_options(self.axes or Axes(), self.sharded, self.loss())
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
             check_folder(model)  # written by penstock: an altered file can be told, and would load in silence
         source = open_source(model, self.dtype, self.attention)
@@ -115,7 +117,8 @@ class AutoPipeline(Options):
             for stage in range(schedule.stages)
         )
         outline = Outline(schedule, proof, stages, source, chain, routed)
-        outline.recomputed(self.checkpointing())  # for its refusals
+        if self.axes is None or self.axes.known:
+            outline.recomputed(self.checkpointing(), self.axes)  # for its refusals
         return outline
 
     def build(self, model: ModelLike) -> Pipeline:
@@ -136,10 +139,11 @@ class AutoPipeline(Options):
         schedule, source = outline.schedule, outline.source
         ties = weights.tied_names(source.model)
         beside = self.beside(world)
-        if beside is not None:
-            check_model(source.model, beside.axes, self.ways())  # by now sizes of -1 are known
+        if beside is not None:  # by now sizes of -1 are known
+            check_options(beside.axes, self.sharded, self.loss())
+            check_model(source.model, beside.axes, self.ways())
             check_fits(source.model, outline.chain, beside.axes, self.ways(), trains=schedule.trains)
-        if world.processes.count > 1:
+        if not world.alone:
             everyone = world.processes if beside is None else Everyone(self.timeout, world.device)
             (rank,) = world.ranks
             values = outline.given_values(rank, ties)
@@ -169,7 +173,7 @@ class AutoPipeline(Options):
             shared=shared_weights(outline, ties, modules),
             saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
             names=names,
-            recomputed=outline.recomputed(self.checkpointing()),
+            recomputed=outline.recomputed(self.checkpointing(), None if beside is None else beside.axes),
             trace_folder=self.trace_folder,
         )
 
@@ -256,13 +260,13 @@ class AutoPipeline(Options):
     def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:
         """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.
 
-        The durations are those of Costs(). None where only a real run can tell.
+        The durations are those of Costs(). None where only a real run can tell. Not with axes of -1.
         """
-        how = self.checkpointing()
+        how, shape = self.checkpointing(), (self.axes or Axes()).part(shape)
         if how is None:
             return outline.sizes(shape)
         sizes = outline.sizes_either_way(how, shape)
-        return None if sizes is None else mixed(outline.schedule, *sizes, outline.recomputed(how))
+        return None if sizes is None else mixed(outline.schedule, *sizes, outline.recomputed(how, self.axes))
 
     def _ways(self) -> dict[str, Any]:
         return {

@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 from transformers import PretrainedConfig
 
 from penstock.background import DROPPED, LINGERS, Background
-from penstock.checkpoint_contents import Extra, collect, random_state, read_state, set_random_state
+from penstock.checkpoint_contents import Extra, planned, random_state, read_state, set_random_state
 from penstock.commit import check_folder_together, together
 from penstock.errors import CheckpointError, PenstockError, RunError
 from penstock.optimizer_state import Optimizers
@@ -52,7 +52,7 @@ def save_checkpoint(
         state_dict(): text, numbers, lists and dicts by text. That of process 0 is kept.
     Raises CheckpointError for what cannot be kept (a weight sharded over another mesh, too), ModelError for
     weights that are not under the model's own names and for a pipeline made by from_provider; RunError names
-    the process that failed on all others.
+    the process, or tells of the other pipeline of the mesh, that failed on all others.
     """
     CheckpointWriter(pipe, background=False).save(path, optimizer, state)
 
@@ -73,7 +73,7 @@ def load_checkpoint(
     """
     folder, processes = Path(path).expanduser(), pipe.processes
     saved = pipe._needs_saved()
-    check_folder_together(folder, processes)
+    pipe.all_or_none(f"check checkpoint {folder}", lambda: check_folder_together(folder, processes))
     named = list(pipe.named_parameters(remove_duplicate=False))
     known = {name for names in processes.gather([name for name, _ in named]) for name in names}
 
@@ -85,7 +85,7 @@ def load_checkpoint(
             raise unfit(folder, f"it holds {foreign[0]}", "the model has no such parameter")
         saved.check(folder, dict(zip(pipe.modules, pipe.stages, strict=True)))
         put = stored.plan(optimizer, named, learning_rates=learning_rates)
-        random = random_state(folder, processes)
+        random = random_state(folder, pipe)
 
         def apply() -> dict[str, Any]:
             pipe.load_weights(folder)
@@ -95,8 +95,8 @@ def load_checkpoint(
 
         return apply
 
-    apply = _agreed(processes, f"go on from checkpoint {folder}", check)
-    return _agreed(processes, f"read checkpoint {folder}", apply)
+    apply = _agreed(pipe, f"go on from checkpoint {folder}", check)
+    return _agreed(pipe, f"read checkpoint {folder}", apply)
 
 
 def check_config(path: Path, config: PretrainedConfig) -> None:
@@ -168,11 +168,9 @@ class CheckpointWriter:
         pipe._needs_saved()
         pipe._check_names()
         pipe._check_whole()
-        contents = _agreed(
-            pipe.processes,
-            f"collect what goes into checkpoint {target}",
-            lambda: collect(pipe, optimizer, state, extra, copied=self._background),
-        )
+        deed = f"collect what goes into checkpoint {target}"
+        collect = _agreed(pipe, deed, lambda: planned(pipe, optimizer, state, extra, copied=self._background))
+        contents = _agreed(pipe, deed, collect)
         if not self._background:
 
             def publish() -> None:
@@ -197,32 +195,36 @@ class CheckpointWriter:
         """
         if self._target is None:
             return
-        self._pipe.first_alone(f"write checkpoint {self._target}", self._finish)
-        self._target = None
+        if self._task is not None:
+            self._task.join()  # Ctrl-C leaves it to be waited for
+        deed, task = f"write checkpoint {self._target}", self._task
+        self._target = self._task = None  # on all pipelines alike, whatever came of it
 
-    def _finish(self) -> None:
-        """On the pipeline of the mesh that writes."""
-        if self._task is None:
-            return
-        self._task.join()  # Ctrl-C leaves it to be waited for
-        task, self._task, self._target = self._task, None, None
-        together(self._pipe.processes, f"write checkpoint {task.path}", task.tell)
+        def tell() -> None:
+            assert task is not None
+            together(self._pipe.processes, deed, task.tell)
+
+        self._pipe.first_alone(deed, tell)
 
     def drop(self, linger: float = DROPPED) -> None:
         """Give up the write under way: it leaves no checkpoint. Not collective; takes `linger` s at most.
 
         Among several processes the writer is then used up: theirs may still be in that write.
         """
+        if self._target is None:
+            return
         if self._task is not None:
             self._task.drop(linger)
-            self._task = self._target = None
-            self._gave_up = True
+        self._task = self._target = None
+        self._gave_up = True
 
     def _check_usable(self) -> None:
         """Raises RunError, on all processes: a second write would read the messages of the one given up."""
-        if not self._background or self._processes.count == 1:
+        pipe = self._pipe
+        if not self._background or (pipe.processes.count == 1 and len(pipe.sums.ranks) <= 1):
             return
-        if any(self._pipe.processes.gather(self._gave_up)):
+        gave_up = any(pipe.processes.gather(self._gave_up))
+        if pipe.sums.agree("it gave up" if gave_up else None):
             raise RunError(
                 "a CheckpointWriter that gave a write up",
                 "its group may still be in that write",
@@ -238,12 +240,11 @@ class CheckpointWriter:
         if error is None:
             self.wait()
             return
-        if (task := self._task) is None:
-            return
-        if isinstance(error, Exception):
+        task = self._task
+        if task is not None and isinstance(error, Exception):
             task.join(LINGERS)  # a whole checkpoint from before the error; other ranks write it too
         self.drop()
-        if task.failure is not None:
+        if task is not None and task.failure is not None:
             error.add_note(f"checkpoint {task.path}: {task.failure}")
 
 
@@ -265,8 +266,9 @@ def _follow(path: Path, processes: Processes, then: Then | None) -> None:
     together(processes, f"do what follows checkpoint {path}, which was written", follow)
 
 
-def _agreed(processes: Processes, deed: str, work: Callable[[], T]) -> T:
-    """This process's result of `work`, which no message could hold; or an error on all if it fails on any."""
+def _agreed(pipe: Pipeline, deed: str, work: Callable[[], T]) -> T:
+    """This process's result of `work`, which no message could hold; or an error on every process of the mesh
+    where it fails on any."""
     results: list[T] = []
-    together(processes, deed, lambda: results.append(work()))
+    pipe.all_or_none(deed, lambda: together(pipe.processes, deed, lambda: results.append(work())))
     return results[0]

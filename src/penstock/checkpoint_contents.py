@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.commit import write_folder
 from penstock.errors import CheckpointError
-from penstock.optimizer_state import Optimizers, OptimizerState, state_of
+from penstock.optimizer_state import Optimizers, OptimizerState, check_state, state_of
 from penstock.runtime.processes import Processes
 from penstock.split_model import SplitModel, laid_out
 
@@ -28,11 +29,15 @@ Extra = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Contents:
-    """What this process puts into a checkpoint. write_weights: collective, over the processes given"""
+    """What this process puts into a checkpoint.
+
+    write_weights: collective, over the processes given
+    random: by file, the random state of this process and of those beside it in the mesh
+    """
 
     write_weights: Callable[[Path, Processes], None]
     optimizer: OptimizerState
-    random: dict[str, Tensor]
+    random: dict[str, dict[str, Tensor]]
     state: str
     extra: Extra | None
 
@@ -42,33 +47,39 @@ class Contents:
     def _write(self, folder: Path, processes: Processes) -> None:
         self.write_weights(folder, processes)
         self.optimizer.write(folder, processes.index, processes.count)
-        save_file(self.random, folder / _random_file(processes))
+        for file, state in self.random.items():
+            save_file(state, folder / file)
         if processes.index == 0:
             if self.extra is not None:
                 self.extra(folder)
             (folder / STATE).write_text(self.state, encoding="utf-8")
 
 
-def collect(
+def planned(
     pipe: SplitModel,
     optimizer: Optimizers,
     state: Mapping[str, Any] | None,
     extra: Extra | None,
     *,
     copied: bool,
-) -> Contents:
-    """What this process has to put into a checkpoint now. Nothing is written, and nothing sent but what is
-    spread over a mesh, which all its pipelines gather and the first one keeps.
+) -> Callable[[], Contents]:
+    """What collects what this process puts into a checkpoint; here it is only checked, and nothing is sent.
+
+    To collect is collective over the mesh: what is spread over it is gathered by all its pipelines, and the
+    first one keeps it. So all must have passed the check. Nothing is written.
 
     copied: in host memory of its own, so that training may go on while it is written
-    Raises CheckpointError for what cannot be kept, ModelError for a pipeline made by from_provider.
+    Raises CheckpointError for what cannot be kept.
     """
-    held = state_of(optimizer, list(pipe.named_parameters(remove_duplicate=False)), copied=copied)
-    random = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        random["cuda"] = torch.cuda.get_rng_state()
+    named = list(pipe.named_parameters(remove_duplicate=False))
+    check_state(optimizer, named)
     text = _as_json(state or {})
-    return Contents(_weights(pipe, copied=copied), held, random, text, extra)
+
+    def collect() -> Contents:
+        held = state_of(optimizer, named, copied=copied)
+        return Contents(_weights(pipe, copied=copied), held, _random_states(pipe), text, extra)
+
+    return collect
 
 
 def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], None]:
@@ -82,9 +93,25 @@ def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], N
     return write
 
 
-def random_state(path: Path, processes: Processes) -> dict[str, Tensor]:
+def _random_states(pipe: SplitModel) -> dict[str, dict[str, Tensor]]:
+    """By file, of this process and of those beside it. Collective over these."""
+    own = {"cpu": torch.get_rng_state()}
+    if pipe.sums.least(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
+        own["cuda"] = torch.cuda.get_rng_state()
+    files, place = _random_files(pipe)
+    states: dict[str, dict[str, Tensor]] = {file: {} for file in files}
+    for kind, state in own.items():
+        table = torch.zeros(len(files), len(state), dtype=torch.uint8, device=pipe._world.device)
+        table[place] = state
+        for file, row in zip(files, pipe.sums.everywhere(table).cpu(), strict=True):
+            states[file][kind] = row.clone()
+    return states
+
+
+def random_state(path: Path, pipe: SplitModel) -> dict[str, Tensor]:
     """Empty for an older checkpoint, or one of another number of processes."""
-    file = path / _random_file(processes)
+    files, place = _random_files(pipe)
+    file = path / files[place]
     return load_file(file) if file.is_file() else {}
 
 
@@ -97,8 +124,13 @@ def set_random_state(held: Mapping[str, Tensor]) -> None:
         torch.cuda.set_rng_state(held["cuda"].clone())
 
 
-def _random_file(processes: Processes) -> str:
-    return f"random-{processes.index + 1:05d}-of-{processes.count:05d}.safetensors"
+def _random_files(pipe: SplitModel) -> tuple[list[str], int]:
+    """Of this process and of those beside it, which host the same stages; and which of them is its own."""
+    processes, ranks = pipe.processes, sorted(pipe.sums.ranks)
+    beside = max(1, len(ranks))  # a pipeline that is all there is has no ranks beside it
+    first, count = processes.index * beside + 1, processes.count * beside
+    files = [f"random-{first + place:05d}-of-{count:05d}.safetensors" for place in range(beside)]
+    return files, ranks.index(dist.get_rank()) if ranks else 0
 
 
 def _as_json(state: Mapping[str, Any]) -> str:

@@ -2,7 +2,8 @@
 
 Everything is written into a hidden sibling folder, hashed into a manifest, flushed to the disk, and only
 then renamed onto its name. Whoever finds the name finds all of it; a crash at any moment leaves the old
-folder or none, and at worst a hidden one that nothing ever reads.
+folder or none, and at worst a hidden one that nothing ever reads. A crash between the two renames of a
+replacement leaves the old one under a hidden name.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
 
 MANIFEST = "manifest.json"
-_REMOVED, _WRITING = "removed", "writing"
+_REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
 
 
 def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
@@ -110,9 +111,35 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(removed)
 
 
-def leftovers(folder: Path) -> list[Path]:
-    """Hidden folders in `folder` that a removal cut short has left."""
-    return sorted(folder.glob(f".*.{_REMOVED}-*"))
+def looks_whole(path: Path) -> bool:
+    """As far as can be told without reading it."""
+    try:
+        check_folder_quickly(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def leftovers(folder: Path, name: str = "*") -> list[Path]:
+    """Hidden folders of removals that were cut short, and of replacements where the new one stands.
+
+    name: a pattern of what they were called
+    """
+    replaced = (path for path in folder.glob(f".{name}.{_REPLACED}-*") if looks_whole(target_of(path)))
+    return sorted([*folder.glob(f".{name}.{_REMOVED}-*"), *replaced])
+
+
+def displaced(folder: Path, name: str = "*") -> list[Path]:
+    """Hidden folders that were about to be replaced when the write was killed, and where no new one stands.
+
+    name: a pattern of their targets
+    """
+    return sorted(p for p in folder.glob(f".{name}.{_REPLACED}-*") if not looks_whole(target_of(p)))
+
+
+def target_of(hidden: Path) -> Path:
+    """What a hidden folder was called, or was to be."""
+    return hidden.with_name(hidden.name.removeprefix(".").rpartition(".")[0])
 
 
 def unfinished(folder: Path, name: str = "*") -> list[Path]:
@@ -191,22 +218,22 @@ def _publish(temporary: Path, target: Path, files: dict[str, dict[str, Any]]) ->
     _flush(manifest)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
-    aside = None
-    if os.path.lexists(target):  # a rename cannot replace a folder that holds files
-        aside = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
-        target.rename(aside)
+    aside = target.parent / f".{target.name}.{_REPLACED}-{secrets.token_hex(4)}"
     try:
+        if os.path.lexists(target):  # a rename cannot replace a folder that holds files
+            target.rename(aside)
         temporary.rename(target)
-    except OSError:
-        if aside is not None:
+    except BaseException:  # Ctrl-C too
+        if os.path.lexists(aside) and not os.path.lexists(target):
             aside.rename(target)
         raise
     _flush(target.parent)
-    if aside is not None:
-        _remove(aside)
+    if os.path.lexists(aside):
+        remove_hidden(aside)
 
 
-def _remove(path: Path) -> None:
+def remove_hidden(path: Path) -> None:
+    """Remove one of the hidden folders, or the link that stood in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,6 @@
-"""Whether a model can be trained beside other axes, by what its layers take and what it draws at random."""
+"""Whether a model and its options can be trained beside other axes: by what its layers take, what it draws at
+random, and what the options are of.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,28 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 from penstock.models.chain import Chain
 from penstock.parallel.beside import Ways
+from penstock.parallel.data import Sharded
 from penstock.parallel.tensor_plan import COLUMNS, assigned
 from penstock.runtime.axes import Axes
 from penstock.runtime.chance import dropouts
+from penstock.runtime.loss import Loss, MeanOverRows
+
+
+def check_options(axes: Axes, sharded: Sharded, loss: Loss) -> None:
+    """Raises ConfigError. An axis of -1 is looked at once its size is known."""
+    if sharded != Sharded() and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
+        raise ConfigError(
+            f"sharded={sharded} with the axes {axes}",
+            "it is of weights that FSDP2 holds, and these are whole: it would change nothing",
+            "Set dp_shard to 2 or more, or leave sharded out",
+        )
+    if axes.cp > 1 and isinstance(loss, MeanOverRows):
+        raise ConfigError(
+            f"a loss_fn that is a function, with cp={axes.cp}",
+            "it returns the mean over whole rows, and each rank of cp has a part of each row",
+            "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this rank's "
+            "part (penstock.runtime.loss.Loss), or leave out cp",
+        )
 
 
 def check_fits(model: PreTrainedModel, chain: Chain, axes: Axes, ways: Ways, *, trains: bool) -> None:

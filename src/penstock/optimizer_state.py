@@ -52,11 +52,12 @@ class OptimizerState:
 
 
 def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
-    """What `optimizers` hold of the parameters `named`. copied: in host memory that is nobody else's.
+    """What `optimizers` hold of the parameters `named`, whole: collective where they are spread over ranks.
 
-    Raises CheckpointError where a parameter bears no name or belongs to two optimizers, or where a state is
-    neither a plain tensor nor a number.
+    copied: in host memory that is nobody else's
+    Raises what check_state does, before anything is gathered.
     """
+    check_state(optimizers, named)
     state = OptimizerState()
     for optimizer, group, members in groups_of(optimizers, named):
         lr = group.get("lr")
@@ -66,16 +67,25 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
                 "lr": None if lr is None else float(lr),
                 "options": {option: bool(group[option]) for option in NEEDED if option in group},
                 "parameters": [name for name, _ in members],
+                "dtypes": [str(parameter.dtype) for _, parameter in members],
             }
         )
         for name, parameter in members:
             for part, value in optimizer.state.get(parameter, {}).items():
-                _check_part(optimizer, name, part, value)
                 if isinstance(value, Tensor):
                     state.tensors[f"{part}.{name}"] = host_copy(value) if copied else _plain(value)
                 else:
                     state.numbers.setdefault(name, {})[part] = value
     return state
+
+
+def check_state(optimizers: Optimizers, named: Named) -> None:
+    """Raise CheckpointError where a parameter bears no name or belongs to two optimizers, or where a state is
+    neither a plain tensor nor a number."""
+    for optimizer, _, members in groups_of(optimizers, named):
+        for name, parameter in members:
+            for part, value in optimizer.state.get(parameter, {}).items():
+                _check_part(optimizer, name, part, value)
 
 
 def _plain(value: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ from penstock.models.source import Source
 from penstock.models.weights import Ties
 from penstock.options import recomputed_places
 from penstock.parallel.routed import Routed
+from penstock.runtime.axes import Axes
 from penstock.runtime.handshake import flat
 from penstock.runtime.memory import Sizes
-from penstock.runtime.shared import SharedWeights, of_replicas
+from penstock.runtime.shared import SharedWeights, of_replicas, place
 from penstock.schedule import Costs, Proof, Schedule, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
@@ -128,19 +129,24 @@ class Outline:
         layers = part.get_submodule(self.chain.layers)
         return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
 
-    def weight_bytes(self, rank: int) -> int:
-        """Of a rank's weights with their gradients and AdamW's two moments."""
-        return COPIES * sum(stage.parameter_bytes for stage in self.stages if stage.rank == rank)
+    def weight_bytes(self, rank: int, axes: Axes) -> int:
+        """Of what a process of a rank holds of weights, with their gradients and AdamW's two moments; where
+        they are spread, the whole weights and gradients of a step too. What tp and ep share out counts whole.
+        """
+        whole = sum(stage.parameter_bytes for stage in self.stages if stage.rank == rank)
+        return COPIES * whole if axes.shards == 1 else -(-COPIES * whole // axes.shards) + 2 * whole
 
-    def recomputed(self, how: Checkpointing | None) -> Places:
+    def recomputed(self, how: Checkpointing | None, axes: Axes | None = None) -> Places:
         """The (stage, microbatch) whose layers run again in the backward.
 
+        axes: those beside the pipeline, without -1
         Raises ConfigError where even all of them leave more than a memory limit.
         """
         if how is None or how.memory_limit is None:
             return recomputed_places(self.schedule, how)
         assert how.shape is not None
-        sizes = self.sizes_either_way(how, how.shape)
+        axes = axes or Axes()
+        sizes = self.sizes_either_way(how, axes.part(how.shape))
         if sizes is None:
             raise ConfigError(
                 f"memory_limit for {type(self.source.model).__name__}",
@@ -148,7 +154,7 @@ class Outline:
                 "Give in_flight, from what Pipeline.memory tells of a run",
             )
         kept, again = sizes
-        weights = [self.weight_bytes(rank) for rank in range(self.schedule.ranks)]
+        weights = [self.weight_bytes(rank, axes) for rank in range(self.schedule.ranks)]
         least = simulate(
             self.schedule, mixed(self.schedule, kept, again, first_in_flight(self.schedule, None))
         )
@@ -159,7 +165,8 @@ class Outline:
                 f"memory_limit={_mib(how.memory_limit)}",
                 f"rank {rank} takes {_mib(weights[rank])} for weights, gradients and AdamW's moments, and "
                 f"{_mib(least.peak_memory[rank])} more with every forward run again",
-                f"Give {_mib(needed[rank])} or more, or take more ranks or smaller microbatches",
+                f"Give {_mib(needed[rank])} or more, or take more ranks, a larger dp_shard or smaller "
+                "microbatches",
             )
         limits = [how.memory_limit - weight for weight in weights]
         return first_in_flight(self.schedule, counts_within(self.schedule, kept, again, limits))
@@ -256,13 +263,14 @@ def shared_weights(outline: Outline, ties: Ties, modules: Mapping[int, nn.Module
         if len(holders) < 2:
             continue
         tied.update(names)
-        copies = [
-            _tied(modules[holder.stage], next(n for n in names if n in holder.parameter_names))
+        here = {
+            holder.stage: next(n for n in names if n in holder.parameter_names)
             for holder in holders
             if holder.stage in modules
-        ]
+        }
+        copies = {place(name, stage): _tied(modules[stage], name) for stage, name in here.items()}
         ranks = tuple(sorted({o.rank for o in holders}))
-        shared.append(SharedWeights(ranks, (tuple(copies),) if copies else ()))
+        shared.append(SharedWeights(ranks, (copies,) if copies else ()))
     return [*shared, *of_replicas(outline.schedule.placement, modules, frozenset(tied))]
 
 

@@ -49,7 +49,7 @@ class Pipeline(SplitModel):
         """Collective."""
         super().__init__(parts)
         self._loss, self._cutter = parts.loss, parts.cutter
-        self._shared = SharedGradients(parts.shared, parts.world.transport)
+        self._shared = SharedGradients(parts.shared, parts.world.transport, self.processes)
         traces = None if parts.trace_folder is None else Path(parts.trace_folder)
         self._steps = Steps(parts.world, self._stages, parts.edges, parts.loss, parts.cutter, traces)
         self._proof = verify(parts.schedule)
@@ -101,7 +101,11 @@ class Pipeline(SplitModel):
         self._shared.begin_step()
         try:
             with torch.enable_grad():
-                result, self._last = self._steps.run(self._training, self._with(batch, entries))
+                result, self._last = self._steps.run(
+                    self._training, self._with(batch, entries), changed=self._shared.changed
+                )
+            if report.any_changed(self._last[1]):
+                self._shared.compare()
             self._shared.end_step()
         except BaseException as error:
             if isinstance(error, PeerError):  # perhaps in the sum over shared weights

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec
 from torch import nn
 
 from penstock.errors import ConfigError, ModelError
+from penstock.fitting import check_options
 from penstock.functional import layers_of, make_stage, own_stages
 from penstock.models.edges import provided_edges
 from penstock.models.protocol import Provider, StageInfo
 from penstock.options import Options, recomputed_places
 from penstock.parts import Parts
-from penstock.runtime.handshake import named
+from penstock.runtime.axes import Axes
+from penstock.runtime.handshake import compare_values, named
+from penstock.runtime.members import Everyone
 from penstock.runtime.shared import of_replicas
 from penstock.runtime.stage import Stage
 from penstock.runtime.world import World, open_world
@@ -80,6 +83,7 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
             "only a transformers model tells how sequences, experts and matrices are shared out",
             "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
         )
+    check_options(options.axes or Axes(), options.sharded, options.loss())
     world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
     with world.closed_on_error():
         return _parts_in(world, provider, options, schedule)
@@ -89,20 +93,24 @@ def _parts_in(world: World, provider: Provider, options: Options, schedule: Sche
     how = options.checkpointing()
     depth = schedule.placement.depth
     beside = options.beside(world)
-    stages = []
-    for index in own_stages(schedule, world.ranks):
-        module = provider(StageInfo(index % depth, depth))
-        stages.append(
-            make_stage(
-                index,
-                module,
-                world.device,
-                checkpointing=how,
-                parallelize_fn=options.parallelize_fn,
-                place=index % depth,
-                spread=None if beside is None else beside.spread,
-            )
+    built = {index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)}
+    if beside is not None:
+        check_options(beside.axes, options.sharded, options.loss())
+        (rank,) = world.ranks
+        values = {f"{n} of stage {i}": p for i, made in built.items() for n, p in made.named_parameters()}
+        compare_values(Everyone(options.timeout, world.device), rank, values, ())
+    stages = [
+        make_stage(
+            index,
+            module,
+            world.device,
+            checkpointing=how,
+            parallelize_fn=options.parallelize_fn,
+            place=index % depth,
+            spread=None if beside is None else beside.spread,
         )
+        for index, module in built.items()
+    ]
     modules = _modules(stages)
     edges = None
     if options.shapes != "exchanged":

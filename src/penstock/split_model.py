@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,8 @@ from penstock.runtime.processes import Processes
 from penstock.runtime.spread import host_copy, whole
 from penstock.runtime.stage import Stage
 from penstock.runtime.sums import Sums
+
+T = TypeVar("T")
 
 
 class SplitModel:
@@ -155,19 +157,26 @@ class SplitModel:
 
         Raises what `work` raises; on the other pipelines RunError.
         """
+        self.all_or_none(deed, lambda: work() if self.writes else None)
+
+    def all_or_none(self, deed: str, work: Callable[[], T]) -> T:
+        """What `work` gives, or an error on all pipelines of the mesh where it fails on any. Collective.
+
+        work: fails on all processes of a pipeline or on none
+        Raises what `work` raises; on the other pipelines RunError.
+        """
+        made: list[T] = []
         failure: Exception | None = None
         try:
-            if self._world.sums.first:
-                work()
+            made.append(work())
         except Exception as error:
             failure = error
         told = self._world.sums.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
         if told is not None:
-            raise RunError(
-                "the first pipeline of the mesh", f"it could not {deed}: {told}", "Mend that first"
-            )
+            raise RunError("another pipeline of the mesh", f"it could not {deed}: {told}", "Mend that first")
+        return made[0]
 
     def _check_names(self) -> None:
         """Raises ModelError, on every rank, where weights are not under the names that they came with."""
@@ -233,6 +242,6 @@ def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Te
         if name in left_out:
             continue
         if id(value) not in made:
-            made[id(value)] = host_copy(value) if kept else whole(value)[:0]
+            made[id(value)] = host_copy(value) if kept else whole(value).new_empty(0)
         values[name] = made[id(value)]
     return values if kept else {}

@@ -94,9 +94,15 @@ class Steps:
         return Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
 
     def run(
-        self, lowered: Lowered, given: Given, collect: Collect | None = None, *, scored: bool = False
+        self,
+        lowered: Lowered,
+        given: Given,
+        collect: Collect | None = None,
+        *,
+        scored: bool = False,
+        changed: bool = False,
     ) -> tuple[StepResult, Told]:
-        """collect: takes the place of the loss; where `scored`, it stands beside it"""
+        """collect: takes the place of the loss; where `scored`, it stands beside it; changed: see `report`"""
         schedule, executors, _ = lowered
         transport = self._world.transport
         if self._broken:
@@ -117,17 +123,16 @@ class Steps:
             if collect and scored:
                 for executor in executors:
                     _tell_apart(executor, step.weight)
-            told = transport.exchange([report.report(executor) for executor in executors])
+            told = transport.exchange([report.report(executor, changed) for executor in executors])
+            reports = [vector.tolist() for vector in told]
+            loss = self._world.sums.loss(report.total_loss(reports))
             transport.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
             raise
         left = transport.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
-        reports = [vector.tolist() for vector in told]
-        bubble = report.bubble(schedule, reports)
-        loss = self._world.sums.loss(report.total_loss(reports))
-        return StepResult(loss, step.weight, bubble), (schedule, reports)
+        return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
 
     def _prepare(
         self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool
@@ -138,7 +143,7 @@ class Steps:
         with self._refused_by_all(schedule.microbatches, counts, agreed=True):
             microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
             weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
-            self._foresee(microbatches)
+            self._foresee(microbatches, schedule.placement.depth)
         if counts:
             weight = self._world.sums.items(weight)
         if self._world.mesh is not None:
@@ -206,9 +211,11 @@ class Steps:
             transport.settle()
         raise refusal
 
-    def _foresee(self, microbatches: Sequence[Microbatch]) -> None:
+    def _foresee(self, microbatches: Sequence[Microbatch], depth: int) -> None:
         """Learn what goes over the edges where parts of a batch may differ in it: one may be refused."""
-        if self._world.sums.part[1] > 1 and self._edges and not isinstance(self._edges, DeclaredEdges):
+        if depth == 1 or self._world.sums.part[1] == 1:
+            return
+        if self._edges is not None and not isinstance(self._edges, DeclaredEdges):
             for microbatch in microbatches:
                 self._edges(0, microbatch)
 
@@ -230,7 +237,7 @@ class Steps:
 
     def fail(self) -> None:
         """No step may follow: where there are other processes, they may still be in this one."""
-        self._broken |= self._world.processes.count > 1
+        self._broken |= not self._world.alone
 
     def tell_of(self, error: PeerError, lowered: Lowered) -> None:
         """What this rank knows of a wait that broke off after the schedule had run."""

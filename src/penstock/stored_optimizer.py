@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,8 +28,8 @@ from penstock.runtime.spread import spread_like
 class Entry:
     """What is stored of one parameter.
 
-    optimizer, lr, options: None where an older checkpoint does not tell; parts: the file of each tensor
-    options: of NEEDED, whether each was on
+    optimizer, lr, options, dtype: None where an older checkpoint does not tell; parts: each tensor's file
+    options: of NEEDED, whether each was on; dtype: the parameter's
     """
 
     optimizer: str | None = None
@@ -35,6 +37,7 @@ class Entry:
     parts: dict[str, Path] = field(default_factory=dict)
     numbers: dict[str, Number] = field(default_factory=dict)
     options: dict[str, bool] | None = None
+    dtype: str | None = None
 
     def lacks(self, option: str, part: str) -> bool:
         """Whether there is state, and not what `option` keeps in it."""
@@ -91,9 +94,10 @@ class Stored:
                 {},
                 dict(told["numbers"].get(name, {})),
                 group.get("options"),
+                dtype,
             )
             for group in told["groups"]
-            for name in group["parameters"]
+            for name, dtype in zip(group["parameters"], group.get("dtypes") or repeat(None), strict=False)
         }
 
     def find(self, name: str) -> tuple[str, Entry] | None:
@@ -176,19 +180,31 @@ class Stored:
         held: dict[str, Any] = dict(entry.numbers)
         for part, file in entry.parts.items():
             value = self._opened[file].get_tensor(f"{part}.{name}")
-            held[part] = _placed(part, value, parameter, group)
+            changed = entry.dtype != str(parameter.dtype)
+            held[part] = _placed(part, value, parameter, group, changed=changed)
         optimizer.state.pop(parameter, None)
         if held:
             optimizer.state[parameter] = held
 
 
-def _placed(part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> Tensor:
-    """As torch's optimizers keep it: counters on the CPU unless the step runs on the device, all else there.
+def _placed(
+    part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], *, changed: bool
+) -> Tensor:
+    """As torch's optimizers load it: `step` on the CPU in its own dtype, unless the step runs on the device;
+    all else there, in the parameter's dtype where that has `changed`, but for whole numbers and what counts
+    by one number. Else it stays as it was: some optimizers keep float32 beside weights of bfloat16.
 
     Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
     """
-    on_device = part != "step" or group.get("capturable") or group.get("fused")
-    return spread_like(value, parameter).to(parameter.device if on_device else "cpu", copy=True)
+    device, dtype = parameter.device, value.dtype
+    if part == "step":
+        if group.get("capturable") or group.get("fused"):
+            dtype = torch.float32
+        else:
+            device = torch.device("cpu")
+    elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
+        dtype = parameter.dtype
+    return spread_like(value, parameter).to(device, dtype, copy=True)
 
 
 def unfit(path: Path, found: str, rule: str) -> CheckpointError:

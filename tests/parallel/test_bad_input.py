@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock import AutoPipeline, Axes, Padding
+from penstock import AutoPipeline, Axes, Padding, Sharded
 from penstock.errors import ConfigError, InputError, ModelError, WorldSizeError
 from support import jobs_axes as jobs
 from support.families import tiny_model
@@ -332,3 +332,43 @@ def ragged_loss(model: Any, microbatches: list[dict[str, Tensor]]) -> float:
         tokens += int((labels != -100).sum())
     (total / tokens).backward()  # type: ignore[no-untyped-call]
     return float(total.detach()) / tokens
+
+
+# ---- what would be wrong in silence
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"axes": Axes(cp=2), "loss_fn": lambda output, part: output.square().mean()},
+     "a loss_fn that is a function, with cp=2: .* `weight`, of the whole microbatch"),
+    ({"sharded": Sharded(param_dtype=torch.bfloat16)}, "these are whole: it would change nothing"),
+    ({"axes": Axes(tp=2), "sharded": Sharded(cpu_offload=True)}, "axes tp=2: .* Set dp_shard to 2 or more"),
+    ({"axes": Axes(dp_shard=6, ep=2)}, r"down_proj of shape \[4, 32, .* over 3 ranks with the same experts"),
+])  # fmt: skip
+def test_options_that_would_be_wrong_or_ignored(options: dict[str, Any], message: str) -> None:
+    """0.5.0: the loss and all gradients were cp times too large; and weights stayed as they were."""
+    with pytest.raises(ConfigError, match=message):
+        AutoPipeline(ranks=2, microbatches=2, **options).outline(
+            tiny_model("mixtral" if "ep=2" in str(options) else "llama")
+        )
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_replicate=2)), (1, Axes(dp_shard=2)),
+                                             (2, Axes(dp_shard=2))])  # fmt: skip
+def test_modules_of_ones_own_are_compared_and_exact(pool: Pool, ranks: int, axes: Axes) -> None:
+    """0.5.0: replicas of other values were trained apart, and a single stage beside others failed."""
+    for refused, differences in pool.run(2 * ranks, jobs.modules_of_ones_own, ranks, axes):
+        assert refused.startswith("HandshakeError: ranks that were given models with other values")
+        assert max(differences) < 1e-12
+
+
+def test_models_of_a_pipeline_of_one_rank_are_compared(pool: Pool) -> None:
+    told = pool.run(2, jobs.other_models, Axes(dp_replicate=2))
+    assert told[0] == told[1]
+    assert told[0].startswith("HandshakeError: ranks that were given models with other values")
+
+
+def test_no_step_follows_one_that_failed_beside_others(pool: Pool) -> None:
+    """0.5.0: where the pipeline has one rank a second one went ahead, into the collectives of the first."""
+    first, other = pool.run(2, jobs.after_a_failure, Axes(dp_replicate=2))
+    assert first == ["ValueError", "RunError"]
+    assert other == ["PeerLostError", "RunError"]

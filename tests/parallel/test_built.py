@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaPreTrainedModel
@@ -94,6 +95,16 @@ def test_a_ranks_peak_is_its_part_and_one_tensor(
 def test_the_model_that_it_was_built_of_is_let_go(pool: Pool) -> None:
     assert all(pool.run(4, jobs.let_go, Axes(dp_shard=4, ep=2)))
     assert jobs.let_go(None)
+
+
+def test_a_buffer_without_dimensions_is_saved(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0: IndexError on all pipelines of a mesh but the first, which waited for them."""
+    pool.run(2, jobs.saved, Axes(dp_shard=2), str(tmp_path / "saved"))
+    held = load_file(tmp_path / "saved" / "model.safetensors")
+    assert float(held.pop("model.norm.seen")) == 0.5
+    expected = tiny_model("llama").state_dict()
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in held.items())
 
 
 def test_what_wraps_a_stage_gets_values(pool: Pool) -> None:

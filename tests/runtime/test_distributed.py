@@ -42,7 +42,7 @@ def test_ranks_that_were_given_other_batches(pool: Pool, action: str) -> None:
 def test_a_build_that_is_refused_leaves_no_threads(pool: Pool) -> None:
     """Each process group has some that poll, and a program may try again."""
     for told in pool.run(2, jobs.refused_builds):
-        assert [after - before for before, after in told] == [0, 0]
+        assert [after - before for before, after in told] == [0, 0, 0]
 
 
 def test_a_pipeline_that_was_not_closed_is_not_kept(pool: Pool) -> None:
@@ -55,8 +55,10 @@ def test_a_process_group_for_each_channel(pool: Pool) -> None:
     assert pool.run(4, jobs.group_per_channel, 4) == [[]] * 4
 
 
-def test_two_pipelines_side_by_side(pool: Pool) -> None:
-    answers = pool.run(4, jobs.two_pipelines, 2)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_two_pipelines_side_by_side(pool: Pool, sliced: bool) -> None:
+    """0.5.0: of a slice of a mesh, mesh["pp"], the pipelines' process groups missed each other."""
+    answers = pool.run(4, jobs.two_pipelines, 2, sliced)
     assert answers[0] == answers[1]
     assert answers[2] == answers[3]
     assert [rank for _, rank in answers[2]] == [2, 3]

@@ -36,6 +36,18 @@ def test_each_entry_along_its_own_dimension() -> None:
         ),
         ({"x": torch.zeros(4)}, {"x": 1}, "x of shape [4]: it is to be split along dimension 1"),
         ({"flag": True}, {}, "none of it can be split"),
+        (
+            {"x": torch.zeros(4), "cu_seq_lens_q": [0, 4]},
+            {},
+            "cu_seq_lens_q given as list: it lists, from 0 on",
+        ),
+        ({"x": torch.zeros(4), "cu_seq_lens_k": torch.arange(0)}, {}, "cu_seq_lens_k int64[0]: it lists"),
+        ({"x": torch.zeros(4), "cu_seq_lens_q": torch.tensor(4)}, {}, "cu_seq_lens_q int64[]: it lists"),
+        (
+            {"x": torch.zeros(4), "cu_seq_lens_q": torch.tensor([0.0, 4.0])},
+            {},
+            "cu_seq_lens_q float32[2]: it",
+        ),
     ],
 )
 def test_refusals(batch: dict[str, object], dims: dict[str, int | None], told: str) -> None:

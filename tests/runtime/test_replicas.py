@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline
+from penstock.errors import ModelError
 from penstock.models.protocol import StageInfo
 from penstock.runtime.shapes import Microbatch
 from penstock.schedule import Op, Placement, Schedule, both_ways
@@ -111,6 +112,44 @@ def test_a_rank_whose_copy_gets_no_microbatch() -> None:
     assert result.bubble >= 0.5
     first, second = (module.get_parameter("linear.weight").grad for module in pipe.modules.values())
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def check_frozen(told: list[str]) -> None:
+    for words in told:
+        assert words.startswith(
+            "model.embed_tokens.weight of stage 0 frozen, and lm_head.weight of stage 1 not: "
+        ), words
+
+
+def test_a_tied_weight_of_which_one_copy_is_frozen_is_refused() -> None:
+    """0.5.0: the copies went apart, and a checkpoint held the frozen one."""
+    check_frozen(jobs.frozen_copies())
+
+
+def test_a_frozen_copy_is_refused_on_all_ranks_alike(pool: Pool) -> None:
+    """0.5.0: the other rank waited for its part of the gradient until the timeout."""
+    for told in pool.run(2, jobs.frozen_copies):
+        check_frozen(told)
+
+
+def test_a_stage_of_which_one_copy_is_frozen_is_refused() -> None:
+    def freeze_all_but_the_first(module: nn.Module) -> nn.Module:
+        made.append(module.requires_grad_(not made))
+        return module
+
+    made: list[nn.Module] = []
+    with pytest.raises(ModelError, match=r"^unused of stage 2 frozen, and unused of stage 0 not: "):
+        Pipeline.from_provider(
+            Part, schedule=schedule(), loss_fn=mean_square, parallelize_fn=freeze_all_but_the_first
+        )
+    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+    frozen = pipe.modules[3].get_parameter("linear.bias").requires_grad_(False)
+    with pytest.raises(ModelError, match=r"^linear.bias of stage 3 frozen, and linear.bias of stage 1 not: "):
+        pipe.step(batch())
+    pipe.modules[1].get_parameter("linear.bias").requires_grad_(False)
+    pipe.zero_grad()
+    pipe.step(batch())
+    assert frozen.grad is None
 
 
 def test_over_gloo(pool: Pool) -> None:

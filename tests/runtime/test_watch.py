@@ -143,6 +143,23 @@ def test_a_wait_for_all_blames_those_that_wait_for_nobody(start: Start) -> None:
     )
 
 
+def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, start: Start) -> None:
+    """0.5.0: where all waited for a rank of another pipeline, the first to notice was said to be silent."""
+    beside = HashStore()
+    watches = [start(rank) for rank in range(4)]
+    for rank, watch in enumerate(watches):
+        watch.beside(beside, rank)
+        watch.begin("the loss of the other parts of the batch", None)
+    time.sleep(TIMEOUT)
+    assert ": some rank has been silent" in str(watches[2].error(TIMED_OUT))
+    assert Notes(store, 0).first_failure("failed", "silent") is None
+    lost = str(watches[1].error(CLOSED))
+    assert (
+        ": process 2 failed first: rank 2 waiting for the loss of the other parts of the batch from" in lost
+    )
+    assert "some rank has been silent" in lost
+
+
 def test_a_wait_that_goes_on_keeps_its_beginning(start: Start) -> None:
     """0.2.0: the error of a wait that had timed out told of 0 s: it was begun anew when it broke off."""
     watch = start(0)

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
-from penstock.errors import BatchError, PenstockError
+from penstock.errors import BatchError, HandshakeError, ModelError, PenstockError
 from penstock.models.checkpointing import Checkpointing
 from penstock.models.protocol import StageInfo
 from penstock.runtime import channels
@@ -153,11 +154,15 @@ def other_tokens(rank: int) -> dict[str, Tensor]:
     return batch
 
 
-def two_pipelines(dp: int) -> list[Any]:
-    """A mesh of `dp` pipelines of two ranks: each gives the numbers of a plain process on its own batch."""
+def two_pipelines(dp: int, sliced: bool) -> list[Any]:
+    """A mesh of `dp` pipelines of two ranks: each gives the numbers of a plain process on its own batch.
+
+    sliced: whether a pipeline is given its own part of the mesh
+    """
     mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp_replicate", "pp"))
     model = tiny_model("llama", tied=True)
-    pipe = AutoPipeline(ranks=2, microbatches=3, mesh=mesh, timeout=30).build(model)
+    given = mesh["pp"] if sliced else mesh
+    pipe = AutoPipeline(ranks=2, microbatches=3, mesh=given, timeout=30).build(model)
     batch = ragged_batch(6 + mesh.get_local_rank("dp_replicate"))
     result = pipe.step(batch)
     loss, expected = plain_step(model, batch)
@@ -200,24 +205,64 @@ def replicas() -> Any:
     return values, gradients, result.loss, pipe.clip_grad_norm_(1e9)
 
 
+def frozen_copies() -> list[str]:
+    """What is said where one copy of a tied weight is frozen at build, and later; and once all copies are."""
+
+    def freeze(part: nn.Module) -> nn.Module:
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_("embed_tokens" not in name)
+        return part
+
+    model, batch = tiny_model("llama", tied=True, layers=2), ragged_batch()
+    options = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=20)
+    with pytest.raises(ModelError) as at_build:
+        replace(options, parallelize_fn=freeze).build(model)
+    pipe = options.build(model)
+    tied = [p for name, p in pipe.named_parameters() if "embed_tokens" in name or "lm_head" in name]
+    if pipe.processes.index == 0:  # in one process as well
+        tied[0].requires_grad_(False)
+    found = []
+    for _ in range(2):
+        with pytest.raises(ModelError) as in_step:
+            pipe.step(batch)
+        found.append(str(in_step.value))
+        pipe.zero_grad()
+    for parameter in tied:
+        parameter.requires_grad_(False)
+    pipe.step(batch)
+    assert [parameter.grad for parameter in tied] == [None] * len(tied)
+    for parameter in tied:
+        parameter.requires_grad_()
+    pipe.zero_grad()
+    pipe.step(batch)
+    _, expected = plain_step(model, batch)
+    gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+    assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+    pipe.close()
+    return [str(at_build.value), *found]
+
+
 def refused_builds() -> list[tuple[int, int]]:
-    """Threads of this process before and after builds that a user's own function ends."""
+    """Threads of this process before and after builds that a user's own function, or the handshake, ends."""
 
     def refuse(part: nn.Module) -> nn.Module:
         raise ValueError("not this one")
 
     options = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, parallelize_fn=refuse)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    differing = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2 + dist.get_rank(), mesh=mesh)
     found = []
     builds: list[Callable[[], Pipeline]] = [
         lambda: options.build(tiny_model("llama", layers=2)),
         lambda: Pipeline.from_provider(
             _layer, ranks=2, schedule="1f1b", microbatches=2, parallelize_fn=refuse
         ),
+        lambda: differing.build(tiny_model("llama", layers=2)),
     ]
     for build in builds:
         gc.collect()  # of what ran before
         before = _threads()
-        with pytest.raises(ValueError, match="not this one"):
+        with pytest.raises((ValueError, HandshakeError), match=r"not this one|microbatches"):
             build()
         gc.collect()  # the error's frames
         found.append((before, _threads()))

@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import InputError
 from penstock.parallel.whole_matrices import Muon
+from penstock.runtime import spread
 from support import zoo
-from support.families import FAMILIES, tiny_model
+from support.families import FAMILIES, tiny_config, tiny_model
 from support.jobs_mesh import batch, full, own_part
 from support.reference import plain_step
 
@@ -80,6 +81,80 @@ def refused_provider(axes: Axes) -> str:
             lambda info: nn.Linear(4, 4), ranks=2, schedule="1f1b", microbatches=2, axes=axes
         )
     )
+
+
+class Piece(nn.Module):
+    """y = tanh(W x), with values of its stage, or of this process where they are to differ."""
+
+    def __init__(self, stage: int, *, random: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(stage + (100 * dist.get_rank() if random else 0))
+        self.own = nn.Linear(4, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.own(x))
+        return result
+
+
+def pieces(ranks: int, axes: Axes, options: dict[str, Any], *, random: bool = False) -> Pipeline:
+    return Pipeline.from_provider(
+        lambda info: Piece(info.stage, random=random), ranks=ranks, schedule="1f1b", microbatches=2,
+        axes=axes, timeout=5, **{"loss_fn": lambda output, part: output.square().mean(), **options},
+    )  # fmt: skip
+
+
+def modules_of_ones_own(ranks: int, axes: Axes) -> tuple[str, list[float]]:
+    """What replicas that differ are told, and by how much the loss and each gradient of alike ones differ
+    from those of one process."""
+    torch.set_num_threads(1)
+    refused = told(lambda: pieces(ranks, axes, {}, random=True))
+    pipe = pieces(ranks, axes, {})
+    whole = {"x": torch.arange(64, dtype=torch.float64).view(16, 4) / 64}
+    loss = pipe.step(own_part(whole, *pipe.batch_part)).loss
+    plain = nn.Sequential(*(Piece(stage) for stage in range(ranks)))
+    expected = plain(whole["x"]).square().mean()
+    expected.backward()
+    differences = [abs(loss - float(expected))]
+    for stage, module in pipe.modules.items():
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None
+            other = plain[stage].get_parameter(name).grad
+            assert other is not None
+            differences.append(float((spread.whole(parameter.grad) - other).abs().max()))
+    pipe.close()
+    return refused, differences
+
+
+def after_a_failure(axes: Axes) -> list[str]:
+    """What each of two steps says on this process, where the loss fails on the first one in the first."""
+    torch.set_num_threads(1)
+    failing = [dist.get_rank() == 0]
+
+    def loss(output: Tensor, part: Any) -> Tensor:
+        if failing[0]:
+            raise ValueError("no loss today")
+        return output.square().mean()
+
+    pipe = pieces(1, axes, {"loss_fn": loss})
+    given = own_part({"x": torch.ones(16, 4, dtype=torch.float64)}, *pipe.batch_part)
+    found = []
+    for _ in range(2):
+        try:
+            pipe.step(given)
+            found.append("no error")
+        except Exception as error:
+            found.append(type(error).__name__)
+        failing[0] = False
+    pipe.close()
+    return found
+
+
+def other_models(axes: Axes) -> str:
+    """What replicas of a pipeline of one rank are told of models that each process made at random."""
+    kind, config = type(tiny_model("llama")), tiny_config("llama")
+    torch.manual_seed(dist.get_rank())
+    model = kind(config)
+    return told(lambda: AutoPipeline(ranks=1, microbatches=2, timeout=20, axes=axes).build(model))
 
 
 def refused_batches(

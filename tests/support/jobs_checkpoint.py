@@ -15,7 +15,7 @@ from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import PreTrainedModel
 
-from penstock import AutoPipeline, Pipeline
+from penstock import AutoPipeline, Axes, Pipeline
 from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
 from penstock.models.saved import Layout
@@ -54,10 +54,15 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 
 
 def make(
-    ranks: int, schedule: Any, family: str = "llama", kind: str = "adamw", **changes: Any
+    ranks: int,
+    schedule: Any,
+    family: str = "llama",
+    kind: str = "adamw",
+    axes: Axes | None = None,
+    **changes: Any,
 ) -> tuple[Pipeline, list[Optimizer]]:
     """A pipeline of a model that is always the same, and its optimizers."""
-    auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30)
+    auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30, axes=axes)
     pipe = auto.build(tiny_model(family, layers=8, **changes))
     made = KINDS[kind]([p for p in pipe.parameters() if p.requires_grad])
     return pipe, made if isinstance(made, list) else [made]
@@ -161,12 +166,12 @@ def failure_in_the_background(path: str) -> list[str]:
     return told
 
 
-def dropped(path: str) -> list[str]:
-    """Rank 1 gives a write up; what each rank is told when the writer is to write again, and of a new one."""
-    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+def dropped(path: str, rank: int, axes: Axes | None) -> list[str]:
+    """One rank gives a write up; what each is told when the writer is to write again, and of a new one."""
+    pipe, optimizers = make(1 if axes else dist.get_world_size(), "1f1b", axes=axes)
     writer = CheckpointWriter(pipe)
     writer.save(f"{path}/first", optimizers)
-    if dist.get_rank() == 1:
+    if dist.get_rank() == rank:
         writer.drop()
     told = []
     for _ in range(2):

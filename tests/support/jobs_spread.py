@@ -112,6 +112,16 @@ def _status(what: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
+def saved(axes: Axes, folder: str) -> None:
+    """Writes a model with a buffer that has no dimensions."""
+    torch.set_num_threads(1)
+    model = tiny_model("llama")
+    model.model.norm.register_buffer("seen", torch.tensor(0.5))
+    pipe = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes).build(model)
+    pipe.save_pretrained(folder)
+    pipe.close()
+
+
 def let_go(axes: Axes | None) -> bool:
     """Whether the weights of the model that a pipeline was built of are gone while the pipeline lives."""
     torch.set_num_threads(1)

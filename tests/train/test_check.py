@@ -139,6 +139,18 @@ def test_it_is_left_out_aloud_where_memory_runs_out(tmp_path: Path, monkeypatch:
     assert check_split(pipe, whole, batch, "auto").endswith("model: memory ran out")
 
 
+def test_the_host_s_memory_is_known_by_its_allocator_s_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: the host's allocator raises a plain RuntimeError, which ended the run."""
+    pipe, whole, batch = parts(prepare(tmp_path))
+    monkeypatch.setattr(Whole, "make", lambda self, device: torch.empty(2**60, dtype=torch.uint8))
+    assert check_split(pipe, whole, batch, "auto").endswith("model: memory ran out")
+    monkeypatch.setattr(Whole, "make", lambda self, device: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        check_split(pipe, whole, batch, "auto")
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     measured = ("seconds", "tokens_per_second", "bubble")
@@ -352,6 +364,29 @@ def test_what_a_turned_choice_explains(name: str, difference: float, near: int, 
     assert explained(Report.of((1.0, 1.01), tensors, 1e-5, "norm"), near, 256) == fine
     assert not explained(Report.of((1.0, 1.2), tensors, 1e-5, "norm"), near, 256)
     assert not explained(Report.of(None, tensors, 1e-5, "norm"), near, 256)
+
+
+LAYER = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("name", "fine"),
+    [
+        ("self_attn.q_proj.weight", False),
+        ("mlp.up_proj.weight", False),
+        ("pre_feedforward_layernorm_2.weight", False),
+        ("router.proj.weight", True),
+        ("router.per_expert_scale", True),
+        ("experts.down_proj", True),
+        ("gate.weight", True),
+        ("shared_expert.up_proj.weight", True),
+    ],
+)
+def test_a_layer_that_holds_experts_itself_is_no_mixture_as_a_whole(name: str, fine: bool) -> None:
+    """0.5.0: all of a gemma4 layer counted as one, its attention too, whose gradient might be any."""
+    right = Compared("gradient", f"{LAYER}experts.gate_up_proj", 0, 0, 0.0, 1.0, 1e-5)
+    tensors = [right, Compared("gradient", f"{LAYER}{name}", 0, 0, 1.0, 1.0, 1e-5)]
+    assert explained(Report.of((1.0, 1.0), tensors, 1e-5, "norm"), 1, 512) == fine
 
 
 def test_the_whole_model_is_gone_before_the_device_s_memory_is_given_back(

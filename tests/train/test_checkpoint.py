@@ -121,6 +121,26 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
     assert left == {"step-00000002", ".notes.writing-0a1b2c3d"}
 
 
+def test_what_a_killed_replacement_left_is_removed_where_the_new_one_stands(tmp_path: Path) -> None:
+    """0.5.0 kept it for ever, and said at every resume that it was never finished."""
+    replaced = write(tmp_path, 2).rename(tmp_path / "checkpoints" / ".step-00000002.replaced-0a1b2c3d")
+    written = write(tmp_path, 1, 3)
+    told = (f"{written.with_name('step-00000002')} was being replaced: {replaced} holds the older one",)
+    assert newest(tmp_path).torn == told
+    prune(written, KeepSection(last=2))
+    check_folder(replaced)
+    write(tmp_path, 2)
+    assert newest(tmp_path).torn == ()
+    (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
+    prune(written, KeepSection(last=2))
+    check_folder(replaced)
+    shutil.rmtree(checkpoint_folder(tmp_path, 2))
+    write(tmp_path, 2)
+    prune(written, KeepSection(last=2))
+    assert not replaced.exists()
+    assert standing(tmp_path) == [2, 3]
+
+
 def test_a_pruning_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,14 @@ def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
     assert config.data.path == "a=b"
 
 
+@pytest.mark.parametrize("day", ["2026-02-28", "2026-02-30"])
+def test_a_day_is_text(tmp_path: Path, day: str) -> None:
+    """0.5.0: a day was no text, and one that is in no calendar a ValueError."""
+    config = load(tmp_path, MINIMAL, f"output.folder={day}")
+    assert config.output.folder == day
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+
+
 @pytest.mark.parametrize("word", ["off", "'off'", "false", "auto", "always"])
 def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Path, word: str) -> None:
     config = load(tmp_path, MINIMAL, f"train.check={word}")
@@ -127,6 +135,9 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.steps", "what follows the config file is section.key=value"),
         ("train.steps=[", "its value is not YAML"),
         ("data.path.x=1", "path holds a str and no keys"),
+        ("model.config={[a, b]: 1}", "its value is not YAML: while constructing a mapping"),
+        ("train.steps=0x_", "its value is not YAML: invalid literal for int()"),
+        ("train.steps=2026-02-28", "train.steps='2026-02-28': it should be a valid integer"),
     ],
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -216,6 +227,8 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ("- a\n", "here is a list"),
         ("model: [", "it is not YAML"),
         (MINIMAL + "data: {}\n", "key 'data' is given twice"),
+        ("model: {[a, b]: 1}\n", "it is not YAML: while constructing a mapping"),
+        ("model: {{a: b}: 1}\n", "it is not YAML: while constructing a mapping"),
         ("data: {path: x, tokenizer: bytes}\n", "model is missing: the run needs it"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from penstock.train.config import TrainConfig
 from penstock.train.optim import by_muon, learning_rate, make_optimizers, set_learning_rates
 from penstock.train.optimizers import AdamWKeys, AdamWSection, MuonSection
 from support import zoo
-from support.families import tiny_model
+from support.families import FAMILIES, tiny_model
 from support.tiny import tree
 
 
@@ -36,6 +37,20 @@ def test_only_matrices_decay() -> None:
     assert vectors["weight_decay"] == 0.0
     set_learning_rates(section, [optimizer], 10, 10)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05])
+
+
+def test_biases_do_not_decay_though_they_have_two_dimensions() -> None:
+    """0.5.0: those of gpt_oss's experts, one row for each expert, did."""
+    made: dict[str, nn.Parameter] = {}
+    for family in FAMILIES:
+        made |= {f"{family}.{name}": p for name, p in tiny_model(family, layers=2).named_parameters()}
+    names = {id(parameter): name for name, parameter in made.items()}
+    (optimizer,) = make_optimizers(AdamWSection(), made.items(), ())
+    decays, rest = ({names[id(p)] for p in group["params"]} for group in optimizer.param_groups)
+    assert {name for name in decays if "norm" in name or "bias" in name} == set()
+    biases = {"gpt_oss.model.layers.0.mlp.experts.gate_up_proj_bias", "gpt2.transformer.h.0.attn.c_attn.bias"}
+    assert biases < rest
+    assert {name for name in rest if not re.search("norm|bias|ln_|layer_norm|sinks", name)} == set()
 
 
 def test_a_process_with_matrices_only_has_one_group() -> None:

@@ -113,6 +113,8 @@ def test_what_does_not_fit_is_refused_with_what_would(
             {"dp_shard": 8},
             "rows cannot be split into pipeline.microbatches=2 for each of 8 parts",
         ),
+        ({"context": "ring"}, "context=ring with cp=1: it is how the parts of a row that is cut attend to e"),
+        ({"sequence_parallel": "true", "cp": 2}, "sequence_parallel=true with tp=1: it is of what lies betw"),
     ],
 )
 def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
@@ -137,11 +139,11 @@ def test_rows_that_are_enough() -> None:
 
 def test_settings_reach_the_library(tmp_path: Path) -> None:
     made = config(
-        tmp_path, dp_shard=2, param_dtype="bfloat16", reduce_dtype="float32", reshard_after_forward=True,
-        cpu_offload=True, context="ring", sequence_parallel=True,
+        tmp_path, dp_shard=2, cp=2, tp=2, param_dtype="bfloat16", reduce_dtype="float32",
+        reshard_after_forward=True, cpu_offload=True, context="ring", sequence_parallel=True,
     )  # fmt: skip
     auto = make_auto(made)
-    assert auto.axes == Axes(dp_shard=2)
+    assert auto.axes == Axes(dp_shard=2, cp=2, tp=2)
     assert auto.sharded == Sharded(torch.bfloat16, torch.float32, True, True)
     assert (auto.context, auto.sequence_parallel) == ("ring", True)
     plain = make_auto(config(tmp_path))

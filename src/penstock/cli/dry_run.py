@@ -61,7 +61,7 @@ class Memory(NamedTuple):
 def memory(prepared: Prepared) -> list[Memory]:
     """By rank of the pipeline."""
     outline, axes = prepared.outline, prepared.axes
-    shards = axes.dp_shard * axes.cp
+    shards = axes.shards
     sizes = prepared.auto.memory_costs(outline, largest_microbatch(prepared.config))
     held = None if sizes is None else simulate(outline.schedule, sizes).peak_memory
     parameters = dict(outline.source.model.named_parameters(remove_duplicate=False))
@@ -120,7 +120,10 @@ def _optimizers(prepared: Prepared) -> Table:
 
 
 def _memory(prepared: Prepared) -> Table:
-    table = Table(title="predicted memory a rank, MiB, without the framework's own", title_justify="left")
+    title, axes = "predicted memory a rank, MiB, without the framework's own", prepared.axes
+    if max(axes.tp, axes.ep) > 1:
+        title += "; at most, as what tp and ep share out is counted whole"
+    table = Table(title=title, title_justify="left")
     needs = memory(prepared)
     gathered = ["gathered"] if any(need.gathered for need in needs) else []
     kinds = " and ".join(optimizers(prepared))

@@ -62,7 +62,7 @@ def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
     if axes.cp > 1:
         context_check.check(model, axes.cp, ways.context, max(axes.tp, 1))
     if axes.ep > 1:
-        expert.check(model, axes.ep)
+        expert.check(model, axes.ep, axes.shards // axes.ep if axes.known else 1)
 
 
 class Beside:

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.runtime.members import Everyone
+
 
 def without_values(tensor: Tensor) -> bool:
     """Whether only shapes are asked for: nobody would answer, and there is nothing to tell."""
@@ -48,7 +50,7 @@ class Directions:
         Making the second is collective over the whole world: every process calls it, once, not once a stage.
         """
         group = mesh.get_group()
-        return cls(group, _twin(group) if separate else group)
+        return cls(group, _twin(group, torch.device(mesh.device_type)) if separate else group)
 
     def current(self) -> dist.ProcessGroup:
         """That of what runs now in this thread."""
@@ -56,13 +58,12 @@ class Directions:
         return self.forward if torch._C._current_graph_task_id() == -1 else self.backward
 
 
-def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """Another group of the same ranks."""
     own = dist.get_process_group_ranks(group)
     backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     limit = backend.options._timeout
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = Everyone(limit.total_seconds(), device).gather(own)
     twin: dist.ProcessGroup | None = None
     # all processes make all groups in one order, as torch names groups by how many there are
     for members in sorted({tuple(ranks) for ranks in everyone}):

@@ -65,9 +65,10 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
     return list(found)
 
 
-def check(model: nn.Module, ranks: int) -> None:
+def check(model: nn.Module, ranks: int, copies: int = 1) -> None:
     """Refuse what `expert_parallel` over so many ranks would; of a whole model, with or without values.
 
+    copies: ranks that hold the same experts, each a part of them
     Raises ConfigError, ModelError, also where the model has no mixture at all.
     """
     found = mixtures(model)
@@ -77,6 +78,18 @@ def check(model: nn.Module, ranks: int) -> None:
         )
     for name, experts in found.items():
         _check(name, experts, ranks)
+        _check_parts(name, experts, copies)
+
+
+def _check_parts(name: str, experts: nn.Module, copies: int) -> None:
+    """FSDP2 spreads what is left of them along the second dimension, and evenly only."""
+    for own, parameter in experts.named_parameters():
+        if copies > 1 and (parameter.ndim == 1 or parameter.shape[1] % copies):
+            raise ConfigError(
+                f"{name}.{own} of shape {list(parameter.shape)} over {copies} ranks with the same experts",
+                "dp_shard x cp / ep divides its second dimension",
+                "Set ep to dp_shard x cp, or take another dp_shard",
+            )
 
 
 def mixtures(module: nn.Module) -> dict[str, nn.Module]:

@@ -62,6 +62,16 @@ class Axes:
         """How many parts of a batch are worked on at the same time."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shards(self) -> int:
+        """How many ranks FSDP2 spreads a stage's weights over."""
+        return self.dp_shard * self.cp
+
+    def part(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and tokens that a rank has of a microbatch of (rows, sequence)."""
+        rows, length = shape
+        return rows, -(-length // self.cp)
+
     def filled(self, ranks: int, world: int) -> Axes:
         """Without -1, for a pipeline of `ranks` ranks in a world of so many processes.
 

@@ -46,11 +46,12 @@ class NextToken:
                 "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
             )
         ids = microbatch.get("input_ids")
-        shape = labels.shape if ids is None or ids.dim() != _PER_TOKEN else ids.shape
-        if labels.dim() != _PER_TOKEN or labels.shape != shape:
+        most = None if ids is None or ids.dim() != _PER_TOKEN else ids.shape
+        # some models take fewer (git reads images first), or several for each token (musicgen)
+        if labels.dim() < _PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
             raise BatchError(
                 f"labels of shape {list(labels.shape)}",
-                f"the next-token loss reads one for each token: {list(shape) if ids is not None else 'rows'}",
+                f"the next-token loss reads one for each token: {list(most) if most else 'rows'}",
                 "Give input_ids again, with -100 where no loss is wanted, or give a loss_fn",
             )
         return int((labels[:, 1:] != IGNORED).sum())

@@ -104,8 +104,11 @@ def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:
-    """The world ranks of every pipeline of the mesh, in the order of its other axes."""
-    names = mesh.mesh_dim_names or ()
-    grid = mesh.mesh.movedim(names.index("pp"), -1)
-    pipelines: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
+    """The world ranks of every pipeline, in one order on all processes.
+
+    Of a slice of a larger mesh too, whose `mesh.mesh` has this process's own pipeline alone.
+    """
+    one = mesh["pp"]
+    grid = one._layout.remap_to_tensor(one._rank_map)
+    pipelines: list[list[int]] = grid.reshape(-1, one.size()).tolist()
     return pipelines

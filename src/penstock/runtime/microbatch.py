@@ -121,11 +121,25 @@ def _documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[
     for end in ("q", "k"):
         lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
         if lens in batch and lens not in sharding:
-            cut[lens] = split_lens(batch[lens], rows, int(batch[lens][-1]) // rows, count)
+            bounds = _bounds(lens, batch[lens])
+            cut[lens] = split_lens(bounds, rows, int(bounds[-1]) // rows, count)
             cut[longest] = [int(part.diff().max()) for part in cut[lens]]
         elif longest in batch and longest not in sharding:
             cut[longest] = [batch[longest]] * count
     return cut
+
+
+def _bounds(name: str, value: Any) -> Tensor:
+    told = f"given as {type(value).__name__}"
+    if isinstance(value, Tensor):
+        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
+            return value
+        told = str(TensorSpec.of(value))
+    raise BatchError(
+        f"{name} {told}",
+        "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
+        "`metadata` makes it from the lengths",
+    )
 
 
 def _parts(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:

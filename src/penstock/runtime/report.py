@@ -1,7 +1,7 @@
 """What each rank tells all others at the end of a step: one vector, exchanged once.
 
     loss share | peak of live activations | peak of the bytes held between I and W |
-    bytes at the peak of all: activations, buffers, held between I and W |
+    bytes at the peak of all: activations, buffers, held between I and W | whether it changed |
     of each of the rank's stages: start and end of its reduction beside the pipeline, or zeros |
     of each op, in program order: start and end, start and end of the wait before it | zeros to one length
 
@@ -22,19 +22,22 @@ from penstock.schedule import Reduction, Schedule, Timeline
 from penstock.schedule.timeline import covered
 
 Reports = Sequence[Sequence[float]]  # by rank
-_HEAD = 6  # what comes before the times
+_HEAD = 7  # what comes before the times
 _EACH = len(Marks._fields)
 
 
-def report(executor: Executor) -> Tensor:
-    """One rank's vector, float64."""
+def report(executor: Executor, changed: bool = False) -> Tensor:
+    """One rank's vector, float64.
+
+    changed: whether copies of weights that several stages share were frozen or unfrozen on this rank
+    """
     loss = float(torch.stack(executor.ops.shares).double().sum()) if executor.ops.shares else 0.0
     schedule, marks = executor.plan.schedule, executor.recorder.times()
     found = executor.recorder.reductions()
     sums = [time for stage in _hosted(schedule, executor.plan.rank) for time in found.get(stage, (0.0, 0.0))]
     padding = [0.0] * (_longest(schedule) - len(sums) - len(marks))
     ledger = executor.ops.ledger
-    head = [loss, executor.ops.peak_live, ledger.most_deferred, *ledger.peak]
+    head = [loss, executor.ops.peak_live, ledger.most_deferred, *ledger.peak, float(changed)]
     return torch.tensor([*head, *sums, *marks, *padding], dtype=torch.float64)
 
 
@@ -50,7 +53,11 @@ def deferred_bytes(reports: Reports) -> tuple[int, ...]:
 
 def peak_held(reports: Reports) -> tuple[Held, ...]:
     """By rank, what it held when it held most."""
-    return tuple(Held(*map(int, vector[3:_HEAD])) for vector in reports)
+    return tuple(Held(*map(int, vector[3:6])) for vector in reports)
+
+
+def any_changed(reports: Reports) -> bool:
+    return any(vector[6] for vector in reports)
 
 
 def bubble(schedule: Schedule, reports: Reports) -> float:

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import BatchError, InputError
 from penstock.runtime.axes import own_backend
 from penstock.runtime.groups import limit_waits
+from penstock.runtime.members import Members
 from penstock.runtime.refusals import first_refusal, in_words
 from penstock.runtime.watch import Watch
 
@@ -213,12 +214,10 @@ class MeshSums:
         return [int(number) for number in given]
 
     def _told(self, mine: Any) -> dict[int, Any]:
-        """What each process of the mesh tells, by its rank in the world."""
+        """What each process of the mesh tells (anything that JSON can hold), by its rank in the world."""
         assert self._whole is not None
-        ranks = dist.get_process_group_ranks(self._whole)
-        told: list[Any] = [None] * len(ranks)
-        dist.all_gather_object(told, mine, group=self._whole)
-        return dict(sorted(zip(ranks, told, strict=True)))
+        told = Members(self._whole, self._limit, self._device).gather(mine)
+        return dict(sorted(zip(dist.get_process_group_ranks(self._whole), told, strict=True)))
 
     def items(self, count: int) -> int:
         given = torch.tensor([count], dtype=torch.int64, device=self._device)
@@ -235,8 +234,7 @@ class MeshSums:
         return self._sum(squares, self._others, "the norms of the other ranks of the mesh")
 
     def agree(self, problem: str | None) -> str | None:
-        told: list[str | None] = [None] * dist.get_world_size(self._patient)
-        dist.all_gather_object(told, problem, group=self._patient)
+        told = Members(self._patient, _SLOW, torch.device("cpu")).gather(problem)
         return next(filter(None, told), None)
 
     def close(self) -> None:

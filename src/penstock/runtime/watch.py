@@ -121,8 +121,8 @@ class Watch:
             named = "every rank"
         silent = f"has been silent for {waiting.seconds:.0f} s"
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
-        first = blamed[0] if blamed else self._rank
-        self._notes.fail(first, f"it {silent}, as rank {self._rank} noticed", "silent")
+        if blamed:
+            self._notes.fail(blamed[0], f"it {silent}, as rank {self._rank} noticed", "silent")
         if self._mesh is not None:
             self._mesh.tell(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
         self._freeze()

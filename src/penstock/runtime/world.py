@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -43,14 +43,14 @@ class World:
     mesh: DeviceMesh | None = None
     sums: Sums = field(default_factory=NoSums)
 
-    @contextmanager
-    def closed_on_error(self) -> Iterator[None]:
+    @property
+    def alone(self) -> bool:
+        """Whether no other process has a part in what this one does."""
+        return self.mesh is None or self.mesh.size() == 1
+
+    def closed_on_error(self) -> AbstractContextManager[None]:
         """While a pipeline is made in it: one that is refused lets go of its threads and process groups."""
-        try:
-            yield
-        except BaseException:
-            self.transport.close()
-            raise
+        return _closed_on_error(self.transport)
 
 
 def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
@@ -164,16 +164,26 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     groups = Groups(mesh, link.timeout, link.transport)
     transport = DistributedTransport(groups, device, link.timeout)
     transport.overlap = overlap
-    if not link.takes_all:
-        shake_hands(transport, common)
-    transport.open(schedule, link.wire, batched=link.batched, network=link.network)
-    offset = clock_offset(transport)
-    sums: Sums = NoSums()
-    if link.axes is not None:
-        sums = beside = MeshSums(mesh, transport.watch, groups.limit)
-        transport.beside(beside.token())
-        transport.closers.append(beside.close)
+    with _closed_on_error(transport):
+        if not link.takes_all:
+            shake_hands(transport, common)
+        transport.open(schedule, link.wire, batched=link.batched, network=link.network)
+        offset = clock_offset(transport)
+        sums: Sums = NoSums()
+        if link.axes is not None:
+            sums = beside = MeshSums(mesh, transport.watch, groups.limit)
+            transport.closers.append(beside.close)
+            transport.beside(beside.token())
     return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
+
+
+@contextmanager
+def _closed_on_error(transport: Transport) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        transport.close()
+        raise
 
 
 def _check_alone(link: Link) -> None:

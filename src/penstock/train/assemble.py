@@ -30,9 +30,9 @@ from penstock.train.data import Data, load_data
 from penstock.train.display import Display, make_display
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Metrics
-from penstock.train.model import named_model
+from penstock.train.model import named_model, positions
 from penstock.train.optim import by_muon, make_optimizers
-from penstock.train.outcome import tell
+from penstock.train.outcome import check_prompt, tell
 from penstock.train.start import find_start
 from penstock.train.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.values import CheckpointingSection
@@ -83,6 +83,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     muons = by_muon(config.optimizer, outline.source.model, outline.chain.layers)
     start = find_start(config, outline, resume, muons)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
+    check_prompt(config.output, tokenizer, outline.source.model.config)
     flash = "flash" in str(outline.source.model.config._attn_implementation)  # as transformers itself asks
     padding = make_padding(config.pipeline)
     data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash, parts=axes.batches)
@@ -225,8 +226,8 @@ def _check_model(config: TrainConfig, outline: Outline) -> int:
     """
     if config.data.packing in ("sequential", "best_fit"):
         refuse_packed(outline.source.model)
-    text = outline.source.model.config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
+    model = outline.source.model.config
+    longest = positions(model)
     if longest is not None and config.data.sequence_length > longest:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length}",
@@ -240,7 +241,7 @@ def _check_model(config: TrainConfig, outline: Outline) -> int:
             f"the model takes {longest} positions (max_position_embeddings)",
             f"Give a multiple and buckets that keep rows at {longest} or less",
         )
-    return int(text.vocab_size)
+    return int(model.get_text_config().vocab_size)
 
 
 def _padding_note(config: TrainConfig, data: Data) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
 from types import MappingProxyType
@@ -177,8 +176,13 @@ def _beside(
     there is none.
     """
     told = None
-    with suppress(torch.OutOfMemoryError, MemoryError):
+    try:
         told = _expected(whole, device, microbatches)
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    except RuntimeError as error:  # of the host's allocator, which has no kind of its own
+        if "DefaultCPUAllocator" not in str(error):
+            raise
     if device.type == "cuda":
         torch.cuda.empty_cache()  # only here has all that held the model been let go of
     if told is None:

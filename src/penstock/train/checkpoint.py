@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +20,16 @@ from transformers import PreTrainedModel
 
 from penstock.checkpoint import check_config
 from penstock.checkpoint_contents import STATE
-from penstock.commit import check_folder, check_folder_quickly, leftovers, remove_folder, unfinished
+from penstock.commit import (
+    check_folder,
+    displaced,
+    leftovers,
+    looks_whole,
+    remove_folder,
+    remove_hidden,
+    target_of,
+    unfinished,
+)
 from penstock.errors import CheckpointError
 from penstock.models.weights import Ties
 from penstock.stored_optimizer import Stored, unfit
@@ -53,9 +61,11 @@ def state_after(step: int, config: TrainConfig, skipped: int = 0) -> dict[str, A
 def newest(output: Path) -> Found:
     """The checkpoint of the highest step under `output` that is whole."""
     folder = output / "checkpoints"
-    removed = leftovers(folder)
-    hidden = [path for path in sorted(folder.glob(".step-*"), reverse=True) if path not in removed]
-    torn = [f"{path} was never finished" for path in hidden]
+    torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
+    torn += [
+        f"{target_of(path)} was being replaced: {path} holds the older one"
+        for path in reversed(displaced(folder, "step-*"))
+    ]
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
             check_folder(path)
@@ -72,12 +82,12 @@ def prune(written: Path, keep: KeepSection) -> None:
     Left alone, and not counted: later steps, which another run wrote, and what is not whole. A checkpoint
     into which somebody put files of their own stays. To be called on one process, while nothing is written
     to the folder. Cut short it leaves hidden folders, which the next call removes, as it does those of runs
-    that were killed in a write.
+    that were killed in a write; but not an older checkpoint that was about to be replaced and never was.
     """
     if keep.last is None:
         return
-    for path in (*leftovers(written.parent), *unfinished(written.parent, "step-*")):
-        shutil.rmtree(path)
+    for path in (*leftovers(written.parent, "step-*"), *unfinished(written.parent, "step-*")):
+        remove_hidden(path)
     last = int(written.name.removeprefix("step-"))
     older = sorted(((step, path) for step, path in _standing(written.parent) if step < last), reverse=True)
     for step, path in older[keep.last - 1 :]:
@@ -92,11 +102,8 @@ def _standing(folder: Path) -> Iterator[tuple[int, Path]]:
         named = re.fullmatch(r"step-(\d{8,})", path.name)
         if named is None or path.is_symlink() or not (path / STATE).is_file():
             continue
-        try:
-            check_folder_quickly(path)
-        except CheckpointError:
-            continue
-        yield int(named[1]), path
+        if looks_whole(path):
+            yield int(named[1]), path
 
 
 def read_state(path: Path) -> dict[str, Any]:

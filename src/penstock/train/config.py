@@ -35,7 +35,7 @@ class ModelSection(Section):
     path: str | None = None  # a local Hugging Face folder: config.json, perhaps with weights
     config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
     weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of the weights, and computed in
     attention: str | None = None  # as in transformers: eager, sdpa, ...
     seed: Annotated[int, Field(ge=0)] = 0  # of random weights
 
@@ -52,7 +52,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """Which text, as which tokens."""
 
-    path: str
+    path: str  # a local file or folder
     kind: Literal["auto", "text", "jsonl", "dataset"] = "auto"  # text: a file, or a folder of files
     text_field: str = "text"  # of a JSONL line or a dataset's row
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
@@ -83,12 +83,14 @@ class PaddingSection(Section):
 
 
 class PipelineSection(Section):
+    """Over how many ranks the model is cut, and where, and in which order its microbatches run."""
+
     ranks: Ranks = 1  # -1 under torchrun: all processes that the axes of parallel leave
     schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
-    microbatches: Count = 4
+    microbatches: Count = 4  # of a step, or of each part of its batch (section parallel)
     embedding_weight: Annotated[int, Field(ge=0)] = 1  # counts as so many layers when dealing them out
-    head_weight: Annotated[int, Field(ge=0)] = 1
-    # Which layers go to which stage, in one way at most; evenly where in none:
+    head_weight: Annotated[int, Field(ge=0)] = 1  # the same of the head
+    # Which layers go to which stage: evenly, or by one of the next five keys, or by both first and last:
     layout: str | None = None  # such as Ett|(ttt|)*2tL, see penstock.schedule.layout
     layers_per_stage: LayersPerStage = None  # a number for each stage, or one that is the most for all
     first_stage_layers: Annotated[int, Field(ge=0)] | None = None  # the rest evenly; 0: the embedding alone
@@ -124,25 +126,27 @@ class PipelineSection(Section):
 
 
 class TrainSection(Section):
-    steps: Count = 100
+    """How many steps, of how many rows, and what is done beside them."""
+
+    steps: Count = 100  # all in all: those before a --resume count
     batch_size: Count = 8  # rows a step, over all microbatches
     seed: Annotated[int, Field(ge=0)] = 0  # order of the rows, and dropout
-    clip_norm: Positive | None = 1.0
+    clip_norm: Positive | None = 1.0  # the most that the gradients' norm may be; null: any
     # Where loss or gradient norm is not finite (the norm is known at every step, clipped or not): stop, or
     # leave the step out and go on, unless that befalls ten in a row. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
-    evaluate_every: Count = 100  # and at the first and the last step
-    evaluate_batches: Count = 4
-    checkpoint_every: Count | None = None  # and at the last step
+    evaluate_every: Count = 100  # and before the first step and after the last
+    evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over what is held out
+    checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # written while training goes on, from copies in host memory
-    log_every: Count = 10
+    log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
     # true or full: hold only each layer's input and run it again in the backward; selective: hold what
     # costs most to make besides; or a mapping of the keys of penstock.train.values.CheckpointingSection
     activation_checkpointing: Checkpointing = False
     # What is run again chooses the experts that were chosen before, however nearly others are tied with them;
     # refused for a model without experts, or whose routers choose in a way that is not known
     replay_routing: bool = False
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where torch sees a GPU
     # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
     # resume, and where half of process 0's free memory holds the model; always: else the run is refused
     check: Literal["auto", "always", "off"] = "auto"
@@ -167,10 +171,12 @@ class KeepSection(Section):
 
 
 class OutputSection(Section):
-    folder: str = "runs/train"
+    """Where the run is written, and what of it stays."""
+
+    folder: str = "runs/train"  # of checkpoints, metrics.jsonl and timeline.svg
     keep: KeepSection = KeepSection()
     sample_prompt: str | None = None  # where given, the trained model continues it at the end
-    sample_tokens: Count = 128
+    sample_tokens: Count = 128  # by so many at most
 
 
 class TrainConfig(Section):
@@ -181,7 +187,7 @@ class TrainConfig(Section):
     pipeline: PipelineSection = PipelineSection()
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = AdamWSection()
+    optimizer: OptimizerSection = AdamWSection()  # by which optimizer, and at what rate
     output: OutputSection = OutputSection()
 
     @model_validator(mode="after")

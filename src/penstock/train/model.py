@@ -28,6 +28,12 @@ def named_model(section: ModelSection) -> ModelLike:
     return folder
 
 
+def positions(config: PretrainedConfig) -> int | None:
+    """How many tokens a row may have; None where the config does not say."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
 def inline_config(given: dict[str, Any]) -> PretrainedConfig:
     """The transformers config with these keys. Raises ConfigError for a key that its class does not have.
 

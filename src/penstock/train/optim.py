@@ -45,7 +45,7 @@ def make_optimizers(
     named: its parameters, by the whole model's names; muons: the names of those that Muon trains
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    rest = [parameter for name, parameter in trained if name not in muons]
+    rest = [(name, parameter) for name, parameter in trained if name not in muons]
     hidden = [parameter for name, parameter in trained if name in muons]
     if isinstance(section, AdamWSection):
         return [_adamw(section, rest)]
@@ -67,17 +67,20 @@ def _muon(section: MuonSection, parameters: list[nn.Parameter]) -> Muon:
     )
 
 
-def _adamw(section: AdamWKeys, parameters: Iterable[nn.Parameter]) -> AdamW:
+def _adamw(section: AdamWKeys, named: Iterable[tuple[str, nn.Parameter]]) -> AdamW:
     """With weight decay on matrices only: on norms and biases it would pull a scale to zero.
+
+    Biases are known by their names, too: those of experts that stand together (gpt_oss) have two dimensions.
 
     Parameters of another mesh have groups of their own: AdamW computes on those of a group together, and
     DTensors of two meshes, or beside plain tensors, cannot be.
     """
     many: dict[Any, list[nn.Parameter]] = {}
     vectors: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for name, parameter in named:
+        matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        (many if parameter.ndim > 1 else vectors).setdefault(mesh, []).append(parameter)
+        (many if matrix else vectors).setdefault(mesh, []).append(parameter)
     nothing = [{"params": [nn.Parameter()]}]  # a stage may be empty, and AdamW asks for a parameter
     groups = [
         {"params": group, "weight_decay": decay, FULL: section.learning_rate}

@@ -14,17 +14,17 @@ NotNegative = Annotated[float, Field(ge=0)]
 class AdamWKeys(Section):
     """What AdamW takes, of all parameters or of those that Muon leaves."""
 
-    learning_rate: Positive = 3e-4
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = 0.1  # not on 1-D parameters: norms and biases
+    learning_rate: Positive = 3e-4  # once warmed up
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # of gradients, of their squares
+    eps: Positive = 1e-8  # added to the divisor, lest it be zero
+    weight_decay: NotNegative = 0.1  # not on norms and biases
 
 
 class AdamWSection(AdamWKeys):
     """AdamW of all parameters. Every rate rises in a line and falls along a cosine to a floor."""
 
-    name: Literal["adamw"] = "adamw"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    name: Literal["adamw"] = "adamw"  # it may be left out
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # in which the rate rises
     final_fraction: Fraction = 0.1  # of the learning rate, at the last step
 
     @model_validator(mode="before")
@@ -38,17 +38,17 @@ class MuonSection(Section):
     embeddings, head, norms, biases and routers. All rates rise and fall together.
     """
 
-    name: Literal["muon"] = "muon"
+    name: Literal["muon"] = "muon"  # it has to be given
     learning_rate: Positive = 0.02  # of the matrices; with adjust: match_rms_adamw one such as AdamW's
     weight_decay: NotNegative = 0.1  # of the matrices
-    momentum: Beta = 0.95
-    nesterov: bool = True
+    momentum: Beta = 0.95  # of the gradients' running mean
+    nesterov: bool = True  # step along the gradient and the mean together, not the mean alone
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5  # of the iteration that makes a matrix orthogonal
     # By what a matrix's rate is multiplied for its shape of (rows, columns): original: the root of
     # rows / columns where that is more than 1; match_rms_adamw: 0.2 times the root of the larger one
     adjust: Literal["original", "match_rms_adamw"] = "original"
-    adamw: AdamWKeys = AdamWKeys()
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    adamw: AdamWKeys = AdamWKeys()  # of the rest
+    warmup_steps: Annotated[int, Field(ge=0)] = 0  # in which the rates rise
     final_fraction: Fraction = 0.1  # of each learning rate, at the last step
 
     @model_validator(mode="before")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
+from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule, render, simulate
 from penstock.train.config import OutputSection, TrainConfig
 from penstock.train.loop import Outcome
+from penstock.train.model import positions
+from penstock.train.tokenizer import Tokenizer
 
 
 def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path) -> None:
@@ -35,16 +38,38 @@ def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path
         print(f"sample from the checkpoint, by plain transformers:\n{text}", flush=True)
 
 
+def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: PretrainedConfig) -> None:
+    """Before training: raises ConfigError for a prompt that no model with this config can continue."""
+    if section.sample_prompt is None:
+        return
+    value, ids = f"output.sample_prompt={section.sample_prompt!r}", tokenizer.prompt(section.sample_prompt)
+    longest, vocabulary = positions(model), model.get_text_config().vocab_size
+    if not ids:
+        raise ConfigError(value, "it gives no token to go on from", "Write some text, or leave it out")
+    if longest is not None and len(ids) > longest:
+        rule = f"it is {len(ids)} tokens, and the model takes {longest} positions (max_position_embeddings)"
+        raise ConfigError("output.sample_prompt", rule, "Shorten it")
+    if max(ids) >= vocabulary:
+        rule = f"it gives token id {max(ids)} and the model has ids 0 to {vocabulary - 1} (vocab_size)"
+        raise ConfigError(value, rule, f"Write other text, or take a vocab_size above {max(ids)}")
+
+
 def sample(checkpoint: Path, section: OutputSection, seed: int) -> str:
-    """The prompt and what the saved model makes of it: plain `generate`, at a low temperature."""
+    """The prompt and what the saved model makes of it: plain `generate`, at a low temperature.
+
+    It ends where the model's positions do: with a table of them there is nothing for more.
+    """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     logging.disable_progress_bar()  # "Loading weights", in the middle of the summary
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     logging.enable_progress_bar()
     encoded = tokenizer(section.sample_prompt, return_tensors="pt")
+    count, longest = section.sample_tokens, positions(model.config)
+    if longest is not None:
+        count = min(count, longest - encoded["input_ids"].shape[1] + 1)  # the last one is not read again
     torch.manual_seed(seed)
     made = model.generate(
         input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"],
-        max_new_tokens=section.sample_tokens, do_sample=True, temperature=0.6, pad_token_id=0,
+        max_new_tokens=count, do_sample=True, temperature=0.6, pad_token_id=0,
     )  # fmt: skip
     return str(tokenizer.decode(made[0], skip_special_tokens=True))

@@ -26,6 +26,9 @@ class Tokenizer(Protocol):
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
         """The ids of each document. Raises DataError that names the document that is at fault."""
 
+    def prompt(self, text: str) -> list[int]:
+        """The ids of `text` that is to be continued, with what the tokenizer puts around it."""
+
     def save(self, folder: Path) -> None:
         """Write what AutoTokenizer.from_pretrained needs to encode and decode the same ids."""
 
@@ -37,6 +40,9 @@ class Bytes:
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+
+    def prompt(self, text: str) -> list[int]:
+        return list(text.encode())
 
     def save(self, folder: Path) -> None:
         byte_level_tokenizer().save_pretrained(folder)
@@ -61,6 +67,9 @@ class HuggingFace:
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    def prompt(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, verbose=False)["input_ids"])
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)

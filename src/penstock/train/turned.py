@@ -30,22 +30,27 @@ def explained(report: Report, near: int, tokens: int) -> bool:
         if each.remark:  # only one of the two has it, as of an expert to which no token came
             fine = _of_experts(each.name)
         else:
-            within = each.name.startswith(inside) or each.difference <= share * each.size
+            within = each.name in inside or each.difference <= share * each.size
             fine = within and isfinite(each.difference)
         if not fine:
             return False
     return True
 
 
-def mixtures(names: Iterable[str]) -> tuple[str, ...]:
-    """What the names of weights of mixtures begin with: of experts, and of routers that stand beside them."""
-    found = set()
-    for name in names:
-        parts = name.split(".")
-        places = [at for at, part in enumerate(parts) if _is_experts(part)]
-        if places:
-            found.add("".join(f"{part}." for part in parts[: places[0]]))
-    return tuple(found)
+def mixtures(names: Iterable[str]) -> frozenset[str]:
+    """Those of weights of mixtures: of experts, and of routers and shared experts that stand beside them.
+
+    All else that stands there is none: in a layer that holds its experts itself (gemma4) it is attention.
+    """
+    split = {name: name.split(".") for name in names}
+    homes = {
+        tuple(parts[:at]) for parts in split.values() for at, part in enumerate(parts) if _is_experts(part)
+    }
+    return frozenset(
+        name
+        for name, parts in split.items()
+        if any(tuple(parts[:at]) in homes and _is_inside(part) for at, part in enumerate(parts))
+    )
 
 
 def _of_experts(name: str) -> bool:
@@ -54,3 +59,7 @@ def _of_experts(name: str) -> bool:
 
 def _is_experts(part: str) -> bool:
     return "expert" in part and "shared" not in part
+
+
+def _is_inside(part: str) -> bool:
+    return "expert" in part or "router" in part or part == "gate"

@@ -86,13 +86,13 @@ def _checkpointing(value: object) -> object:
 _CHECKPOINTING_MODES = ("none", "full", "selective")
 LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
 InFlight = Annotated[int | tuple[int, ...] | None, BeforeValidator(_in_flight)]
-Bytes = Annotated[float | None, BeforeValidator(_bytes)]
+Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]
 
 
 class CheckpointingSection(Section):
     """Which activations are computed again in the backward: of every `every`-th layer, all but `save`."""
 
-    every: Count = 1
+    every: Count = 1  # 2: every second one
     save: Patterns = ()  # what is held all the same: matmul, attention, or names of torch's ops
     in_flight: InFlight = None  # of a rank's microbatches in flight the first so many; a list: of each rank
     memory_limit: Bytes = None  # a rank's, which chooses in_flight: bytes, or text like 8 GiB

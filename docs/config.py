@@ -1,0 +1,262 @@
+"""Write docs/config.md from the models of penstock.train.config: ``python docs/config.py``.
+
+What a key means is the comment that stands behind it in the source, or above it; what it may hold is what the
+model checks. tests/test_docs.py checks that the page is what this writes, has every key, and that each form
+below is one that the trainer takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import re
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.schedule.config import CONFIGS
+from penstock.train.config import TrainConfig
+from penstock.train.values import Section
+
+PAGE = Path(__file__).with_name("config.md")
+SCHEMA: dict[str, Any] = TrainConfig.model_json_schema()
+EXAMPLE = """model:
+  config: {model_type: qwen3, hidden_size: 64}
+data:
+  path: text.txt
+  tokenizer: bytes
+"""
+_TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "`true` or `false`",
+    "object": "mapping",
+    "null": "`null`",
+}
+_LIMITS = {
+    "minimum": "{} or more",
+    "exclusiveMinimum": "above {}",
+    "maximum": "{} or less",
+    "exclusiveMaximum": "below {}",
+}
+
+
+class Form(NamedTuple):
+    """A way to write a key that takes values of several kinds: the line below `place`, and what it means."""
+
+    place: str
+    line: str
+    means: str
+
+
+class Key(NamedTuple):
+    """A key of a section. group: the comment over it that is of the keys after it as well"""
+
+    name: str
+    schema: dict[str, Any]
+    means: str
+    group: str
+
+
+class Table(NamedTuple):
+    """A section, at the keys that lead to it: "" for the whole config."""
+
+    place: str
+    title: str
+    schema: dict[str, Any]
+
+
+FORMS = (
+    Form("", "model: {path: models/my-qwen3}", "a folder with `config.json`, and weights where it has some"),
+    Form("", "model: {config: {model_type: qwen3, num_hidden_layers: 4}}", "random weights"),
+    Form("", "optimizer: {learning_rate: 1e-3}", "AdamW"),
+    Form("", "optimizer: {name: muon, adamw: {learning_rate: 1e-3}}", "Muon, and AdamW of what it leaves"),
+    Form("", "pipeline: {shapes: padded, padding: {buckets: [64, 128]}}",
+         "each microbatch as long as the first of these that holds the longest row of its step"),
+    Form("pipeline", "schedule: zb_v", "by its name, in any spelling; [schedules.md](schedules.md) has all"),
+    Form("pipeline", "schedule: {schedule: 1f1b, stages_per_rank: 2}", "with options, see below"),
+    Form("pipeline", "schedule: {schedule: file, path: best.json}",
+         "what `penstock schedule search --out best.json` wrote, or PyTorch as CSV, of as many ranks and "
+         "microbatches as the keys beside say; from the working folder"),
+    Form("pipeline", "schedule: {schedule: searched, costs: {forward: [1, 1.8]}, seconds: 10}",
+         "searched when the run starts, for costs with the keys of `penstock.schedule.Costs`"),
+    Form("pipeline", "layout: Ett|(ttt|)*2tL",
+         "embedding and 2 layers; 3 layers, twice; a layer and the head"),
+    Form("pipeline", "layers_per_stage: 4", "4 at most on each stage"),
+    Form("pipeline", "layers_per_stage: [4, 4, 3]", "on each of three stages"),
+    Form("train", "activation_checkpointing: true", "of every layer, all but its input; the same as `full`"),
+    Form("train", "activation_checkpointing: selective", "all but what costs most to make"),
+    Form("train", "activation_checkpointing: {every: 2, save: [attention]}",
+         "of every second layer, all but its input and what attention made"),
+    Form("train.activation_checkpointing", "in_flight: 2", "of the first two in flight on every rank"),
+    Form("train.activation_checkpointing", "in_flight: [2, 1, 0, 0]", "of two, one and none, by rank"),
+    Form("train.activation_checkpointing", "memory_limit: 8 GiB", "or 8 GB, which is less"),
+    Form("train.activation_checkpointing", "memory_limit: 8589934592", "bytes"),
+    Form("output", "keep: {last: 2, every: 1000}", "the two newest, and those of steps 1000, 2000, ..."),
+)  # fmt: skip
+
+_HEAD = f"""# The config of `penstock train`
+
+Written by `python docs/config.py` from `src/penstock/train/`; do not edit.
+
+A YAML file of sections of keys. This is a whole one, as every other key has a default:
+
+```yaml
+{EXAMPLE}```
+
+`penstock train config.yaml train.steps=200 pipeline.schedule=zb_v` puts keys over those of the file; the
+values are YAML. An unknown key, a value of another type and numbers that do not fit together are refused
+before any weight is loaded. `penstock train config.yaml --dry-run` shows every key with its value.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([_HEAD, *map(_section, tables())])
+
+
+def tables() -> Iterator[Table]:
+    """The config and all its sections, each before those within it."""
+    yield Table("", "Sections", SCHEMA)
+    yield from _within("", SCHEMA)
+
+
+def _within(place: str, schema: dict[str, Any]) -> Iterator[Table]:
+    for key, value in schema["properties"].items():
+        below = f"{place}.{key}".removeprefix(".")
+        for definition in _definitions(value):
+            yield Table(below, _title(below, definition), definition)
+            yield from _within(below, definition)
+
+
+def _definitions(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sections that a key may hold."""
+    alternatives = value.get("anyOf", value.get("oneOf", [value]))
+    return [SCHEMA["$defs"][each["$ref"].rpartition("/")[2]] for each in alternatives if "$ref" in each]
+
+
+def _title(place: str, definition: dict[str, Any]) -> str:
+    name = definition["properties"].get("name", {}).get("const")
+    return f"{place}, name: {name}" if name else place
+
+
+def _section(table: Table) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    group = ""
+    for key in keys(table):
+        if key.group not in ("", group):
+            lines.append(f"| | | | *{_cell(key.group)}* |")
+        group = key.group
+        default = _default(key.schema) if "default" in key.schema else "needed"
+        kinds = _cell(_words(key.schema, f"{table.place}.{key.name}".removeprefix(".")))
+        lines.append(f"| `{key.name}` | {kinds} | {default} | {_cell(key.means)} |")
+    forms = [
+        f"| {_cell(f'`{form.line}`')} | {_cell(form.means)} |" for form in FORMS if form.place == table.place
+    ]
+    if forms:
+        lines += ["", "| for example | which means |", "|---|---|", *forms]
+    if table.place == "pipeline":
+        lines += ["", *_options()]
+    return "\n".join([f"## {table.title}", "", table.schema.get("description", ""), "", *lines, ""])
+
+
+def keys(table: Table) -> Iterator[Key]:
+    """Of one section, in the order of the source."""
+    comments = _comments(_class(table.schema["title"]))
+    for name, value in table.schema["properties"].items():
+        group, means = comments[name]
+        described = [definition.get("description", "") for definition in _definitions(value)]
+        yield Key(name, value, " ".join((means or " ".join(described)).split()), group)
+
+
+def _class(name: str) -> type[Section]:
+    known = [Section]
+    for each in known:
+        known += each.__subclasses__()
+    return next(each for each in known if each.__name__ == name)
+
+
+def _comments(section: type[Section]) -> dict[str, tuple[str, str]]:
+    """By key: the comment over it and over those after it, which ends with a colon; and its own."""
+    found: dict[str, tuple[str, str]] = {}
+    for owner in reversed(section.__mro__[: section.__mro__.index(Section)]):
+        source = textwrap.dedent(inspect.getsource(owner))
+        lines, comments = source.splitlines(), _comment_lines(source)
+        group = ""
+        statement = ast.parse(source).body[0]
+        assert isinstance(statement, ast.ClassDef)
+        for node in statement.body:
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            first = node.lineno
+            while lines[first - 2].lstrip().startswith("#"):
+                first -= 1
+            above = " ".join(comments[line] for line in range(first, node.lineno))
+            assert node.end_lineno is not None
+            own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+            if above.endswith(":"):
+                group, above = above, ""
+            found[node.target.id] = group, " ".join([above, *own]).strip()
+    return found
+
+
+def _comment_lines(source: str) -> dict[int, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+
+
+def _words(value: dict[str, Any], place: str) -> str:
+    """What a key takes, in plain words."""
+    match value:
+        case {"$ref": _}:
+            title = _title(place, _definitions(value)[0])
+            anchor = re.sub(r"[^\w -]", "", title).replace(" ", "-")
+            return f"keys of [{title}](#{anchor})"
+        case {"anyOf": parts} | {"oneOf": parts}:
+            return "; or ".join(_words(part, place) for part in parts)
+        case {"const": word}:
+            return f"`{word}`"
+        case {"enum": words}:
+            return ", ".join(f"`{word}`" for word in words)
+        case {"prefixItems": [first, *others]}:
+            return f"list of {1 + len(others)}: {_words(first, place)}"
+        case {"type": "array", "items": items}:
+            many = re.sub(r"^(whole number|number|list)", r"\1s", _words(items, place))
+            return f"list of {many}"
+    limits = [words.format(value[name]) for name, words in _LIMITS.items() if name in value]
+    return ", ".join([_TYPES[value["type"]], *limits])
+
+
+def _default(value: dict[str, Any]) -> str:
+    default = value["default"]
+    if isinstance(default, dict):
+        return "its own"
+    return f"`{default if isinstance(default, str) else json.dumps(default)}`"
+
+
+def _options() -> Iterator[str]:
+    """What the schedules of a mapping take."""
+    yield from ["| `schedule:` | its options, with their defaults |", "|---|---|"]
+    for name, config in CONFIGS.items():
+        fields = {key: field for key, field in config.model_fields.items() if key != "schedule"}
+        options = [
+            f"`{key}`, needed" if field.is_required() else f"`{key}: {json.dumps(field.default)}`"
+            for key, field in fields.items()
+        ]
+        yield f"| `{name}` | {', '.join(options)} |"
+
+
+def _cell(text: str) -> str:
+    """`text` as Markdown shows it in a table, with what stands in backticks as it is."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*<])", r"\\\1", part) for part in parts[::2]]
+    return "`".join(parts).replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
