@@ -166,9 +166,8 @@ class CheckpointWriter:
         self._check_usable()
         self.wait()
         pipe._needs_saved()
-        pipe._check_names()
-        pipe._check_whole()
         deed = f"collect what goes into checkpoint {target}"
+        pipe.all_or_none(deed, pipe._check_savable)
         collect = _agreed(pipe, deed, lambda: planned(pipe, optimizer, state, extra, copied=self._background))
         contents = _agreed(pipe, deed, collect)
         if not self._background:

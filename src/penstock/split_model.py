@@ -141,8 +141,7 @@ class SplitModel:
 
         max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
         """
-        self._check_names()
-        self._check_whole()
+        self.all_or_none(f"write {path}", self._check_savable)
         values = self.whole_values() if self.is_spread else None
         saved, stages = self._needs_saved(), self._first_stages()
 
@@ -177,6 +176,10 @@ class SplitModel:
         if told is not None:
             raise RunError("another pipeline of the mesh", f"it could not {deed}: {told}", "Mend that first")
         return made[0]
+
+    def _check_savable(self) -> None:
+        self._check_names()
+        self._check_whole()
 
     def _check_names(self) -> None:
         """Raises ModelError, on every rank, where weights are not under the names that they came with."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,11 @@ class Stored:
     def _entries_of(self, told: Any) -> dict[str, Entry]:
         if told is None:
             return {}
+        dtypes = {
+            name: dtype
+            for group in told["groups"]
+            for name, dtype in zip(group["parameters"], group.get("dtypes", ()), strict=False)
+        }
         return {
             name: Entry(
                 str(group["optimizer"]),
@@ -94,10 +98,10 @@ class Stored:
                 {},
                 dict(told["numbers"].get(name, {})),
                 group.get("options"),
-                dtype,
+                dtypes.get(name),
             )
             for group in told["groups"]
-            for name, dtype in zip(group["parameters"], group.get("dtypes") or repeat(None), strict=False)
+            for name in group["parameters"]
         }
 
     def find(self, name: str) -> tuple[str, Entry] | None:
