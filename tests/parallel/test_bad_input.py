@@ -352,6 +352,11 @@ def test_options_that_would_be_wrong_or_ignored(options: dict[str, Any], message
         )
 
 
+def test_a_loss_that_is_an_object_is_exact_over_a_cut_sequence(pool: Pool) -> None:
+    for differences in pool.run(2, jobs.own_loss, 1, Axes(cp=2)):
+        assert max(differences) < 1e-10
+
+
 @pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_replicate=2)), (1, Axes(dp_shard=2)),
                                              (2, Axes(dp_shard=2))])  # fmt: skip
 def test_modules_of_ones_own_are_compared_and_exact(pool: Pool, ranks: int, axes: Axes) -> None:

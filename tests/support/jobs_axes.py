@@ -16,6 +16,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import InputError
 from penstock.parallel.whole_matrices import Muon
 from penstock.runtime import spread
+from penstock.runtime.loss import NextToken
 from support import zoo
 from support.families import FAMILIES, tiny_config, tiny_model
 from support.jobs_mesh import batch, full, own_part
@@ -123,6 +124,26 @@ def modules_of_ones_own(ranks: int, axes: Axes) -> tuple[str, list[float]]:
             differences.append(float((spread.whole(parameter.grad) - other).abs().max()))
     pipe.close()
     return refused, differences
+
+
+class Doubled(NextToken):
+    """A loss of one's own as an object, which sees a part of each row beside cp."""
+
+    def total(self, output: Any, microbatch: Any) -> Tensor:
+        return 2 * super().total(output, microbatch)
+
+
+def own_loss(ranks: int, axes: Axes) -> list[float]:
+    """By how much loss and gradients of an object as loss_fn differ from one process's."""
+    torch.set_num_threads(1)
+    pipe = made("llama", ranks, axes, {"loss_fn": Doubled()})
+    loss, expected = plain_step(model_of("llama"), batch())
+    differences = [abs(pipe.step(own_part(batch(), *pipe.batch_part)).loss - 2 * loss)]
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        assert parameter.grad is not None
+        differences.append(float((full(parameter.grad) - 2 * expected[name]).abs().max()))
+    pipe.close()
+    return differences
 
 
 def after_a_failure(axes: Axes) -> list[str]:
