@@ -113,8 +113,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
             {"dp_shard": 8},
             "rows cannot be split into pipeline.microbatches=2 for each of 8 parts",
         ),
-        ({"context": "ring"}, "context=ring with cp=1: it is how the parts of a row that is cut attend to e"),
-        ({"sequence_parallel": "true", "cp": 2}, "sequence_parallel=true with tp=1: it is of what lies betw"),
     ],
 )
 def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:

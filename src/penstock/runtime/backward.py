@@ -11,7 +11,7 @@ it puts off is run when the rank has nothing better to do.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -96,6 +96,8 @@ def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tenso
 
 def _pair(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
     """The outputs that have a gradient, and their gradients."""
+    if None not in live.roots and len(live.roots) == len(gradients):  # as a rule
+        return cast(tuple[GradientEdge, ...], live.roots), tuple(gradients)
     paired = [(root, grad) for root, grad in zip(live.roots, gradients, strict=True) if root is not None]
     return tuple([root for root, _ in paired]), tuple([grad for _, grad in paired])
 

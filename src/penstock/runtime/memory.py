@@ -78,11 +78,11 @@ class Ledger:
             self.peak = Held(self._activations, buffers + self._received, self._deferred)
 
     def receive(self, parcel: Parcel) -> None:
-        self._received += parcel.nbytes
+        self._received += parcel.specs.nbytes
 
     def take(self, parcel: Parcel) -> None:
         """An op has used what was received up, or made it part of an activation."""
-        self._received -= parcel.nbytes
+        self._received -= parcel.specs.nbytes
 
     def forward(self, op: Op, left: Footprint, result: int) -> None:
         """result: bytes that another stage is given"""

@@ -113,7 +113,7 @@ class Ops:
         ledger = self.ledger
         if received is not None:
             ledger.take(received)
-        ledger.forward(task.op, known, 0 if result is None else result.nbytes)
+        ledger.forward(task.op, known, 0 if result is None else result.specs.nbytes)
         live = self.held if self.beside is None else self.beside
         if live > self.peak_live:
             assert live <= self._plan.peak_live, f"{live} live activations, {self._plan.peak_live} proven"
@@ -210,7 +210,7 @@ class Ops:
         deferred = task.stage.deferred.get(task.op.microbatch)
         ledger.backward(task.op, 0 if deferred is None else deferred.nbytes)
         result = self._checked(task, inputs, SINGLE, step)
-        ledger.sample(self._buffers() + result.nbytes)
+        ledger.sample(self._buffers() + result.specs.nbytes)
         return result
 
     def weight_backward(self, task: Task, received: Parcel | None, step: StepInput) -> None:

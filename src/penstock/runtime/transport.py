@@ -32,6 +32,9 @@ class Transport(Protocol):
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Make room for a message that will come; None where it tells itself what it is."""
 
+    def arrived(self, message: Message) -> bool:
+        """Whether `receive` would bring it, or wait for it."""
+
     def receive(self, message: Message) -> Parcel | None:
         """What the message brings; None means that other ranks of this process must run first."""
 
@@ -105,6 +108,9 @@ class LocalTransport:
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Nothing to do: no buffer is needed."""
+
+    def arrived(self, message: Message) -> bool:
+        return message in self._mail
 
     def receive(self, message: Message) -> Parcel | None:
         return self._mail.pop(message, None)

@@ -56,16 +56,6 @@ class ParallelSection(Section):
                 f"{' and '.join(given)} with whole weights: it is of weights that FSDP2 holds; "
                 "set dp_shard to 2 or more, or leave it out"
             )
-        if self.context != "ulysses" and axes.cp == 1:
-            raise ValueError(
-                f"context={self.context} with cp=1: it is how the parts of a row that is cut attend to each "
-                "other; set cp to 2 or more, or leave it out"
-            )
-        if self.sequence_parallel and axes.tp == 1:
-            raise ValueError(
-                "sequence_parallel=true with tp=1: it is of what lies between matrices that are spread; "
-                "set tp to 2 or more, or leave it out"
-            )
         return self
 
     @property
