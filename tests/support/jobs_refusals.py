@@ -122,6 +122,13 @@ def limits(ranks: int, axes: Axes) -> dict[str, float]:
     return found
 
 
+def a_layer(pipe: Pipeline) -> nn.Module:
+    """One of this process's."""
+    parts = (part for module in pipe.modules.values() for part in module.modules())
+    found: nn.Module = next(part for part in parts if isinstance(part, GradientCheckpointingLayer))
+    return found
+
+
 def raised(ranks: int, axes: Axes) -> str:
     """What each process says when the last one raises in the midst of a step, and lives on until all said."""
     torch.set_num_threads(1)
@@ -133,9 +140,7 @@ def raised(ranks: int, axes: Axes) -> str:
         raise ValueError("this layer gave up")
 
     if dist.get_rank() == dist.get_world_size() - 1:
-        (module,) = pipe.modules.values()
-        layer = next(part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
-        layer.register_forward_pre_hook(give_up)
+        a_layer(pipe).register_forward_pre_hook(give_up)
     words = "no error"
     try:
         pipe.step(good)
@@ -163,8 +168,7 @@ def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
     if dist.get_rank() == last and reduces:
         pipe.stages[0].shards.reduce = stay_away  # type: ignore[union-attr, method-assign]
     elif dist.get_rank() == last:
-        layer = next(part for part in pipe.parts[0].modules() if isinstance(part, GradientCheckpointingLayer))
-        layer.register_forward_pre_hook(stay_away)
+        a_layer(pipe).register_forward_pre_hook(stay_away)
     words = "no error"
     try:
         pipe.step(good)
