@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,15 @@ from penstock.cutter import Given, Refused
 from penstock.errors import BatchError, DifferenceError
 from penstock.models.hf import outcome
 from penstock.models.protocol import ProvidedCall
+from penstock.parts import StageFacts
 from penstock.runtime.loss import Loss
 from penstock.runtime.padding import ROUTED
+from penstock.runtime.processes import Processes
 from penstock.runtime.shapes import Microbatch
 from penstock.runtime.spread import whole as gathered
-from penstock.runtime.stage import evaluating, gradients_aside
+from penstock.runtime.stage import Stage, evaluating, gradients_aside
 from penstock.runtime.sums import Sums
-
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
+from penstock.steps import StepResult
 
 # largest difference, relative to the largest entry of the tensor compared
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -130,8 +130,25 @@ class Report:
             raise DifferenceError(self, remedy)
 
 
+class Comparable(Protocol):
+    """A Pipeline, as far as a comparison needs it."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+    @property
+    def modules(self) -> Mapping[int, nn.Module]: ...
+    @property
+    def info(self) -> tuple[StageFacts, ...]: ...
+    @property
+    def processes(self) -> Processes: ...
+    @property
+    def sums(self) -> Sums: ...
+    def step(self, batch: Given) -> StepResult: ...
+    def microbatches(self, batch: Given) -> list[Microbatch]: ...
+
+
 def compare(
-    pipe: Pipeline, model: nn.Module, batch: Given, loss: Loss, tolerance: float | None = None
+    pipe: Comparable, model: nn.Module, batch: Given, loss: Loss, tolerance: float | None = None
 ) -> Report:
     """Loss and every gradient of `pipe` beside those of `model`, in evaluation mode.
 
@@ -162,14 +179,14 @@ def compare(
 Place = tuple[str, int, int]
 
 
-def placed_parameters(pipe: Pipeline) -> Iterator[tuple[Place, nn.Parameter]]:
+def placed_parameters(pipe: Comparable) -> Iterator[tuple[Place, nn.Parameter]]:
     """This process's, with their places. A name stands several times where there are several copies."""
     for stage in pipe.stages:
         for name, parameter in stage.module.named_parameters():
             yield (name, stage.index, pipe.info[stage.index].rank), parameter
 
 
-def everywhere(pipe: Pipeline, found: Sequence[Compared]) -> list[Compared]:
+def everywhere(pipe: Comparable, found: Sequence[Compared]) -> list[Compared]:
     """What all processes found, on every one of them. Collective."""
     told = pipe.processes.gather([asdict(each) for each in found])
     return [Compared(**each) for part in told for each in part]

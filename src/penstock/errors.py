@@ -7,15 +7,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from penstock.equivalence import Report
-    from penstock.schedule.ops import Op
-    from penstock.schedule.timeline import Timeline
-    from penstock.schedule.violation import Violation
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class PenstockError(Exception):
@@ -47,9 +40,12 @@ class ConfigError(InputError):
 
 
 class ScheduleError(InputError):
-    """A schedule that would hang, leave work out or hold too much; `violations` lists every reason."""
+    """A schedule that would hang, leave work out or hold too much.
 
-    def __init__(self, name: str, violations: Sequence[Violation]) -> None:
+    violations: every reason, each a penstock.schedule.Violation
+    """
+
+    def __init__(self, name: str, violations: Sequence[Any]) -> None:
         self.name, self.violations = name, tuple(violations)
         shown = "".join(f"\n  {violation}" for violation in self.violations[:20])
         more = "" if len(self.violations) <= 20 else f"\n  and {len(self.violations) - 20} more"
@@ -100,11 +96,14 @@ class EquivalenceError(InputError):
 
 
 class DifferenceError(EquivalenceError):
-    """An EquivalenceError with the whole `report`. Nothing that the user gave is to blame: exit code 1."""
+    """The split model and the whole one disagree, and nothing that the user gave is to blame: exit code 1.
+
+    report: the whole comparison, a penstock.pipeline.Report
+    """
 
     exit_code = 1
 
-    def __init__(self, report: Report, remedy: str | None = None) -> None:
+    def __init__(self, report: Any, remedy: str | None = None) -> None:
         self.report = report
         problems = report.problems()
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -127,19 +126,19 @@ class PeerError(RunError):
 
     rank: the one that waited, None where no watch was kept; op: what for, an op or words; peer: for whom,
         None for all others; waited: seconds
-    last_ops: what the rank had done last
+    last_ops: the ops (penstock.schedule.Op) that the rank had done last
     peer_report: what the rank that is to blame last told of itself
     reports: the same of every other rank that told anything
-    timeline: this rank's part of the step so far
+    timeline: this rank's part of the step so far, a penstock.schedule.Timeline
     """
 
     rank: int | None = None
     op: str = ""
     peer: int | None = None
     waited: float = 0.0
-    last_ops: tuple[Op, ...] = ()
+    last_ops: tuple[Any, ...] = ()
     peer_report: str = ""
-    timeline: Timeline | None = None
+    timeline: Any = None
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
         super().__init__(value, rule, remedy)

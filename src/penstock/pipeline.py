@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.choices import chosen_experts
 from penstock.clip import global_norm, scale_
 from penstock.cutter import Given, Refused
+from penstock.equivalence import Report, compare
 from penstock.errors import BatchError, ConfigError, ModelError, PeerError
 from penstock.evaluation import Evaluation, Evaluations
 from penstock.measured import layer_costs, step_costs
@@ -31,9 +32,6 @@ from penstock.schedule import Costs, Proof, Timeline, verify
 from penstock.split_model import SplitModel
 from penstock.steps import StepResult, Steps, Told
 from penstock.summary import summary
-
-if TYPE_CHECKING:
-    from penstock.equivalence import Report
 
 __all__ = ["Pipeline", "Shapes"]
 
@@ -261,11 +259,9 @@ class Pipeline(SplitModel):
 
         Raises EquivalenceError that names what differs where; its `report` has all of it.
         """
-        from penstock.equivalence import compare
-
-        report = compare(self, model, batch, self._loss)
-        report.raise_if_wrong()
-        return report
+        found = compare(self, model, batch, self._loss)
+        found.raise_if_wrong()
+        return found
 
     def close(self) -> None:
         """Let go of the pipeline's thread and process groups; the modules stay usable."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import update_wrapper
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -25,17 +25,15 @@ from penstock.runtime.stage import Stage
 from penstock.runtime.world import World, open_world
 from penstock.schedule import Schedule
 
-if TYPE_CHECKING:
-    from penstock.pipeline import Pipeline
-
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def taking(
     make: Callable[P, Options],
 ) -> Callable[
-    [Callable[[type[Pipeline], Provider, Options], Pipeline]],
-    Callable[Concatenate[type[Pipeline], Provider, P], Pipeline],
+    [Callable[[type[T], Provider, Options], T]],
+    Callable[Concatenate[type[T], Provider, P], T],
 ]:
     """Let a method that takes Options take, in their place, the keywords that `make` makes them of.
 
@@ -44,9 +42,9 @@ def taking(
     known = [*signature(make).parameters]
 
     def decorate(
-        method: Callable[[type[Pipeline], Provider, Options], Pipeline],
-    ) -> Callable[Concatenate[type[Pipeline], Provider, P], Pipeline]:
-        def take(cls: type[Pipeline], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> Pipeline:
+        method: Callable[[type[T], Provider, Options], T],
+    ) -> Callable[Concatenate[type[T], Provider, P], T]:
+        def take(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
             _check_keywords(f"{cls.__name__}.{method.__name__}()", known, args, kwargs)
             return method(cls, provider, make(*args, **kwargs))
 

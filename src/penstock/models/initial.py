@@ -18,9 +18,9 @@ from transformers.initialization import guard_torch_init_functions
 
 from penstock.errors import ModelError
 from penstock.models.absent import Absent
-from penstock.models.doors import Placeholder
 from penstock.models.meta import Passing
 from penstock.models.meta_pieces import Call, Empty, Piece, Place, all_empty, pieces
+from penstock.models.placeholder import Placeholder
 from penstock.models.weights import Ties, holds
 from penstock.runtime.spread import spread_like
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.models.arguments import hidden_of, is_shared, places
-from penstock.models.doors import Placeholder
 from penstock.models.layer_list import siblings
+from penstock.models.placeholder import Placeholder
 from penstock.models.shadow import shadow
 from penstock.models.trail import Trail, layers_in, names_in
 

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.runtime.mesh import pipelines
-
 
 class Groups:
     """Makes process groups among the ranks on the `pp` axis of `mesh`.
@@ -70,3 +68,14 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
     for group in groups:
         if group is not dist.group.WORLD:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+
+
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """The world ranks of every pipeline, in one order on all processes.
+
+    Of a slice of a larger mesh too, whose `mesh.mesh` has this process's own pipeline alone.
+    """
+    one = mesh["pp"]
+    grid = one._layout.remap_to_tensor(one._rank_map)
+    pipelines: list[list[int]] = grid.reshape(-1, one.size()).tolist()
+    return pipelines

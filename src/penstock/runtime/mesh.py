@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, WorldSizeError
 from penstock.runtime.axes import MESH, Axes
+from penstock.runtime.groups import pipelines
 
 # ranks may start further apart than they may be in a step: importing torch alone takes seconds on a busy
 # machine
@@ -101,14 +102,3 @@ def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
             "the mesh's axes are as long as ranks and axes say",
             f"Set {' and '.join(changes)}, or leave mesh out, and it is made",
         )
-
-
-def pipelines(mesh: DeviceMesh) -> list[list[int]]:
-    """The world ranks of every pipeline, in one order on all processes.
-
-    Of a slice of a larger mesh too, whose `mesh.mesh` has this process's own pipeline alone.
-    """
-    one = mesh["pp"]
-    grid = one._layout.remap_to_tensor(one._rank_map)
-    pipelines: list[list[int]] = grid.reshape(-1, one.size()).tolist()
-    return pipelines

@@ -13,18 +13,19 @@ gradient does not change: backwards follow each other, in the order of the progr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from penstock.runtime.lower import Action, Compute, Plan
+from penstock.runtime.ops import Ops, Task
+from penstock.runtime.parcel import Parcel
 from penstock.runtime.partner import Partner
+from penstock.runtime.recorder import Recorder
+from penstock.runtime.stage import Stage
 from penstock.runtime.step import StepInput
+from penstock.runtime.transport import Transport
 from penstock.schedule import Op
-
-if TYPE_CHECKING:
-    from penstock.runtime.executor import Executor
-    from penstock.runtime.ops import Task
 
 
 class Begin(NamedTuple):
@@ -79,6 +80,21 @@ def _made_by(action: Action, op: Op) -> bool:
     return getattr(getattr(action, "message", None), "op", None) == op
 
 
+class RunsOps(Protocol):
+    """The executor, as far as a pair needs it."""
+
+    plan: Plan
+    stages: Mapping[int, Stage]
+    ops: Ops
+    transport: Transport
+    recorder: Recorder
+    inbox: dict[Op, Parcel]
+    outbox: dict[Op, Parcel]
+    current: Op | None
+
+    def compute(self, task: Task, step: StepInput) -> None: ...
+
+
 class Pairing:
     """Runs the pairs of one executor's plan.
 
@@ -86,7 +102,7 @@ class Pairing:
     one draws random numbers, and where the modules' own ways forbid it (`Partner.may_begin`).
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: RunsOps) -> None:
         self._executor = executor
         self._partner = Partner(executor.stages, executor.recorder.now)
         self.actions = side_by_side(executor.plan)
