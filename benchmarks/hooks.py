@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRota
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline, Pipeline
-from penstock.models.protocol import StageInfo
+from penstock.models.stage import StageInfo
 
 RANKS, MICROBATCHES, ROWS = 4, 4, 1
 BAR = 0.01

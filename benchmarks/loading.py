@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline, Axes
-from penstock.runtime.spread import own
+from penstock.runtime.sharded_weights import own
 
 RANKS, MIB = 4, 2**20
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,

@@ -27,7 +27,7 @@ from benchmarks.report import Found, Row
 from benchmarks.rivals import SCHEDULES, TORCH, Work, ours, theirs
 from penstock import Pipeline
 from penstock.schedule import simulate, verify
-from penstock.schedule.chosen import chosen_schedule
+from penstock.schedule.choose import chosen_schedule
 
 RANKS, MICROBATCHES = 4, 8
 STATE = {"curve": (1, 1024, 1024), "layers": (1, 512, 256)}  # rows, sequence, width

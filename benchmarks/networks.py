@@ -1,7 +1,8 @@
 """How long a step takes over a slower network, over what `simulate` predicts for it.
 
 The work is that of the steptime benchmark: an F, an I and a W of 20 ms each, P = 4 over gloo, m = 16.
-Messages take half an op (10 ms), or have a bandwidth at which they take 5 ms (`penstock.runtime.network`).
+Messages take half an op (10 ms), or have a bandwidth at which they take 5 ms
+(`penstock.runtime.transport.emulated`).
 Where the time goes in which a rank does not compute is told as well, measured and predicted: what it waits
 for another rank's compute, what for the wire, and what is left.
 """
@@ -26,9 +27,9 @@ from benchmarks.steptime import (
     oversleep,
     timed,
 )
-from penstock.runtime.network import Network
+from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, Schedule, Timeline, simulate
-from penstock.schedule.chosen import chosen_schedule
+from penstock.schedule.choose import chosen_schedule
 
 BAR = 1.05
 NBYTES = 4 * HIDDEN[0] * HIDDEN[1] * HIDDEN[2]

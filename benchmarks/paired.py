@@ -22,7 +22,7 @@ from benchmarks.report import Found, Row
 from benchmarks.rivals import Work, ours
 from benchmarks.steptime import HIDDEN, finish, first, timed
 from penstock.schedule import Costs, Schedule, simulate
-from penstock.schedule.chosen import ScheduleLike, chosen_schedule
+from penstock.schedule.choose import ScheduleLike, chosen_schedule
 
 RANKS, LAYERS, SECONDS = 4, 2, 0.02  # a forward's compute
 MOST_REPEATS = 2  # a step takes up to 33 s

@@ -21,10 +21,10 @@ from benchmarks.memory import Watch, weights
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline
-from penstock.pipeline import Shapes
-from penstock.runtime.padding import Padding
-from penstock.train.packing import Numbers, best_fit, cut, one_each
-from penstock.train.rows import DocumentRows
+from penstock.batch.padding import Padding
+from penstock.pipeline.pipeline import Shapes
+from penstock.train.data.packing import Numbers, best_fit, cut, one_each
+from penstock.train.data.rows import DocumentRows
 
 RANKS, MICROBATCHES = 2, 16
 LONGEST, TYPICAL, SPREAD, SEED = 512, 128, 0.7, 0  # the median length, and the sigma of its logarithm

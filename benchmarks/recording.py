@@ -26,15 +26,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline, Pipeline
-from penstock.runtime import ops, report
-from penstock.runtime.distributed import DistributedTransport
+from penstock.batch.microbatches import fingerprint
+from penstock.batch.padding import Padding
+from penstock.runtime import ops
+from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor
-from penstock.runtime.handshake import facts_of_process, facts_of_schedule, flat, shake_hands
+from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat, shake_hands
 from penstock.runtime.memory import Held
-from penstock.runtime.microbatch import fingerprint
-from penstock.runtime.padding import Padding
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.transport import LocalTransport
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.interface import LocalTransport
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 16, 64
 BAR = 0.01

@@ -19,9 +19,9 @@ from torch.distributed.pipelining import (
 )
 
 from penstock import Pipeline
-from penstock.runtime.shapes import Microbatch
+from penstock.batch.shapes import Microbatch
 from penstock.schedule import Op, Placement, Schedule, loop, wave
-from penstock.schedule.chosen import ScheduleLike
+from penstock.schedule.choose import ScheduleLike
 
 SCHEDULES = ("gpipe", "1f1b")
 TORCH: dict[str, Any] = {

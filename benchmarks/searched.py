@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.report import Found, Row
 from penstock.schedule import Costs, simulate
-from penstock.schedule.placement import Placement, loop, wave
+from penstock.schedule.ops import Placement, loop, wave
 from penstock.schedule.search import search
-from penstock.schedule.search.candidates import candidates
+from penstock.schedule.search.search import candidates
 
 SECONDS = 20.0  # for one search
 LONG_HEAD = [1.3, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.8]

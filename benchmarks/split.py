@@ -3,7 +3,7 @@
 One decoder layer of Qwen3 in float32 on one thread, between two stages: its input has a gradient. Each way
 runs a forward, I and W in turn with the others, and gradients accumulate, as over a step's microbatches.
 
-- penstock: products put off in the forward (`penstock.runtime.deferred`).
+- penstock: products put off in the forward (`penstock.runtime.split_backward.deferred`).
 - walk: the rival that needs nothing in the forward. I walks the graph from its roots for matrix products
   whose weight is a parameter, has the engine leave those out, and keeps what came in and what came back.
 - torch: `stage_backward_input` and `stage_backward_weight` of `torch.distributed.pipelining`.
@@ -32,8 +32,8 @@ from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks.report import Found, Row, show, write
-from penstock.runtime.backward import hold, input_backward, whole_backward
-from penstock.runtime.tape import deferring
+from penstock.runtime.split_backward.backward import hold, input_backward, whole_backward
+from penstock.runtime.split_backward.recording import deferring
 
 SIZES = ((512, 256), (512, 512), (1024, 256), (1024, 512))  # width, sequence
 ROUNDS = 7  # of each way, in turn, in one repeat

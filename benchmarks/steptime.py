@@ -19,9 +19,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from benchmarks.rivals import TORCH, Work, as_schedule, ours, theirs, torch_programs
-from penstock.runtime.products import CALLS, Form
+from penstock.runtime.split_backward.products import CALLS, Form
 from penstock.schedule import Costs, Schedule, Timeline, simulate
-from penstock.schedule.chosen import ScheduleLike, chosen_schedule
+from penstock.schedule.choose import ScheduleLike, chosen_schedule
 
 RANKS, MICROBATCHES, SECONDS = 4, 16, 0.02
 HIDDEN = (1, 128, 256)  # rows, sequence, width: 128 KiB a message

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline
-from penstock.runtime.loss import NextToken
-from penstock.runtime.microbatch import split
+from penstock.batch.loss import NextToken
+from penstock.batch.microbatches import split
 from penstock.schedule import build, simulate
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 16, 32, 128

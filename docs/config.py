@@ -1,4 +1,4 @@
-"""Write docs/config.md from the models of penstock.train.config: ``python docs/config.py``.
+"""Write docs/config.md from the models of penstock.train.config.sections: ``python docs/config.py``.
 
 What a key means is the comment that stands behind it in the source, or above it; what it may hold is what the
 model checks. tests/test_docs.py checks that the page is what this writes, has every key, and that each form
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.schedule.config import CONFIGS
-from penstock.train.config import TrainConfig
-from penstock.train.values import Section
+from penstock.schedule.choose import CONFIGS
+from penstock.train.config.sections import TrainConfig
+from penstock.train.config.values import Section
 
 PAGE = Path(__file__).with_name("config.md")
 SCHEMA: dict[str, Any] = TrainConfig.model_json_schema()

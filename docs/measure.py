@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from chain import ROWS_PER_MICROBATCH, WIDTH, mean_squared_error, stage
 from penstock import Pipeline
-from penstock.launch import relaunch
+from penstock.launch.start import relaunch
 from penstock.schedule import Costs, render, simulate
 
 RANKS, MICROBATCHES = 4, 8

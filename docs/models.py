@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from penstock.models.chain import Chain
+from penstock.models.tracing.chain import Chain
 from support import census, zoo
 
 PAGE = Path(__file__).with_name("models.md")

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.launch import relaunch
-from penstock.models.protocol import StageInfo
+from penstock.launch.start import relaunch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Costs, render, simulate
 
 WIDTH = 64

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline
-from penstock.models.protocol import StageInfo, distribute_layers
-from penstock.runtime.shapes import Microbatch
+from penstock.batch.shapes import Microbatch
+from penstock.models.stage import StageInfo, distribute_layers
 
 LAYERS, WIDTH, HEADS = 6, 32, 2
 NUMBERS, STEPS, DOCUMENT = 16, 3, 6  # a document: its step, a number to start from, and four that follow

@@ -20,12 +20,12 @@ from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, Axes
-from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
-from penstock.commit import check_folder
+from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ModelError, RunError
-from penstock.models.saved import SavedModel
-from penstock.optimizer_state import OptimizerState
-from penstock.pipeline import Pipeline
+from penstock.models.weights.folder import check_folder
+from penstock.models.weights.saved import SavedModel
+from penstock.pipeline.pipeline import Pipeline
 from support.families import ragged_batch, tiny_model
 from support.jobs_checkpoint import (
     SAVED,
@@ -522,8 +522,8 @@ def test_weights_of_no_folder(tmp_path: Path) -> None:
 CHILD = """
 import os, sys, threading
 from pathlib import Path
-from penstock.checkpoint import CheckpointWriter, save_checkpoint
-from penstock.optimizer_state import OptimizerState
+from penstock.checkpoint.save_load import CheckpointWriter, save_checkpoint
+from penstock.checkpoint.optimizer_state import OptimizerState
 from support.jobs_checkpoint import make
 
 folder, end = Path(sys.argv[1]), sys.argv[2]

@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 
-from penstock.commit import MANIFEST, check_folder, check_folder_together, remove_folder, write_folder
 from penstock.errors import CheckpointError, RunError
-from penstock.runtime.processes import OneProcess, Processes
+from penstock.models.weights.folder import (
+    MANIFEST,
+    check_folder,
+    check_folder_together,
+    remove_folder,
+    write_folder,
+)
+from penstock.runtime.transport.groups import OneProcess, Processes
 
 
 class Threads:

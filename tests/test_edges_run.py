@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock import Pipeline
+from penstock.batch.payload import TensorSpec
+from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError, ShapeError
-from penstock.runtime.parcel import TensorSpec
-from penstock.runtime.shapes import Microbatch
 from support import jobs_edges as edges
 from support.jobs_edges import CASES, MODES, Part, Single, build, ragged
 from support.pool import Pool

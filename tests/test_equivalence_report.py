@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from penstock import AutoPipeline
-from penstock.equivalence import Compared, Report, compare
 from penstock.errors import DifferenceError, EquivalenceError
-from penstock.free_memory import free_memory
+from penstock.pipeline.compare import Compared, Report, compare
+from penstock.train.check.split_beside_whole import free_memory
 from support.families import ragged_batch, tiny_model
 
 

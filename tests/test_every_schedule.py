@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import AutoPipeline, Pipeline
-from penstock.models.protocol import StageInfo
-from penstock.runtime.shapes import Microbatch
+from penstock.batch.shapes import Microbatch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Schedule, build, dump, load
 from support import jobs
 from support.families import FAMILIES, ragged_batch, tiny_model

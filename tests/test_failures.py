@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from penstock import failures
 from penstock.errors import Account, ConfigError, PeerLostError, StalledPeerError, give_account
+from penstock.launch import failures
 
 Ended = dict[int, ProcessFailure]
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from penstock import AutoPipeline, Pipeline
+from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel
 from penstock.errors import ConfigError, EquivalenceError, ModelError, PartitionError
-from penstock.functional import (
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.pipeline.functional import (
     layers_of,
     make_schedule,
     make_stage,
@@ -22,8 +24,6 @@ from penstock.functional import (
     provider_of,
     split,
 )
-from penstock.models.checkpointing import Checkpointing
-from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel
 from support.families import tiny_config, tiny_model
 from support.own_chain import WIDTH, Chain, Layer, OptionalParts, made, squares, x_batch
 from support.reference import assert_gradients

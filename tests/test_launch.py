@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, PeerLostError
-from penstock.launch import describe, exit_code, launch, under_torchrun
+from penstock.launch.start import describe, exit_code, launch, under_torchrun
 from support.processes import alive
 
 PRELUDE = """
 import os, sys, time, signal
 from penstock.errors import ConfigError, PeerLostError, StalledPeerError
-from penstock.launch import fail, follow_parent
+from penstock.launch.start import fail, follow_parent
 follow_parent()
 rank = int(os.environ["RANK"])
 """
@@ -173,7 +173,7 @@ def test_relaunch_runs_the_same_script_with_its_arguments(tmp_path: Path) -> Non
     file = tmp_path / "example.py"
     file.write_text("""
 import os, sys, time
-from penstock.launch import relaunch
+from penstock.launch.start import relaunch
 from penstock.errors import ConfigError
 relaunch(2)
 os.write(1, f"{os.environ['RANK']} {sys.argv[1:]}\\n".encode())
@@ -210,7 +210,7 @@ except KeyboardInterrupt as error:
 """
     command = script(tmp_path, text)
     parent = subprocess.Popen(
-        [sys.executable, "-c", f"import sys, penstock.launch as l; sys.exit(l.launch(2, {command!r}))"],
+        [sys.executable, "-c", f"import sys, penstock.launch.start as l; sys.exit(l.launch(2, {command!r}))"],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     files = [tmp_path / "started-0", tmp_path / "started-1"]

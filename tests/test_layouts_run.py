@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.balance import LayerCosts
-from penstock.outline import Outline, balance, estimated_memory
+from penstock.models.partition import LayerCosts
+from penstock.pipeline.build_plan import Outline, balance, estimated_memory
 from penstock.schedule import Op, Schedule, loop
-from penstock.train.assemble import make_auto
-from penstock.train.config import load_config
+from penstock.train.config.sections import load_config
+from penstock.train.run import make_auto
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, plain_step
 

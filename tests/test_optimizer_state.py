@@ -12,11 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
-from penstock.checkpoint import load_checkpoint, save_checkpoint
+from penstock.checkpoint.optimizer_state import Named, Stored, state_of
+from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
-from penstock.optimizer_state import Named, state_of
-from penstock.pipeline import Pipeline
-from penstock.stored_optimizer import Stored
+from penstock.pipeline.pipeline import Pipeline
 from support.jobs_checkpoint import KINDS, advance, make
 
 Held = dict[tuple[str, str], Any]

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
-from penstock.equivalence import whole_backward
+from penstock.batch.loss import NextToken
 from penstock.errors import BatchError, ModelError
-from penstock.functional import names_per_stage, provider_of
-from penstock.runtime.loss import NextToken
+from penstock.pipeline.compare import whole_backward
+from penstock.pipeline.functional import names_per_stage, provider_of
 from support import jobs_own_loop
 from support.families import ragged_batch, tiny_model
 from support.own_chain import Piece, made, squares, x_batch

@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
+from penstock.batch.packing import refuse_packed
+from penstock.batch.padding import Padding
 from penstock.errors import BatchError, ModelError
-from penstock.models.checkpointing import Checkpointing
-from penstock.runtime.packed import refuse_packed
-from penstock.runtime.padding import Padding
+from penstock.models.activation_checkpointing import Checkpointing
 from support import jobs
 from support.families import FAMILIES, tiny_model
 from support.pool import Pool

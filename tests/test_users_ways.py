@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock import AutoPipeline, Axes, Checkpointing, Pipeline, StageInfo
+from penstock.batch.payload import TensorSpec
 from penstock.errors import BatchError, ConfigError, ModelError
-from penstock.models.protocol import own_layers
-from penstock.runtime.parcel import TensorSpec
-from penstock.runtime.pool import Pool as Buffers
+from penstock.models.stage import own_layers
+from penstock.runtime.transport.buffers import Pool as Buffers
 from penstock.schedule import simulate
 from support.families import ragged_batch, tiny_model
 

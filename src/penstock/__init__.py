@@ -9,19 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.auto import AutoPipeline
-    from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
-    from penstock.evaluation import Evaluation
-    from penstock.models.balance import LayerCosts
-    from penstock.models.checkpointing import Checkpointing
-    from penstock.models.layer_list import register_chain
-    from penstock.models.protocol import StageInfo, distribute_layers
-    from penstock.parallel.data import Sharded
-    from penstock.pipeline import Pipeline
-    from penstock.runtime.axes import Axes
-    from penstock.runtime.padding import Padding
-    from penstock.runtime.parcel import TensorSpec
-    from penstock.steps import StepResult
+    from penstock.batch.padding import Padding
+    from penstock.batch.payload import TensorSpec
+    from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
+    from penstock.models.activation_checkpointing import Checkpointing
+    from penstock.models.partition import LayerCosts
+    from penstock.models.stage import StageInfo, distribute_layers
+    from penstock.models.tracing.probe import register_chain
+    from penstock.parallel.fsdp import Sharded
+    from penstock.parallel.mesh import Axes
+    from penstock.pipeline.auto_pipeline import AutoPipeline
+    from penstock.pipeline.evaluate import Evaluation
+    from penstock.pipeline.pipeline import Pipeline
+    from penstock.pipeline.step import StepResult
 
 __version__ = "0.5.0"
 __all__ = [
@@ -45,22 +45,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoPipeline": "penstock.auto",
-    "Axes": "penstock.runtime.axes",
-    "CheckpointWriter": "penstock.checkpoint",
-    "Checkpointing": "penstock.models.checkpointing",
-    "Evaluation": "penstock.evaluation",
-    "LayerCosts": "penstock.models.balance",
-    "Padding": "penstock.runtime.padding",
-    "Pipeline": "penstock.pipeline",
-    "Sharded": "penstock.parallel.data",
-    "StageInfo": "penstock.models.protocol",
-    "StepResult": "penstock.steps",
-    "TensorSpec": "penstock.runtime.parcel",
-    "distribute_layers": "penstock.models.protocol",
-    "load_checkpoint": "penstock.checkpoint",
-    "register_chain": "penstock.models.layer_list",
-    "save_checkpoint": "penstock.checkpoint",
+    "AutoPipeline": "penstock.pipeline.auto_pipeline",
+    "Axes": "penstock.parallel.mesh",
+    "CheckpointWriter": "penstock.checkpoint.save_load",
+    "Checkpointing": "penstock.models.activation_checkpointing",
+    "Evaluation": "penstock.pipeline.evaluate",
+    "LayerCosts": "penstock.models.partition",
+    "Padding": "penstock.batch.padding",
+    "Pipeline": "penstock.pipeline.pipeline",
+    "Sharded": "penstock.parallel.fsdp",
+    "StageInfo": "penstock.models.stage",
+    "StepResult": "penstock.pipeline.step",
+    "TensorSpec": "penstock.batch.payload",
+    "distribute_layers": "penstock.models.stage",
+    "load_checkpoint": "penstock.checkpoint.save_load",
+    "register_chain": "penstock.models.tracing.probe",
+    "save_checkpoint": "penstock.checkpoint.save_load",
 }
 
 

@@ -15,7 +15,7 @@ from penstock import AutoPipeline
 from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch
 from penstock.cli.main import main
-from penstock.models import weights
+from penstock.models.weights import files as weights
 from support.families import tiny_config, tiny_model
 
 

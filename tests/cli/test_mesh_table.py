@@ -11,10 +11,10 @@ from rich.console import Console
 
 from penstock import Axes
 from penstock.cli.main import main
-from penstock.cli.mesh_table import mesh_table, neighbours, part_of, seats, summed_with
-from penstock.outline import Outline
-from penstock.train.assemble import preflight
-from penstock.train.config import TrainConfig
+from penstock.cli.plan import mesh_table, neighbours, part_of, seats, summed_with
+from penstock.pipeline.build_plan import Outline
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import preflight
 from support.tiny import config_file, tree
 
 

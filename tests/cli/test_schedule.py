@@ -18,7 +18,7 @@ from penstock.cli.main import main
 from penstock.schedule import Costs, build, simulate, wave
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.compare import compare, share
-from penstock.schedule.io import dump, load
+from penstock.schedule.files import dump, load
 
 SMALL = ("--ranks", "2", "--microbatches", "4")
 

@@ -14,12 +14,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock import AutoPipeline
 from penstock.errors import BatchError, ModelError, PartitionError
-from penstock.models.chain import find_chain
-from penstock.models.doors import Door, LayerDoor
-from penstock.models.estimates import stage_sizes
-from penstock.models.hf import HFCall, HFEdges, cut
-from penstock.models.layer_list import register_chain
-from penstock.models.protocol import StageInfo
+from penstock.models.costs import stage_sizes
+from penstock.models.huggingface.boundary import Door, LayerDoor
+from penstock.models.huggingface.stages import HFCall, HFEdges, cut
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import find_chain
+from penstock.models.tracing.probe import register_chain
 from support import zoo
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 

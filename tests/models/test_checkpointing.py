@@ -26,13 +26,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline
+from penstock.batch.loss import NextToken
+from penstock.batch.payload import Parcel
 from penstock.errors import ConfigError, ModelError
-from penstock.models.chain import find_chain
-from penstock.models.checkpointing import Checkpointing, checkpointing, install
-from penstock.models.hf import HFCall, cut
-from penstock.models.protocol import StageInfo
-from penstock.runtime.loss import NextToken
-from penstock.runtime.parcel import Parcel
+from penstock.models.activation_checkpointing import Checkpointing, checkpointing, install
+from penstock.models.huggingface.stages import HFCall, cut
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import find_chain
 from penstock.runtime.stage import Stage
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.payload import EdgeSpecs, TensorSpec, declared
 from penstock.errors import ModelError, ShapeError
-from penstock.models.edges import DeclaredEdges, InferredEdges, provided_edges
-from penstock.models.protocol import StageInfo
-from penstock.runtime.parcel import EdgeSpecs, TensorSpec, declared
-from penstock.runtime.processes import OneProcess
+from penstock.models.stage import DeclaredEdges, InferredEdges, StageInfo, provided_edges
+from penstock.runtime.transport.groups import OneProcess
 
 WIDTH = 4
 

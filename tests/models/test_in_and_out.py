@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from models.test_every_model import REFUSED
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
-from penstock.models import weights
-from penstock.models.saved import Layout, SavedModel
 from penstock.models.source import beside
-from penstock.models.weights import DTYPES
+from penstock.models.weights import files as weights
+from penstock.models.weights.files import DTYPES
+from penstock.models.weights.saved import Layout, SavedModel
 from penstock.runtime.stage import Stage
-from penstock.train.tokenizer import byte_level_tokenizer
+from penstock.train.data.tokenizer import byte_level_tokenizer
 from support import zoo
 
 TYPICAL = (

@@ -12,9 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.balance import LayerCosts, Memory, balanced_split
-from penstock.models.named_modules import ModuleNames, named_split
-from penstock.models.partition import even_split, partition, stages_of_size, to_layout
+from penstock.models.own_modules import ModuleNames, named_split
+from penstock.models.partition import (
+    LayerCosts,
+    Memory,
+    balanced_split,
+    even_split,
+    partition,
+    stages_of_size,
+    to_layout,
+)
 from penstock.schedule.layout import parse_layout
 
 

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError, PartitionError
-from penstock.models.edges import DeclaredEdges, provided_edges
-from penstock.models.protocol import (
+from penstock.models.stage import (
+    DeclaredEdges,
     ProvidedCall,
     StageInfo,
     distribute_layers,
     own_layers,
+    provided_edges,
 )
-from penstock.runtime.processes import OneProcess
+from penstock.runtime.transport.groups import OneProcess
 
 BATCH = {"x": "the batch's x", "y": "the batch's y", "z": "the batch's z"}
 

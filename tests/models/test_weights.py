@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
 from penstock.errors import CheckpointError, ModelError
-from penstock.models import weights
+from penstock.models.weights import files as weights
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, InputError, ModelError
-from penstock.parallel.attention import How
-from penstock.parallel.context_check import check
+from penstock.parallel.context.attention import How
+from penstock.parallel.context.check import check
 from support import jobs_context, zoo
 from support.families import FAMILIES, tiny_model
 from support.jobs_context import BATCHES, Case

@@ -14,9 +14,9 @@ from transformers.models.mixtral import modeling_mixtral
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import BatchError, ConfigError, ModelError
-from penstock.parallel.balance import balance_by, check_load_balancing, own_function
-from penstock.parallel.context import cut
-from penstock.parallel.context_check import check
+from penstock.parallel.context.check import check
+from penstock.parallel.context.sequence import cut
+from penstock.parallel.expert.balance import balance_by, check_load_balancing, own_function
 from support import jobs_balance as jobs
 from support import zoo
 from support.families import tiny_model

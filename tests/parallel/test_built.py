@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import ModelError
-from penstock.models import weights
-from penstock.models.initial import initialise
-from penstock.models.meta import outlined
-from penstock.runtime.spread import give_storage
+from penstock.models.tracing.meta import outlined
+from penstock.models.weights import files as weights
+from penstock.models.weights.initial import initialise
+from penstock.runtime.sharded_weights import give_storage
 from support import jobs_spread as jobs
 from support.families import FAMILIES, tiny_config, tiny_model
 from support.pool import Pool

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from penstock import Axes
-from penstock.train.assemble import preflight, run
-from penstock.train.config import TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import preflight, run
 from support import jobs_chance as jobs
 from support import jobs_train
 from support.pool import Pool

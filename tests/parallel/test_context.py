@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.batch.packing import metadata
 from penstock.errors import BatchError
-from penstock.parallel.context import Whole, cut, joined, padded_length, part, pieces
-from penstock.runtime.packed import metadata
+from penstock.parallel.context.sequence import Whole, cut, joined, padded_length, part, pieces
 from support.jobs_context import Batch, left, packed, plain
 
 

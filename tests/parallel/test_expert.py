@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.dispatch import Directions, combine, dispatch, plan_route
-from penstock.parallel.expert import expert_parallel, mixtures
-from penstock.parallel.expert_view import takes_grouped
+from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route
+from penstock.parallel.expert.experts import expert_parallel, mixtures, takes_grouped
 from support import jobs_expert as jobs
 from support import zoo
 from support.pool import Pool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from penstock import Axes
-from penstock.parallel.whole_matrices import Muon
+from penstock.parallel.muon import Muon
 from support import jobs_axes as jobs
 from support.jobs_mesh import batch
 from support.pool import Pool

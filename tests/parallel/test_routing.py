@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.routing import RoutingReplay
+from penstock.parallel.expert.routing import RoutingReplay
 from support import jobs_expert as jobs
 from support import zoo
 from support.families import ragged_batch

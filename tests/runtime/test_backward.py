@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, input_backward, whole_backward
-from penstock.runtime.deferred import Deferred
-from penstock.runtime.tape import Tape, deferring
+from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
+from penstock.runtime.split_backward.deferred import Deferred
+from penstock.runtime.split_backward.recording import Tape, deferring
 from support.pool import Pool
 from support.split_jobs import sharded
 

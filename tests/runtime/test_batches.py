@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.batches import Batch, Batches, Transfer, neighbours
-from penstock.runtime.lanes import Lane
-from penstock.runtime.lower import Exchange, Post, Send, Wait, lower
-from penstock.runtime.network import Network
+from penstock.runtime.plan import Exchange, Post, Send, Wait, lower
+from penstock.runtime.transport.batched import Batch, Batches, Transfer, neighbours
+from penstock.runtime.transport.emulated import Network
+from penstock.runtime.transport.point_to_point import Lane
 from penstock.schedule import verify
-from penstock.schedule.chosen import chosen_schedule
-from penstock.schedule.exchanges import exchanges
+from penstock.schedule.choose import chosen_schedule
+from penstock.schedule.order import exchanges
 from support import jobs_channels as jobs
 from support.pool import Pool
 from support.schedules import FORMS, takes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.chance import Chance, Seeded, drawn, dropouts, foreseen, mixed, seeded
+from penstock.runtime.rng import Chance, Seeded, drawn, dropouts, foreseen, mixed, seeded
 
 PLACES = 3
 

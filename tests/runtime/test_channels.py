@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel
 from penstock.errors import PeerLostError, RunError
-from penstock.runtime.channels import Channels
-from penstock.runtime.lower import Channel, Message
-from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel
-from penstock.runtime.staging import Staging
+from penstock.runtime.plan import Channel, Message
+from penstock.runtime.transport.buffers import Staging
+from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Op
-from penstock.schedule.chosen import ScheduleLike
+from penstock.schedule.choose import ScheduleLike
 from support import jobs_channels as jobs
 from support.pool import Pool
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from penstock.models.checkpointing import Checkpointing, install
-from penstock.runtime.backward import hold, input_backward
-from penstock.runtime.tape import deferring
+from penstock.models.activation_checkpointing import Checkpointing, install
+from penstock.runtime.split_backward.backward import hold, input_backward
+from penstock.runtime.split_backward.recording import deferring
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 from support.splitting import assert_exact
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
+from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError, ShapeError
-from penstock.models.protocol import StageInfo
-from penstock.runtime.shapes import Microbatch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Op, Placement, Schedule, build
 
 

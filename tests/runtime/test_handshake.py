@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import HandshakeError
-from penstock.runtime.handshake import (
+from penstock.runtime.health.agreement import (
     differences,
     facts_of_process,
     facts_of_schedule,
@@ -20,7 +20,7 @@ from penstock.runtime.handshake import (
     named,
     shake_hands,
 )
-from penstock.runtime.processes import OneProcess
+from penstock.runtime.transport.groups import OneProcess
 from penstock.schedule import build
 from support import jobs_handshake
 from support.pool import Pool

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from penstock.batch.loss import MeanOverRows, NextToken
 from penstock.errors import BatchError, ModelError
-from penstock.runtime.loss import MeanOverRows, NextToken
 
 
 def test_next_token_is_the_loss_of_transformers() -> None:

@@ -5,10 +5,10 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.runtime.lower import Compute, Free, Message, Plan, Post, Send, Wait, lower
+from penstock.runtime.plan import Compute, Free, Message, Plan, Post, Send, Wait, lower
 from penstock.schedule import Op, Placement, Proof, Schedule, build, verify
-from penstock.schedule.ahead import AHEAD
-from penstock.schedule.builders.inference import forwards
+from penstock.schedule.builders.gpipe import forwards
+from penstock.schedule.order import AHEAD
 from support.programs import valid
 
 

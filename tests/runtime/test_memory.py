@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.models.checkpointing import Checkpointing
+from penstock.models.activation_checkpointing import Checkpointing
 from penstock.runtime.memory import Measured, footprint, is_held_elsewhere
 from support import jobs_memory
 from support.pool import Pool

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.batch.microbatches import batch_rows, checksum, fingerprint, split
 from penstock.errors import BatchError
-from penstock.runtime.microbatch import batch_rows, checksum, fingerprint, split
 
 
 def test_uneven_rows_go_to_the_first_microbatches() -> None:

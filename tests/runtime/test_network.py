@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.runtime.network import Network
-from penstock.runtime.world import Link, open_world
+from penstock.parallel.world import Link, open_world
+from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, simulate
-from penstock.schedule.chosen import chosen_schedule
+from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
 from support.pool import Pool
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from penstock.errors import BatchError, ModelError
-from penstock.runtime.packed import (
+from penstock.batch.packing import (
     boundaries,
     is_packed,
     metadata,
@@ -21,6 +20,7 @@ from penstock.runtime.packed import (
     split_lens,
     with_positions,
 )
+from penstock.errors import BatchError, ModelError
 from support.families import FAMILIES, tiny_model
 
 LENGTHS = (5, 8, 6)  # longer than the sliding windows

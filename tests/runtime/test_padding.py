@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.batch.loss import NextToken
+from penstock.batch.packing import metadata
+from penstock.batch.padding import Lengths, Padding, PadEntry
 from penstock.errors import BatchError, ConfigError
-from penstock.runtime.loss import NextToken
-from penstock.runtime.packed import metadata
-from penstock.runtime.padding import Lengths, Padding, PadEntry
 
 
 def microbatch(rows: int, length: int, **more: Any) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from penstock import Axes, Pipeline, Sharded
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
-from penstock.models.protocol import StageInfo
-from penstock.options import Options
-from penstock.runtime.lower import Compute, Free, Hand, Message, Post, Send, Wait, lower
-from penstock.runtime.pairs import Begin, End, side_by_side
-from penstock.runtime.shapes import Microbatch
+from penstock.models.stage import StageInfo
+from penstock.pipeline.options import Options
+from penstock.runtime.overlap import Begin, End, side_by_side
+from penstock.runtime.plan import Compute, Free, Hand, Message, Post, Send, Wait, lower
 from penstock.schedule import Schedule, build, verify
 
 PAIRED: dict[str, Any] = {"schedule": "1f1b", "paired": True}

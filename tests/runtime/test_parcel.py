@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.errors import ShapeError
-from penstock.runtime.parcel import (
+from penstock.batch.payload import (
     EdgeSpecs,
     TensorSpec,
     declared,
@@ -22,6 +21,7 @@ from penstock.runtime.parcel import (
     take_apart,
     unpack_specs,
 )
+from penstock.errors import ShapeError
 
 TENSORS = (
     torch.zeros(2, 3),

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.runtime.parcel import TensorSpec
-from penstock.runtime.pool import Pool
+from penstock.batch.payload import TensorSpec
+from penstock.runtime.transport.buffers import Pool
 
 SPEC = TensorSpec((8, 4), torch.float32)
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ModelError
-from penstock.models.protocol import StageInfo
-from penstock.runtime.shapes import Microbatch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Op, Placement, Schedule, both_ways
 from support import jobs
 from support.pool import Pool

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.payload import EdgeSpecs, Parcel, TensorSpec, declared, take_apart
+from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ShapeError
-from penstock.runtime.parcel import EdgeSpecs, Parcel, TensorSpec, declared, take_apart
-from penstock.runtime.shapes import Microbatch, check
-from penstock.runtime.sharding import Sharding
+from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.stage import Stage
 from penstock.schedule import Op
 

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.parcel import TensorSpec
-from penstock.runtime.pool import Pool
-from penstock.runtime.reaper import Reaper, Sending, Work
-from penstock.runtime.staging import Staging
+from penstock.batch.payload import TensorSpec
+from penstock.runtime.transport.buffers import Pool, Staging
+from penstock.runtime.transport.point_to_point import Reaper, Sending, Work
 
 SPEC = TensorSpec((4,), torch.float32)
 

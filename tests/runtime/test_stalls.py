@@ -104,7 +104,7 @@ def launcher(case: Case) -> list[str]:
     return [
         sys.executable,
         "-c",
-        f"import sys, penstock.launch as l; sys.exit(l.launch({case.ranks}, {rank}))",
+        f"import sys, penstock.launch.start as l; sys.exit(l.launch({case.ranks}, {rank}))",
     ]
 
 

@@ -7,16 +7,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor, nn
 
+from penstock.batch.microbatches import StepInput
+from penstock.batch.payload import EdgeSpecs, TensorSpec
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ScheduleError
-from penstock.runtime.executor import Executor
-from penstock.runtime.lower import lower
-from penstock.runtime.parcel import EdgeSpecs, TensorSpec
+from penstock.runtime.executor import Executor, run_together
+from penstock.runtime.plan import lower
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.shapes import Microbatch
 from penstock.runtime.stage import Stage
-from penstock.runtime.step import StepInput
-from penstock.runtime.together import run_together
-from penstock.runtime.transport import LocalTransport
+from penstock.runtime.transport.interface import LocalTransport
 from penstock.schedule import Proof, Schedule, verify
 from support.programs import perhaps_broken
 

@@ -11,10 +11,9 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
-from penstock.runtime.lower import Message
-from penstock.runtime.notes import Notes, Wait
-from penstock.runtime.progress import Progress, account
-from penstock.runtime.watch import Watch
+from penstock.runtime.health.progress import Progress, account
+from penstock.runtime.health.watch import Notes, Wait, Watch
+from penstock.runtime.plan import Message
 from penstock.schedule import Op, build
 
 TIMEOUT = 0.4  # a note every 0.05 s

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Op, Placement, Schedule, build
-from penstock.schedule.ahead import AHEAD, posts, received, taker
+from penstock.schedule.order import AHEAD, posts, received, taker
 from support.programs import valid
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Placement, build, render, simulate, verify
-from penstock.schedule.builders.inference import forwards
+from penstock.schedule.builders.gpipe import forwards
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 10)]
 

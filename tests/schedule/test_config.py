@@ -9,9 +9,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.schedule import AnySchedule, Costs, build, compare, dump, search, verify
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.chosen import schedule_config
-from penstock.schedule.config import CONFIGS
-from penstock.schedule.names import canonical
+from penstock.schedule.choose import CONFIGS, canonical, schedule_config
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, conformance, loop, simulate
-from penstock.schedule.builders import BUILDERS
-from penstock.schedule.builders.gpipe import gpipe
-from penstock.schedule.builders.inference import inference
+from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, loop, simulate
+from penstock.schedule.builders import BUILDERS, conformance
+from penstock.schedule.builders.conformance import ConformanceError, check_builder
+from penstock.schedule.builders.gpipe import gpipe, inference
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
-from penstock.schedule.conformance import ConformanceError, check_builder
 
 PEAK_LIVE: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda ranks, microbatches, rank: microbatches,

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Op, Span, Timeline, build, loop, simulate
-from penstock.schedule.chosen import chosen_schedule
+from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.ops import Pair
 
 

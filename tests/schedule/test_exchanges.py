@@ -7,10 +7,9 @@ from hypothesis import given, settings
 
 from penstock.errors import ConfigError
 from penstock.schedule import Op, Schedule, verify
-from penstock.schedule.ahead import received
-from penstock.schedule.chosen import chosen_schedule
-from penstock.schedule.exchanges import Exchanges, exchanges
-from penstock.schedule.placement import loop
+from penstock.schedule.choose import chosen_schedule
+from penstock.schedule.ops import loop
+from penstock.schedule.order import Exchanges, exchanges, received
 from support.programs import valid
 from support.schedules import FORMS, takes
 

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as theirs
 from penstock.errors import ConfigError
 from penstock.schedule import Op, Pair, Placement, Schedule, both_ways, build, verify, wave
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.io import check_path, dump, load
+from penstock.schedule.files import check_path, dump, load
 
 SIZES = [(1, 1), (2, 4), (3, 7), (4, 8), (4, 16)]
 KINDS = ("F", "B", "I", "W")

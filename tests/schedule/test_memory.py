@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, build, simulate
-from penstock.schedule.ahead import posts, received
+from penstock.schedule.order import posts, received
 from support.programs import valid
 
 # none of which comes to the same time another way, so that nothing ends when another thing begins by chance

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Costs, Op, Schedule, Timeline, Violation, loop, render, simulate, verify
-from penstock.schedule.conformance import check_builder
+from penstock.schedule.builders.conformance import check_builder
 from support.programs import can_finish, paired, perhaps_broken, valid
 
 modest = settings(max_examples=300, deadline=None)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from penstock import AutoPipeline
 from penstock.errors import ModelError
-from penstock.models.chain import Chain, find_chain
+from penstock.models.tracing.chain import Chain, find_chain
 from support import zoo
 from support.reference import TOLERANCE, Gradients, assert_gradients
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, HandshakeError, ModelError, PenstockError
-from penstock.models.checkpointing import Checkpointing
-from penstock.models.protocol import StageInfo
-from penstock.runtime import channels
-from penstock.schedule.chosen import ScheduleLike
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.stage import StageInfo
+from penstock.runtime.transport import channels
+from penstock.schedule.choose import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
 from support.reference import TOLERANCE, assert_gradients, plain_step

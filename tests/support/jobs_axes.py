@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock import AutoPipeline, Axes, Pipeline
+from penstock.batch.loss import NextToken
 from penstock.errors import InputError
-from penstock.parallel.whole_matrices import Muon
-from penstock.runtime import spread
-from penstock.runtime.loss import NextToken
+from penstock.parallel.muon import Muon
+from penstock.runtime import sharded_weights as spread
 from support import zoo
 from support.families import FAMILIES, tiny_config, tiny_model
 from support.jobs_mesh import batch, full, own_part

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import Pipeline
-from penstock.runtime import channels
-from penstock.runtime.lanes import Lane
-from penstock.runtime.lower import Message
-from penstock.runtime.parcel import Parcel
-from penstock.runtime.reaper import Work
+from penstock.batch.payload import Parcel
+from penstock.runtime.plan import Message
+from penstock.runtime.transport import channels
+from penstock.runtime.transport.point_to_point import Lane, Work
 from penstock.schedule import Timeline
-from penstock.schedule.chosen import ScheduleLike
+from penstock.schedule.choose import ScheduleLike
 
 ROWS, WIDTH = 2, 8  # of a microbatch
 Gradients = dict[int, list[Tensor]]  # by stage

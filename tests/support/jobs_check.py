@@ -11,9 +11,9 @@ from torch import nn
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import EquivalenceError
-from penstock.train.assemble import preflight
-from penstock.train.check import check_split
-from penstock.train.whole import Whole
+from penstock.train.check.split_beside_whole import check_split
+from penstock.train.check.whole import Whole
+from penstock.train.run import preflight
 from support.families import tiny_config
 from support.tiny import QWEN3, config
 

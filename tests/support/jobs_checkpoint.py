@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
-from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
+from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
-from penstock.models.saved import Layout
-from penstock.optimizer_state import OptimizerState
+from penstock.models.weights.saved import Layout
 from support.families import ragged_batch, tiny_model
 
 Parameters = list[nn.Parameter]

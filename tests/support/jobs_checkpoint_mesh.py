@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from penstock import Axes, Pipeline
-from penstock.checkpoint import CheckpointWriter, load_checkpoint, save_checkpoint
+from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
-from penstock.runtime.spread import own
+from penstock.runtime.sharded_weights import own
 from support.jobs_checkpoint import make
 
 

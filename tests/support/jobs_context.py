@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from penstock.batch.packing import metadata, refuse_packed
 from penstock.errors import ModelError, PenstockError
-from penstock.parallel.attention import Context, How, enter
-from penstock.parallel.context import cut
-from penstock.parallel.context_check import check
-from penstock.runtime.packed import metadata, refuse_packed
+from penstock.parallel.context.attention import Context, How, enter
+from penstock.parallel.context.check import check
+from penstock.parallel.context.sequence import cut
 from support import zoo
 from support.families import FLOAT32_INSIDE, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step

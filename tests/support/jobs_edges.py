@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline
+from penstock.batch.payload import TensorSpec
+from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, PenstockError
-from penstock.models.protocol import StageInfo
-from penstock.runtime.parcel import TensorSpec
-from penstock.runtime.shapes import Microbatch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Op, Placement, Schedule
-from penstock.schedule.chosen import ScheduleLike
+from penstock.schedule.choose import ScheduleLike
 
 WIDTH = 3
 TYPE = torch.float64

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from penstock.parallel.balance import load_balancing_loss
-from penstock.parallel.dispatch import Directions, combine, dispatch, plan_route
-from penstock.parallel.expert import expert_parallel, sharded_parameters
-from penstock.parallel.routing import RoutingReplay
+from penstock.parallel.expert.balance import load_balancing_loss
+from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route
+from penstock.parallel.expert.experts import expert_parallel, sharded_parameters
+from penstock.parallel.expert.routing import RoutingReplay
 from support import zoo
 from support.families import ragged_batch
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step

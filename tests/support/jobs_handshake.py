@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import PenstockError
-from penstock.runtime import handshake
+from penstock.runtime.health import agreement as handshake
 from support.families import tiny_config, tiny_model
 
 OTHER: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
-from penstock.runtime.routed_stage import RoutedStage
+from penstock.runtime.stage import RoutedStage
 from support.jobs_axes import told
 from support.jobs_expert import mixture, total_loss
 from support.jobs_mesh import batch, full, own_part

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from penstock import AutoPipeline, Axes
-from penstock.runtime.spread import own
+from penstock.runtime.sharded_weights import own
 from support.families import tiny_config, tiny_model
 from support.jobs_mesh import batch, full, own_part
 from support.reference import plain_step

@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from penstock import Pipeline, failures, launch
+from penstock import Pipeline
 from penstock.errors import PeerError
-from penstock.models.protocol import StageInfo
+from penstock.launch import failures
+from penstock.launch import start as launch
+from penstock.models.stage import StageInfo
 from penstock.schedule import Op
 
 MICROBATCHES = 6

@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from penstock.errors import BatchError, PenstockError
-from penstock.models.chain import find_chain
-from penstock.models.hf import HFCall, cut
-from penstock.models.protocol import StageInfo
-from penstock.parallel.tensor import check, complete_gradients, tensor_parallel
-from penstock.runtime import tape
-from penstock.runtime.backward import hold, input_backward
+from penstock.models.huggingface.stages import HFCall, cut
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import find_chain
+from penstock.parallel.tensor.shard import check, complete_gradients, tensor_parallel
+from penstock.runtime.split_backward import recording as tape
+from penstock.runtime.split_backward.backward import hold, input_backward
 from support import census, zoo
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step

@@ -15,10 +15,10 @@ from torch.optim import AdamW
 
 from penstock import Pipeline
 from penstock.errors import PenstockError
-from penstock.runtime import spread
+from penstock.runtime import sharded_weights as spread
 from penstock.train import loop
-from penstock.train.assemble import preflight, run
-from penstock.train.config import TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import preflight, run
 
 
 def trained(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.schedule import Op, Pair, Schedule, render
-from penstock.schedule.placement import wave
+from penstock.schedule.ops import wave
 
 
 def grid(text: str) -> list[str]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.runtime.packed import metadata
+from penstock.batch.packing import metadata
 from support.reference import Gradients
 
 Microbatches = list[dict[str, Any]]

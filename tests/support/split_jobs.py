@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.sharding import Sharding
+from penstock.runtime.sharded_weights import Sharding
 from support.reference import Gradients, assert_gradients
 from support.splitting import ORDERS, gradients_of, plain, split
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward import Live, hold, input_backward, whole_backward
-from penstock.runtime.deferred import Deferred
-from penstock.runtime.tape import deferring
+from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
+from penstock.runtime.split_backward.deferred import Deferred
+from penstock.runtime.split_backward.recording import deferring
 from support.reference import TOLERANCE, Gradients, assert_gradients
 
 # what runs for which microbatch; B is a whole backward after a forward that could have been split

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from penstock.train.config import TrainConfig
+from penstock.train.config.sections import TrainConfig
 
 QWEN3 = {
     "model_type": "qwen3", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32,

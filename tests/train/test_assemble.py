@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from penstock.commit import check_folder
+from penstock.batch.padding import Padding
 from penstock.errors import (
     CheckpointError,
     ConfigError,
@@ -23,13 +23,13 @@ from penstock.errors import (
     RunError,
     WorldSizeError,
 )
-from penstock.models.checkpointing import Checkpointing
-from penstock.runtime.padding import Padding
-from penstock.train.assemble import make_auto, preflight, run
-from penstock.train.config import ModelSection, PipelineSection, TrainConfig
-from penstock.train.rows import Batch, DocumentRows
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.weights.folder import check_folder
+from penstock.train.config.sections import ModelSection, PipelineSection, TrainConfig
+from penstock.train.config.values import CheckpointingSection
+from penstock.train.data.rows import Batch, DocumentRows
+from penstock.train.run import make_auto, preflight, run
 from penstock.train.start import NEWEST, _changes, _with_defaults
-from penstock.train.values import CheckpointingSection
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 
 

@@ -17,17 +17,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import Axes, Pipeline
-from penstock.equivalence import Compared, Report
 from penstock.errors import ConfigError, EquivalenceError, RunError
-from penstock.models import initial
-from penstock.train.assemble import Prepared, preflight, run
-from penstock.train.check import _beside, check_split, compare_digests, shorten
-from penstock.train.config import PipelineSection, TrainConfig
-from penstock.train.digests import Digest, Digests, digest
-from penstock.train.rounding import Scores, near_ties
+from penstock.models.weights import initial
+from penstock.pipeline.compare import Compared, Report
+from penstock.train.check.differences import Digest, Digests, Scores, digest, near_ties
+from penstock.train.check.router_flips import explained
+from penstock.train.check.split_beside_whole import _beside, check_split, compare_digests, shorten
+from penstock.train.check.whole import TOKENS, Whole
+from penstock.train.config.sections import PipelineSection, TrainConfig
+from penstock.train.run import Prepared, preflight, run
 from penstock.train.start import NEWEST
-from penstock.train.turned import explained
-from penstock.train.whole import TOKENS, Whole
 from support import jobs_check as jobs
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from penstock.commit import MANIFEST, check_folder, leftovers, write_folder
+from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import RunError
-from penstock.optimizer_state import OptimizerState
-from penstock.runtime.processes import OneProcess
-from penstock.train.assemble import preflight, run
-from penstock.train.checkpoint import checkpoint_folder, newest, prune
-from penstock.train.config import KeepSection, TrainConfig
+from penstock.models.weights.folder import MANIFEST, check_folder, leftovers, write_folder
+from penstock.runtime.transport.groups import OneProcess
+from penstock.train.checkpoints import checkpoint_folder, newest, prune
+from penstock.train.config.sections import KeepSection, TrainConfig
+from penstock.train.run import preflight, run
 from penstock.train.start import NEWEST
 from support.tiny import config
 
@@ -149,7 +149,7 @@ def test_a_pruning_that_fails_is_a_warning(
     def failing(path: Path) -> None:
         raise OSError("read-only file system")
 
-    monkeypatch.setattr("penstock.train.checkpoint.remove_folder", failing)
+    monkeypatch.setattr("penstock.train.checkpoints.remove_folder", failing)
     run(preflight(kept(tmp_path, last=1)))
     assert standing(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
     assert "were not removed: read-only file system" in capsys.readouterr().out

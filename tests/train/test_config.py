@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.train.config import TrainConfig, load_config
-from penstock.train.optimizers import MuonSection
-from penstock.train.values import CheckpointingSection
+from penstock.train.config.sections import MuonSection, TrainConfig, load_config
+from penstock.train.config.values import CheckpointingSection
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MINIMAL = """

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.batch.padding import Padding
 from penstock.errors import DataError
-from penstock.runtime.padding import Padding
-from penstock.train.config import TrainConfig
-from penstock.train.data import Data, load_data
-from penstock.train.documents import documents
-from penstock.train.rows import Batch, StreamRows
-from penstock.train.tokenizer import Bytes
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.documents import documents
+from penstock.train.data.loading import Data, load_data
+from penstock.train.data.rows import Batch, StreamRows
+from penstock.train.data.tokenizer import Bytes
 
 
 def config(path: Path, **data: Any) -> TrainConfig:

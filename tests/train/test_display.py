@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock.train.display import Bar, Lines, Silent, make_display
+from penstock.train.metrics import Bar, Lines, Silent, make_display
 
 
 def row(step: int, padding: float = 0.0) -> dict[str, float]:

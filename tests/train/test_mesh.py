@@ -13,11 +13,11 @@ import torch
 from penstock import Pipeline
 from penstock.errors import CheckpointError
 from penstock.train import loop
-from penstock.train.assemble import preflight, run
-from penstock.train.checkpoint import check_fits, newest
-from penstock.train.config import TrainConfig
-from penstock.train.data import Data
-from penstock.train.rows import Batch
+from penstock.train.checkpoints import check_fits, newest
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data
+from penstock.train.data.rows import Batch
+from penstock.train.run import preflight, run
 from penstock.train.start import NEWEST
 from support import jobs_train
 from support.pool import Pool

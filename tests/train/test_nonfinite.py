@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.train.assemble import preflight, run
-from penstock.train.checkpoint import read_state
-from penstock.train.data import Data
-from penstock.train.nonfinite import IN_A_ROW, Skips
-from penstock.train.rows import Batch
+from penstock.train.checkpoints import read_state
+from penstock.train.data.loading import Data
+from penstock.train.data.rows import Batch
+from penstock.train.loop import IN_A_ROW, Skips
+from penstock.train.run import preflight, run
 from penstock.train.start import NEWEST
 from support.jobs_train import poison
 from support.tiny import config

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from penstock.cli.dry_run import memory, optimizers
+from penstock.cli.plan import memory, optimizers
 from penstock.errors import ConfigError
-from penstock.parallel.whole_matrices import Muon, matrices
-from penstock.train.assemble import preflight
-from penstock.train.config import TrainConfig
-from penstock.train.optim import by_muon, learning_rate, make_optimizers, set_learning_rates
-from penstock.train.optimizers import AdamWKeys, AdamWSection, MuonSection
+from penstock.parallel.muon import Muon, matrices
+from penstock.train.config.sections import AdamWKeys, AdamWSection, MuonSection, TrainConfig
+from penstock.train.optimizer import by_muon, learning_rate, make_optimizers, set_learning_rates
+from penstock.train.run import preflight
 from support import zoo
 from support.families import FAMILIES, tiny_model
 from support.tiny import tree

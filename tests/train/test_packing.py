@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.packing import PACKINGS, Packing, best_fit, cut, one_each, sequential
+from penstock.train.data.packing import PACKINGS, Packing, best_fit, cut, one_each, sequential
 
 CAPACITY = 8
 

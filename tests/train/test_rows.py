@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.batch.padding import Padding
 from penstock.errors import DataError
-from penstock.runtime.padding import Padding
-from penstock.train.config import TrainConfig
-from penstock.train.data import Data, load_data
-from penstock.train.packing import PACKINGS, cut
-from penstock.train.rows import Batch, DocumentRows, Fill
-from penstock.train.tokenizer import Bytes
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data, load_data
+from penstock.train.data.packing import PACKINGS, cut
+from penstock.train.data.rows import Batch, DocumentRows, Fill
+from penstock.train.data.tokenizer import Bytes
 
 PACKED = ("sequential", "best_fit")
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from penstock.errors import DataError
-from penstock.train.tokenizer import Bytes, HuggingFace, byte_level_tokenizer, open_tokenizer
+from penstock.train.data.tokenizer import Bytes, HuggingFace, byte_level_tokenizer, open_tokenizer
 
 TEXT = "def f(x):\n\treturn 'ä 😀 ' , x . \0\x7f\r\n  don't   stop  "
 

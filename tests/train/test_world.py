@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline, Axes, Sharded
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
-from penstock.train.assemble import make_auto, preflight, run
-from penstock.train.config import TrainConfig
-from penstock.train.parallel import too_few_rows
+from penstock.train.config.sections import TrainConfig, too_few_rows
+from penstock.train.run import make_auto, preflight, run
 from penstock.train.world import axes_of, pipeline_number, processes, ranks_of
 from support.tiny import tree
 
@@ -116,7 +115,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     ],
 )
 def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
-    from penstock.train.config import load_config
+    from penstock.train.config.sections import load_config
 
     file = tmp_path / "config.yaml"
     file.write_text(config(tmp_path).to_yaml())

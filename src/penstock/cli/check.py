@@ -16,17 +16,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
-from penstock.auto import AutoPipeline
-from penstock.cli.arguments import Choice
-from penstock.equivalence import Report, compare
+from penstock.batch.loss import IGNORED
+from penstock.cli.shared import Choice
 from penstock.errors import ConfigError, ModelError
-from penstock.free_memory import free_memory
-from penstock.models import initial, weights
-from penstock.outline import Outline
-from penstock.runtime.loss import IGNORED
+from penstock.models.weights import files as weights
+from penstock.models.weights import initial
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.compare import Report, compare
+from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating
 from penstock.schedule import simulate
-from penstock.summary import size
+from penstock.train.check.split_beside_whole import free_memory
 
 SHOWN = 20  # tensors that differ, at most
 _LENGTH = 32

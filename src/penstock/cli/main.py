@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import penstock
-from penstock import launch
 from penstock.cli import schedule as schedule_commands
-from penstock.cli.arguments import Choice, taking
+from penstock.cli.shared import Choice, taking
+from penstock.launch import start as launch
 
 if TYPE_CHECKING:
-    from penstock.train.assemble import Prepared
+    from penstock.train.run import Prepared
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(schedule_commands.app, name="schedule")
@@ -66,7 +67,7 @@ def train(
     try:
         prepared = _prepare(config, arguments or [], resume)
         if dry_run:
-            from penstock.cli.dry_run import show
+            from penstock.cli.plan import show
 
             return show(prepared)
         ranks = prepared.outline.schedule.ranks * prepared.axes.beside
@@ -145,8 +146,8 @@ def check(
 def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
     launch.follow_parent()
     overrides, checkpoint = _sort_arguments(arguments, resume)
-    from penstock.train.assemble import preflight  # torch and transformers: seconds that --help need not take
-    from penstock.train.config import load_config
+    from penstock.train.config.sections import load_config
+    from penstock.train.run import preflight
 
     try:
         return preflight(load_config(config, overrides), checkpoint)
@@ -167,7 +168,7 @@ def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str 
 
 
 def _train(prepared: Prepared) -> None:
-    from penstock.train.assemble import run
+    from penstock.train.run import run
 
     try:
         run(prepared)

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli import schedule_view as view
-from penstock.cli.arguments import Choice, chosen, costs_of, taking
+from penstock.cli import schedule_tables as view
+from penstock.cli.shared import Choice, chosen, costs_of, taking
 from penstock.errors import ConfigError, InputError, ScheduleError
 from penstock.schedule import Costs, Schedule, loop, render, verify, wave
 from penstock.schedule import simulate as run_on_paper
 from penstock.schedule.compare import compare as all_schedules
 from penstock.schedule.compare import share
-from penstock.schedule.io import check_path, dump
+from penstock.schedule.files import check_path, dump
 
 app = typer.Typer(no_args_is_help=True, help="Build, prove, predict, compare, search and draw schedules.")
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from penstock.errors import CheckpointError, ModelError
-from penstock.models.weights import weight_files
+from penstock.models.weights.files import weight_files
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 

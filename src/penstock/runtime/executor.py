@@ -6,11 +6,17 @@ What is left here is to give each action its effect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.runtime.loss import Loss
-from penstock.runtime.lower import (
+from penstock.batch.loss import Loss
+from penstock.batch.microbatches import StepInput
+from penstock.batch.payload import Parcel
+from penstock.batch.shapes import EdgeShapes
+from penstock.runtime.health.progress import Progress
+from penstock.runtime.ops import Ops, Task
+from penstock.runtime.overlap import Begin, End, Pairing
+from penstock.runtime.plan import (
     Action,
     Compute,
     Exchange,
@@ -23,15 +29,9 @@ from penstock.runtime.lower import (
     Send,
     Wait,
 )
-from penstock.runtime.ops import Ops, Task
-from penstock.runtime.pairs import Begin, End, Pairing
-from penstock.runtime.parcel import Parcel
-from penstock.runtime.progress import Progress
 from penstock.runtime.recorder import Mark, Recorder
-from penstock.runtime.shapes import EdgeShapes
 from penstock.runtime.stage import Stage
-from penstock.runtime.step import StepInput
-from penstock.runtime.transport import Transport, of_their_own
+from penstock.runtime.transport.interface import Transport, of_their_own
 from penstock.schedule import Op
 
 # what gives an action its effect; None for a wait, which may have to let other ranks go first
@@ -188,3 +188,34 @@ class Executor:
         self.inbox.clear()
         self.outbox.clear()
         self.ops.reset()
+
+
+# ---- All ranks of a pipeline in one process.
+
+
+def run_together(executors: Sequence[Executor], step: StepInput) -> None:
+    """Run the plans of all ranks that live in this process, each as far as it can get, in turn.
+
+    After a rank that waits comes the one that has to send: to ask all of them in turn costs more than an op.
+    """
+    running = {executor.plan.rank: executor.run(step) for executor in executors}
+    hosts = executors[0].plan.schedule.placement.rank_of
+    arrived = executors[0].transport.arrived  # they share it
+    awaited: dict[int, Message] = {}
+    rank, stuck = executors[0].plan.rank, set[int]()
+    while running:
+        assert rank in running, f"rank {rank} has ended, and somebody waits for it: {awaited}"
+        message = awaited.get(rank)
+        if message is not None and not arrived(message):
+            assert rank not in stuck, f"nobody can go on: {awaited}"
+            stuck.add(rank)
+            rank = hosts[message.op.stage]
+            continue
+        stuck.clear()
+        try:
+            awaited[rank] = message = next(running[rank])
+            rank = hosts[message.op.stage]
+        except StopIteration:
+            del running[rank]
+            awaited.pop(rank, None)
+            rank = next(iter(running), rank)

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.runtime.parcel import Parcel
+from penstock.batch.payload import Parcel
 from penstock.schedule import Op
 
 Place = tuple[int, int]  # stage and microbatch

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.loss import Loss
-from penstock.runtime.lower import Compute, Message, Plan, Send
+from penstock.batch.loss import Loss
+from penstock.batch.microbatches import StepInput
+from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel, take_apart
+from penstock.batch.shapes import EdgeShapes, check
 from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
-from penstock.runtime.parcel import SINGLE, EdgeSpecs, Parcel, take_apart
-from penstock.runtime.partner import Draws
-from penstock.runtime.shapes import EdgeShapes, check
+from penstock.runtime.overlap_thread import Draws
+from penstock.runtime.plan import Compute, Message, Plan, Send
 from penstock.runtime.stage import Stage
-from penstock.runtime.step import StepInput
 from penstock.schedule import Op
 
 _REMEMBERED = 4096  # shapes whose footprints are known

@@ -1,18 +1,15 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
-from penstock.schedule.chosen import AnySchedule, build
+from penstock.schedule.choose import AnySchedule, ScheduleConfig, build
 from penstock.schedule.compare import Entry, compare
-from penstock.schedule.config import ScheduleConfig
 from penstock.schedule.costs import Costs
-from penstock.schedule.io import dump, load
-from penstock.schedule.ops import Op, Pair, Schedule
-from penstock.schedule.placement import Placement, both_ways, loop, wave
+from penstock.schedule.files import dump, load
+from penstock.schedule.ops import Op, Pair, Placement, Schedule, Violation, both_ways, loop, wave
 from penstock.schedule.render import render
 from penstock.schedule.search import Found, search
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Idle, Reduction, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, verify
-from penstock.schedule.violation import Violation
 
 __all__ = [
     "AnySchedule",

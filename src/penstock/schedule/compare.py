@@ -16,10 +16,8 @@ from typing import Any
 from penstock.errors import ConfigError, InputError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Cost, Costs
-from penstock.schedule.ops import Op, Pair, Schedule
-from penstock.schedule.placement import Placement, loop
+from penstock.schedule.ops import Op, Pair, Placement, Schedule, check_size, loop
 from penstock.schedule.simulate import simulate
-from penstock.schedule.sizes import check_size
 from penstock.schedule.timeline import Timeline
 
 Builder = Callable[..., Schedule]

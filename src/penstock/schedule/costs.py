@@ -10,8 +10,7 @@ from statistics import median
 from typing import TypeGuard
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Kind, Op, Pair
-from penstock.schedule.placement import Placement
+from penstock.schedule.ops import Kind, Op, Pair, Placement
 from penstock.schedule.timeline import Timeline
 
 # for all stages; or one for each stage, which is one for all its microbatches or one for each
@@ -37,7 +36,7 @@ class Costs:
     held_for_weight: what it holds from then to the end of W: some of the activation, and gradients;
         None: as much as the activation
     buffer: what one message over the edge behind each stage holds, in the unit of `activation`, its gradient
-        as much. The receiver holds it from the post, `penstock.schedule.ahead` says when, until the op that
+        as much. The receiver holds it from the post, `penstock.schedule.order` says when, until the op that
         takes it: F makes it part of its activation, I and B let go of it at their end. The sender holds it
         from its op's end until it has arrived; a runtime that notices later holds it longer
     sent: what the sender of a forward result holds meanwhile: less than `buffer`, down to 0, where the graph

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
-from penstock.schedule.ahead import posts, received, taker
 from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Op, Schedule
+from penstock.schedule.order import posts, received, taker
 from penstock.schedule.timeline import Curve, curve
 
 Change = tuple[float, float]  # when, and by how much what is held changes

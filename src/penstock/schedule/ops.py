@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedule.placement import Placement
 
 # forward, whole backward, its two halves: input gradient, weight gradient
 Kind = Literal["F", "B", "I", "W"]
@@ -126,3 +125,131 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, self.entries(rank))) for rank in range(len(self.programs)))
+
+
+# ---- Which rank hosts which stage.
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The map from stage to rank: `rank_of[s]` hosts stage s. Every rank hosts at least one stage.
+
+    replicas: how many copies of the model run side by side. With two, stage s and stage s + depth hold the
+        same slice of the model, and each microbatch goes through one of the copies.
+    """
+
+    rank_of: tuple[int, ...]
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ranks <= self.stages or set(self.rank_of) != set(range(self.ranks)):
+            raise ConfigError(
+                f"placement {list(self.rank_of)}",
+                "each rank from 0 to the highest one hosts at least one stage",
+                "Number the ranks from 0 without a gap",
+            )
+        if self.replicas < 1 or self.stages % self.replicas:
+            raise ConfigError(
+                f"placement of {self.stages} stages with replicas={self.replicas}",
+                "every copy of the model has the same number of stages",
+                "Give a number of replicas that divides the stages",
+            )
+
+    @cached_property
+    def ranks(self) -> int:
+        return max(self.rank_of, default=-1) + 1
+
+    @property
+    def stages(self) -> int:
+        """All stages, each copy's counted."""
+        return len(self.rank_of)
+
+    @cached_property
+    def depth(self) -> int:
+        """The stages that one microbatch goes through."""
+        return self.stages // self.replicas
+
+    def is_first(self, stage: int) -> bool:
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        return stage % self.depth == self.depth - 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` hosts, in the data's order."""
+        return tuple(stage for stage, host in enumerate(self.rank_of) if host == rank)
+
+
+def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
+    """Stage s on rank s mod `ranks`: the data runs round the ranks `stages_per_rank` times."""
+    return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
+
+
+def wave(ranks: int, stages_per_rank: int = 2) -> Placement:
+    """Out and back: the data turns round at both ends. With two stages a rank it draws a V."""
+    out = tuple(range(ranks))
+    return Placement(tuple(r for lap in range(stages_per_rank) for r in (out[::-1] if lap % 2 else out)))
+
+
+def both_ways(ranks: int) -> Placement:
+    """Two copies of the model: one from the first rank to the last, the other back."""
+    return Placement((*range(ranks), *reversed(range(ranks))), replicas=2)
+
+
+# ---- What a schedule breaks.
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken rule. `position` counts ops in the rank's program from 0; what does not apply is None."""
+
+    rule: str
+    rank: int | None = None
+    position: int | None = None
+    op: Op | None = None
+    missing: Op | None = None
+    cycle: tuple[Op, ...] = ()
+
+    def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}"
+        where += "" if self.position is None else f", position {self.position}"
+        what = "" if self.op is None else f"{self.op}"
+        return ": ".join(part for part in (where, what, self.rule) if part)
+
+
+# ---- The numbers of ranks and microbatches that a schedule may have.
+
+
+_MOST_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
+
+
+def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
+    """Raise ConfigError for numbers that no schedule can have, or one that would fill the memory."""
+    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(number) is not int or number < 1:
+            raise no_count(name, number)
+    if ranks * stages_per_rank * microbatches > _MOST_FORWARDS:
+        raise ConfigError(
+            f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches",
+            f"a schedule of more than {_MOST_FORWARDS:,} forwards would fill the memory",
+            "Give smaller numbers",
+        )
+
+
+def no_count(name: str, number: object) -> ConfigError:
+    rule = "a schedule has a whole number of them, and at least one"
+    return ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
+
+
+def check_numbers(schedule: Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
+    """`schedule`, which brings numbers of its own. Raises ConfigError where others are given."""
+    own_numbers = (
+        ("ranks", ranks, schedule.ranks),
+        ("microbatches", microbatches, schedule.microbatches),
+    )
+    for name, given, own in own_numbers:
+        if given not in (None, own):
+            raise ConfigError(
+                f"{name}={given}", f"the schedule given has {own}", f"Leave it out, or give {name}={own}"
+            )
+    return schedule

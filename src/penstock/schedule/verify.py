@@ -10,14 +10,163 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
+from typing import get_args
 
 from penstock.errors import ScheduleError
-from penstock.schedule.deadlock import deadlocks
-from penstock.schedule.ops import Op, Pair, Schedule
-from penstock.schedule.order import NOTHING
-from penstock.schedule.rendezvous import buffered_sends
-from penstock.schedule.standing import Standing
-from penstock.schedule.violation import Violation
+from penstock.schedule.ops import Kind, Op, Pair, Schedule, Violation
+from penstock.schedule.order import NOTHING, Numbers, Walk, buffered_sends
+
+# ---- Where each op of a schedule stands, whether it belongs there or not.
+
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Standing:
+    """The rank and position of each op, by its number (order.py); rank NOTHING where no program holds it.
+
+    programs: those of the ranks, in numbers
+    violations: ops that do not exist, stand astray, or stand twice
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.numbers = schedule, Numbers(schedule)
+        self.programs: list[list[int]] = []
+        self.rank_at, self.position_at = [NOTHING] * self.numbers.count, [0] * self.numbers.count
+        self.violations = list(self._read())
+
+    def op(self, number: int) -> Op:
+        """The op of this number that the schedule holds, or else should hold."""
+        stage, microbatch, slot = self.numbers.places(number)
+        if slot == 1:
+            return Op(stage, "I" if self.is_split(stage, microbatch) else "B", microbatch)
+        return Op(stage, "W" if slot else "F", microbatch)
+
+    def is_split(self, stage: int, microbatch: int) -> bool:
+        """Also where W stands and neither B nor I does."""
+        if (stage, microbatch) in self.schedule.split:
+            return True
+        forward = stage * self.numbers.row + 3 * microbatch
+        return self.rank_at[forward + 2] != NOTHING and self.rank_at[forward + 1] == NOTHING
+
+    def copies_used(self, microbatch: int) -> list[int]:
+        """The copies of the model that hold an op of this microbatch; the first where none does."""
+        depth, row = self.schedule.placement.depth, self.numbers.row
+        found = {
+            stage // depth
+            for stage in range(self.schedule.stages)
+            for slot in range(3)
+            if self.rank_at[stage * row + 3 * microbatch + slot] != NOTHING
+        }
+        return sorted(found) or [0]
+
+    def _read(self) -> Iterator[Violation]:
+        hosts = self.schedule.placement.rank_of
+        astray: list[tuple[int, int, int]] = []
+        for rank, program in enumerate(self.schedule.programs):
+            row: list[int] = []
+            for position, op in enumerate(program):
+                if unknown := self._unknown(op):
+                    yield Violation(unknown, rank, position, op)
+                    continue
+                number = self.numbers.of(op)
+                if hosts[op.stage] != rank:
+                    yield Violation(
+                        f"stage {op.stage} is placed on rank {hosts[op.stage]}", rank, position, op
+                    )
+                    astray.append((number, rank, position))
+                elif self.rank_at[number] != NOTHING:
+                    yield Violation(self._again(op, number), rank, position, op)
+                else:
+                    self.rank_at[number], self.position_at[number] = rank, position
+                row.append(number)
+            self.programs.append(row if len(row) == len(program) else self._gaps(program))
+        for number, rank, position in astray:
+            if self.rank_at[number] == NOTHING:
+                self.rank_at[number], self.position_at[number] = rank, position
+
+    def _unknown(self, op: Op) -> str:
+        """Why this is no op of the schedule; empty where it is one."""
+        if not 0 <= op.stage < len(self.schedule.placement.rank_of):
+            return f"there are only stages 0 to {self.schedule.stages - 1}"
+        if op.kind not in _KINDS:
+            return f"there are only the kinds {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
+        if not 0 <= op.microbatch < self.schedule.microbatches:
+            return f"there are only microbatches 0 to {self.schedule.microbatches - 1}"
+        return ""
+
+    def _again(self, op: Op, number: int) -> str:
+        """What is wrong with an op whose place is taken."""
+        position = self.position_at[number]
+        other = self.schedule.programs[self.rank_at[number]][position]
+        if other == op:
+            return f"it stands already at position {position}"
+        return f"a backward is whole or split, and {other} stands at position {position}"
+
+    def _gaps(self, program: tuple[Op, ...]) -> list[int]:
+        """As numbers, with NOTHING for what is no op, so that positions stay right."""
+        return [NOTHING if self._unknown(op) else self.numbers.of(op) for op in program]
+
+
+# ---- Cycles of ops that wait for one another across ranks.
+
+
+def deadlocks(standing: Standing, late: set[int]) -> Iterator[Violation]:
+    """One violation for each cycle; overlapped ops wait together.
+
+    late: ops (by number) that stand behind an op of their own rank that needs them
+
+    These, and ops that are missing, have been reported. They count as done here, so that what is reported now
+    is a deadlock of its own.
+    """
+    numbers, rank_at = standing.numbers, standing.rank_at
+    needs = [numbers.needs(program) for program in standing.programs]
+    absent = {n for n in chain.from_iterable(needs) if n != NOTHING and rank_at[n] == NOTHING}
+    walk = Walk(numbers, standing.programs, needs, absent | late, _together(standing))
+    for _ in walk:
+        pass
+    seen: set[int] = set()
+    for start in sorted(walk.blocked):
+        path: list[int] = []  # follow who waits for whom until a rank comes up again
+        rank = start
+        while rank not in seen and rank in walk.blocked:
+            seen.add(rank)
+            path.append(rank)
+            rank = rank_at[walk.blocked[rank]]
+        if rank in path:
+            yield _cycle(standing, walk, path[path.index(rank) :])
+
+
+def _together(standing: Standing) -> dict[int, int]:
+    """What the first of two overlapped ops waits for besides: what the second needs."""
+    programs, overlaps = standing.schedule.programs, standing.schedule.overlaps
+    return {
+        standing.programs[rank][at]: needed
+        for rank, program in enumerate(programs if overlaps else ())
+        for at, two in enumerate(pairwise(program))
+        if two in overlaps
+        if (needed := standing.numbers.needed(standing.programs[rank][at + 1])) != NOTHING
+    }
+
+
+def _cycle(standing: Standing, walk: Walk, ring: list[int]) -> Violation:
+    """The deadlock of the ranks in `ring`, each standing at an op that waits for the next one's."""
+    steps: list[str] = []
+    ops: list[Op] = []
+    for rank in ring:
+        op, needed = _stands(standing, walk, rank)
+        ops += [op, needed]
+        steps.append(f"rank {rank} stands at {op}, which waits for {needed}")
+    op, needed = _stands(standing, walk, ring[0])
+    rule = "deadlock: " + "; ".join(steps) + f"; and {needed} comes only later on its rank"
+    each_once = tuple(here for at, here in enumerate(ops) if here != ops[at - 1])  # awaited and stood at
+    return Violation(rule, ring[0], walk.reached[ring[0]], op, needed, each_once)
+
+
+def _stands(standing: Standing, walk: Walk, rank: int) -> tuple[Op, Op]:
+    """The op that `rank` stands at, and the one that it waits for."""
+    return standing.schedule.programs[rank][walk.reached[rank]], standing.op(walk.blocked[rank])
+
 
 _COMPARED = 1000  # programs this far from the size they should have are not compared op by op
 

@@ -7,24 +7,80 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from penstock.checkpoint import CheckpointWriter
+from penstock.checkpoint.save_load import CheckpointWriter
+from penstock.errors import RunError
 from penstock.models.source import TOKENIZER, beside
-from penstock.pipeline import Pipeline
+from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule import Timeline
-from penstock.train.checkpoint import checkpoint_folder, prune, state_after
-from penstock.train.config import TrainConfig
-from penstock.train.data import Data
-from penstock.train.display import Display
-from penstock.train.metrics import Metrics, Row
-from penstock.train.nonfinite import Skips, check_finite, not_finite
-from penstock.train.optim import learning_rate, set_learning_rates
-from penstock.train.rows import Fill
-from penstock.train.tokenizer import Tokenizer
+from penstock.train.checkpoints import checkpoint_folder, prune, state_after
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data
+from penstock.train.data.rows import Fill
+from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.metrics import Display, Metrics, Row
+from penstock.train.optimizer import learning_rate, set_learning_rates
+
+# ---- Steps whose loss or gradients are not finite: they end the run, or are left out of it.
+
+
+IN_A_ROW = 10  # steps left out, after which weights and not batches are to blame
+_CALMER = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32"
+
+
+@dataclass
+class Skips:
+    """How many steps were left out: in all, since the run began, and of the last ones.
+
+    What is judged are the loss and the norm of the whole mesh, the same numbers on every rank. So all ranks
+    judge alike, and need not tell each other.
+    """
+
+    mode: Literal["stop", "skip"]
+    count: int = 0
+    in_a_row: int = 0
+
+    def leaves_out(self, step: int, **values: float) -> bool:
+        """Whether `step`, whose loss and norm are these, must not reach the weights.
+
+        Raises RunError in its place with "stop", and where it is the last of too many.
+        """
+        if not_finite(**values) is None:
+            self.in_a_row = 0
+            return False
+        if self.mode == "stop":
+            check_finite(step, **values)
+        self.count += 1
+        self.in_a_row += 1
+        if self.in_a_row == IN_A_ROW:
+            raise RunError(
+                f"steps {step - IN_A_ROW + 1} to {step}: {not_finite(**values)} at the last",
+                f"{IN_A_ROW} steps in a row were left out, which no batch explains",
+                f"Go on from the last checkpoint with --resume. {_CALMER}",
+            )
+        return True
+
+
+def not_finite(**values: float) -> str | None:
+    """All of them in words, where one is not finite."""
+    if all(math.isfinite(value) for value in values.values()):
+        return None
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+def check_finite(step: int, **values: float) -> None:
+    """Before the optimizer spoils the weights with it. Raises RunError."""
+    if (found := not_finite(**values)) is not None:
+        raise RunError(
+            f"step {step}: {found}",
+            "these are finite numbers while a model trains",
+            f"{_CALMER}. Single steps may be left out with train.nonfinite=skip",
+        )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,19 @@
-"""metrics.jsonl: one JSON object a line, written as it happens."""
+"""What a run shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# ---- metrics.jsonl: one JSON object a line, written as it happens.
+
 
 Row = dict[str, Any]
 
@@ -40,3 +48,90 @@ def _rows_until(path: Path, step: int) -> list[str]:
         except (ValueError, KeyError, TypeError):  # a line that a crash cut short
             continue
     return kept
+
+
+class Display(Protocol):
+    """A context: what is shown live is shown inside it."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def step(self, row: Row) -> None:
+        """One training step's metrics."""
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+
+
+class Silent:
+    """For every process but the first."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def step(self, row: Row) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
+class Lines(Silent):
+    """For a log: a line every `every` steps."""
+
+    def __init__(self, steps: int, every: int) -> None:
+        self._steps, self._every = steps, every
+
+    def step(self, row: Row) -> None:
+        if "skipped" in row:
+            self.say(f"step {row['step']}/{self._steps}  skipped: {row['skipped']}")
+        elif row["step"] % self._every == 0 or row["step"] in (1, self._steps):
+            self.say(f"step {row['step']}/{self._steps}  {_numbers(row)}  lr {row['learning_rate']:.2e}")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Bar(Silent):
+    """For a terminal."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.fields[numbers]}"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TimeRemainingColumn(), console=Console(), refresh_per_second=4,
+        )  # fmt: skip
+        self._task = self._progress.add_task("", total=steps, completed=done, numbers="starting")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def step(self, row: Row) -> None:
+        if "skipped" in row:
+            self.say(f"step {row['step']}  skipped: {row['skipped']}")
+            self._progress.update(self._task, completed=row["step"])
+        else:
+            self._progress.update(self._task, completed=row["step"], numbers=_numbers(row))
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+
+def make_display(first: bool, steps: int, done: int, every: int) -> Display:
+    """The one for this process, if it is the first of all: a bar where stdout is a terminal."""
+    if not first:
+        return Silent()
+    return Bar(steps, done) if sys.stdout.isatty() else Lines(steps, every)
+
+
+def _numbers(row: Row) -> str:
+    padding = f"  padding {row['padding']:.1%}" if row["padding"] else ""
+    skipped = f"  skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s"
+    return f"loss {row['loss']:.3f}  {speed}  bubble {row['bubble']:.1%}{padding}{skipped}"

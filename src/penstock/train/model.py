@@ -10,7 +10,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from penstock.errors import ConfigError
 from penstock.models.source import ModelLike, open_source
-from penstock.train.config import ModelSection
+from penstock.train.config.sections import ModelSection
 
 # keys that older config.json files bear and transformers still reads, and one that no config.json bears
 _MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")

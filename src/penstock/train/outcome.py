@@ -10,10 +10,10 @@ from transformers.utils import logging
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule, render, simulate
-from penstock.train.config import OutputSection, TrainConfig
+from penstock.train.config.sections import OutputSection, TrainConfig
+from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.loop import Outcome
 from penstock.train.model import positions
-from penstock.train.tokenizer import Tokenizer
 
 
 def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path) -> None:

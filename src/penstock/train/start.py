@@ -10,12 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.commit import check_folder
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models.weights import tied_names
-from penstock.outline import Outline
-from penstock.train.checkpoint import check_fits, newest, read_state
-from penstock.train.config import TrainConfig
+from penstock.models.weights.files import tied_names
+from penstock.models.weights.folder import check_folder
+from penstock.pipeline.build_plan import Outline
+from penstock.train.checkpoints import check_fits, newest, read_state
+from penstock.train.config.sections import TrainConfig
 
 NEWEST = "newest"  # in place of a checkpoint's path
 

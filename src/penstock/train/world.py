@@ -7,10 +7,9 @@ import os
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, WorldSizeError
-from penstock.launch import under_torchrun
-from penstock.runtime.axes import MESH, Axes
-from penstock.train.config import TrainConfig
-from penstock.train.parallel import too_few_rows
+from penstock.launch.start import under_torchrun
+from penstock.parallel.mesh import MESH, Axes
+from penstock.train.config.sections import TrainConfig, too_few_rows
 
 
 def started() -> int | None:

@@ -2,9 +2,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule import simulate, verify
+from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.dualpipe import dualpipe
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import both_ways
+from penstock.schedule.ops import both_ways
 from support.orders import drawn_and_built
 
 RANKS, MICROBATCHES = (2, 4, 6, 8), range(2, 21, 2)

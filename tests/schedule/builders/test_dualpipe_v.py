@@ -2,9 +2,9 @@ import pytest
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from penstock.schedule import Costs, simulate
-from penstock.schedule.builders.dualpipe_v import dualpipe_v
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import wave
+from penstock.schedule.builders.conformance import check_builder
+from penstock.schedule.builders.dualpipe import dualpipe_v
+from penstock.schedule.ops import wave
 from support.orders import drawn_and_built, torch_order
 
 

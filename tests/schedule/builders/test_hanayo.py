@@ -1,11 +1,11 @@
 import pytest
 
 from penstock.schedule import render, simulate, verify
+from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.hanayo import hanayo, list_schedule
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import Placement, wave
+from penstock.schedule.ops import Placement, wave
 from support.orders import drawn_and_built, grid
 
 SIZES = [(ranks, m, waves) for ranks in range(1, 8) for waves in (1, 2, 3) for m in range(1, 4 * ranks + 2)]

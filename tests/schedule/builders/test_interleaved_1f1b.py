@@ -3,10 +3,10 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from penstock.errors import ConfigError
 from penstock.schedule import render, simulate, verify
+from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b, microbatch_groups
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import loop
+from penstock.schedule.ops import loop
 from support.orders import drawn_and_built, grid
 from support.torch_loops import torch_interleaved, torch_takes
 

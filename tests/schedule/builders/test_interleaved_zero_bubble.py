@@ -3,10 +3,10 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from penstock.errors import ConfigError
 from penstock.schedule import render, simulate, verify
+from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b
-from penstock.schedule.builders.interleaved_zero_bubble import interleaved_zero_bubble
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import loop
+from penstock.schedule.builders.zero_bubble import interleaved_zero_bubble
+from penstock.schedule.ops import loop
 from support.orders import drawn_and_built, grid
 from support.torch_loops import torch_interleaved, torch_takes
 

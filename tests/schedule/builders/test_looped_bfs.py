@@ -1,10 +1,9 @@
 import pytest
 
 from penstock.schedule import Costs, Op, Schedule, render, simulate, verify
-from penstock.schedule.builders.gpipe import gpipe
-from penstock.schedule.builders.looped_bfs import looped_bfs
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import loop
+from penstock.schedule.builders.conformance import check_builder
+from penstock.schedule.builders.gpipe import gpipe, looped_bfs
+from penstock.schedule.ops import loop
 from support.orders import drawn_and_built, grid
 
 SIZES = [(ranks, m, v) for ranks in range(1, 7) for m in range(1, 14) for v in (1, 2, 3)]

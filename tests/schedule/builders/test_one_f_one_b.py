@@ -1,10 +1,10 @@
 import pytest
 
 from penstock.schedule import Costs, Op, render, simulate, verify
+from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.gpipe import gpipe
 from penstock.schedule.builders.one_f_one_b import one_f_one_b, turns
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import loop
+from penstock.schedule.ops import loop
 from support.orders import drawn_and_built, grid
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 18)]

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule, render, simulate, verify
-from penstock.schedule.builders.v_half import v_half
-from penstock.schedule.builders.v_min import v_min
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import wave
+from penstock.schedule.builders.conformance import check_builder
+from penstock.schedule.builders.v_schedules import v_half, v_min
+from penstock.schedule.ops import wave
 from support.orders import drawn_and_built, grid
 
 

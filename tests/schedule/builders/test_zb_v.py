@@ -5,9 +5,9 @@ from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, render, simulate, verify
-from penstock.schedule.builders.zb_v import zb_v
-from penstock.schedule.conformance import check_builder
-from penstock.schedule.placement import wave
+from penstock.schedule.builders.conformance import check_builder
+from penstock.schedule.builders.v_schedules import zb_v
+from penstock.schedule.ops import wave
 from support.orders import drawn_and_built, grid, torch_order
 
 SIZES = [

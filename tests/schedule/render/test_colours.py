@@ -7,8 +7,7 @@ from math import dist
 import pytest
 
 from penstock.schedule import simulate
-from penstock.schedule.render.colours import REDUCE, Shade
-from penstock.schedule.render.drawing import KINDS, Drawing, Panel
+from penstock.schedule.render.drawing import KINDS, REDUCE, Drawing, Panel, Shade
 from penstock.schedule.render.svg import svg
 from support.drawn import SPLIT
 

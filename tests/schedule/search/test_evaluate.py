@@ -9,13 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, Placement, loop, simulate, wave
-from penstock.schedule.search.budget import Budget
+from penstock.schedule.search.anneal import _first_difference, _moved, replaced
 from penstock.schedule.search.evaluate import fits, key, levels, tails, times, times_after
 from penstock.schedule.search.listing import _drawn, follow, listed, reserves
-from penstock.schedule.search.neighbours import _first_difference, _moved
-from penstock.schedule.search.problem import NOTHING, Problem, Programs, problem
+from penstock.schedule.search.problem import NOTHING, Budget, Problem, Programs, problem
 from penstock.schedule.search.repeat import extended, fewer
-from penstock.schedule.search.weights import replaced
 
 number = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7])
 

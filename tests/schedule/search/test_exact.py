@@ -12,10 +12,9 @@ import pytest
 from penstock.schedule import Costs, Placement, loop, wave
 from penstock.schedule.search import search
 from penstock.schedule.search.bound import lower_bound
-from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.evaluate import fits, key, times
 from penstock.schedule.search.exact import Part, solve
-from penstock.schedule.search.problem import Problem, Programs, problem
+from penstock.schedule.search.problem import Budget, Problem, Programs, problem
 from penstock.schedule.search.search import Objective
 
 COSTS = [

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.schedule.builders.dualpipe import dualpipe
-from penstock.schedule.builders.dualpipe_v import dualpipe_v
-from penstock.schedule.builders.gpipe import gpipe
+from penstock.schedule.builders.dualpipe import dualpipe, dualpipe_v
+from penstock.schedule.builders.gpipe import gpipe, inference, looped_bfs
 from penstock.schedule.builders.hanayo import hanayo
-from penstock.schedule.builders.inference import inference
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b
-from penstock.schedule.builders.interleaved_zero_bubble import interleaved_zero_bubble
-from penstock.schedule.builders.looped_bfs import looped_bfs
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
-from penstock.schedule.builders.v_half import v_half
-from penstock.schedule.builders.v_min import v_min
-from penstock.schedule.builders.zb_h1 import zb_h1
-from penstock.schedule.builders.zb_h2 import zb_h2
-from penstock.schedule.builders.zb_v import zb_v
+from penstock.schedule.builders.v_schedules import v_half, v_min, zb_v
+from penstock.schedule.builders.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from penstock.schedule.ops import Schedule
 
 # each is called as builder(ranks=..., microbatches=..., **options)

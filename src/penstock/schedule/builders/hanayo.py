@@ -29,8 +29,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from penstock.schedule.builders.interleaved_1f1b import microbatch_groups
-from penstock.schedule.ops import Op, Schedule
-from penstock.schedule.placement import Placement, wave
+from penstock.schedule.ops import Op, Placement, Schedule, wave
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:

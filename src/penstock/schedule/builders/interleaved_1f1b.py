@@ -35,8 +35,7 @@ from itertools import pairwise
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders.one_f_one_b import turns
-from penstock.schedule.ops import Kind, Op, Schedule
-from penstock.schedule.placement import loop
+from penstock.schedule.ops import Kind, Op, Schedule, loop
 
 
 def interleaved_1f1b(

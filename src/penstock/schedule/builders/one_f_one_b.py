@@ -40,8 +40,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
-from penstock.schedule.ops import Kind, Op, Pair, Schedule
-from penstock.schedule.placement import loop
+from penstock.schedule.ops import Kind, Op, Pair, Schedule, loop
 
 
 def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired: bool = False) -> Schedule:

@@ -9,17 +9,23 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from penstock.schedule.render.colours import INK, PAPER, REDUCE, Shade, in_order, meaning, shades
 from penstock.schedule.render.drawing import (
     GAPS,
     IDLE,
+    INK,
     KINDS,
+    PAPER,
+    REDUCE,
     REDUCTION,
     Drawing,
     Panel,
+    Shade,
+    in_order,
     is_shown,
+    meaning,
     number,
     percent,
+    shades,
 )
 from penstock.schedule.timeline import Reduction, Span, Wait
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from random import Random
 
-from penstock.schedule.search.budget import OP_LISTED, OP_TIMED, Budget
 from penstock.schedule.search.evaluate import Key, key, times
-from penstock.schedule.search.problem import NOTHING, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import NOTHING, OP_LISTED, OP_TIMED, Budget, F, I, Problem, Programs, W
 
 _KEPT = 6  # policies that are varied
 

@@ -6,9 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
-from penstock.schedule.search.budget import OP_TIMED, Budget
 from penstock.schedule.search.evaluate import Key, key, times
-from penstock.schedule.search.problem import Problem, Programs
+from penstock.schedule.search.problem import OP_TIMED, Budget, Problem, Programs
 
 _CUTS = 60  # moments that are tried
 

@@ -1,0 +1,119 @@
+"""What a step minimises: the mean of a loss over all valid items of the whole batch.
+
+A loss tells the weight of a microbatch (its valid items) and the sum over them. All weights are known
+before the first backward, so each microbatch's sum is divided by the step's weight before it is
+differentiated, and the gradients need no second pass, however unevenly the valid items lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.batch.microbatches import Sharding, batch_rows
+from penstock.batch.shapes import Microbatch
+from penstock.errors import BatchError, ModelError
+
+_PER_TOKEN = 2  # dimensions of what has one number a token: rows and sequence
+IGNORED = -100  # the label that transformers leaves out of the loss
+VALID_ITEMS = "valid_items"  # the entry of a part of a microbatch that tells the weight of the whole one
+
+
+class Loss(Protocol):
+    def weight(self, microbatch: Microbatch) -> int:
+        """How many items of the microbatch count."""
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """The loss summed over those items, a tensor of no dimension.
+
+        output: what the last stage returned
+        """
+
+
+class NextToken:
+    """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored."""
+
+    def weight(self, microbatch: Microbatch) -> int:
+        labels = microbatch.get("labels")
+        if labels is None:
+            raise BatchError(
+                f"a batch of {sorted(microbatch)}",
+                "the next-token loss reads 'labels'",
+                "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
+            )
+        ids = microbatch.get("input_ids")
+        most = None if ids is None or ids.dim() != _PER_TOKEN else ids.shape
+        # some models take fewer (git reads images first), or several for each token (musicgen)
+        if labels.dim() < _PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
+            raise BatchError(
+                f"labels of shape {list(labels.shape)}",
+                f"the next-token loss reads one for each token: {list(most) if most else 'rows'}",
+                "Give input_ids again, with -100 where no loss is wanted, or give a loss_fn",
+            )
+        return int((labels[:, 1:] != IGNORED).sum())
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
+        "auxiliary_loss", a mean that counts for as many items as the microbatch has. Half precision is summed
+        in float32, as usual.
+
+        Where a sequence is cut, `shift_labels` stand beside the logits in place of labels, which tell the
+        next token of each: at the end of a part it is in another one. `valid_items` tells then what the
+        auxiliary loss, or this part of it, counts for.
+        """
+        given = output if isinstance(output, Mapping) else {"logits": output}
+        logits, shifted = given["logits"], "shift_labels" in microbatch
+        labels = microbatch["shift_labels" if shifted else "labels"]
+        if logits.shape[:2] != labels.shape[:2]:
+            raise ModelError(
+                f"logits of (rows, sequence) {list(logits.shape[:2])}",
+                f"the next-token loss compares each with its label, and those are {list(labels.shape)}",
+                "Give a loss_fn that knows which belongs to which",
+            )
+        labels = labels.to(logits.device)
+        if not shifted:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        total = F.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
+        )
+        if "auxiliary_loss" in given:
+            items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
+            total = total + given["auxiliary_loss"].to(total.device) * items
+        return total
+
+
+class MeanOverRows:
+    """A plain function of (output, microbatch) that returns the mean over the microbatch's rows."""
+
+    def __init__(self, function: Callable[[Any, Microbatch], Tensor], rows: Callable[[Microbatch], int]):
+        self._function, self._rows = function, rows
+
+    def weight(self, microbatch: Microbatch) -> int:
+        return self._rows(microbatch)
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        mean = self._function(output, microbatch)
+        if mean.dim() != 0:
+            raise ModelError(
+                f"a loss of shape {list(mean.shape)}",
+                "loss_fn returns one number, the mean over the microbatch's rows",
+                "Reduce it, or pass an object with `weight` and `total` (penstock.batch.loss.Loss)",
+            )
+        return mean * self._rows(microbatch)
+
+
+LossLike = Loss | Callable[[Any, Microbatch], Tensor] | None
+
+
+def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
+    if loss_fn is None:
+        return NextToken()
+    if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
+        return loss_fn
+    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, sharding))

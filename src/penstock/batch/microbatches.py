@@ -1,0 +1,257 @@
+"""A step's batch, cut into microbatches."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from penstock.batch.packing import split_lens
+from penstock.batch.payload import TensorSpec
+from penstock.batch.shapes import Microbatch, microbatch_key
+from penstock.errors import BatchError
+
+Batch = Mapping[str, Any]
+# how one entry of a batch is cut: along a dimension, not at all (None), or by a function of (entry, number of
+# microbatches) that returns one part for each
+Split = int | None | Callable[[Any, int], Sequence[Any]]
+Sharding = Mapping[str, Split]  # by entry; along the rows, dimension 0, where it says nothing
+# of packed documents, as transformers names them: they run over all rows, and are cut where the rows are
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+
+def batch_rows(batch: Batch, sharding: Sharding) -> int:
+    """The length that every tensor of `batch` has along the dimension it is split on.
+
+    Entries that are no tensors, and tensors of no dimension, are never split. Raises BatchError.
+    """
+    lengths: dict[str, int] = {}
+    for name, value in batch.items():
+        dim = _cut_along(name, value, sharding)
+        if not isinstance(dim, int) or (name in _PACKED and name not in sharding):
+            continue
+        for tensor in _leaves(value):
+            if tensor.dim() == 0:
+                continue
+            if not -tensor.dim() <= dim < tensor.dim():
+                raise BatchError(
+                    f"{name} of shape {list(tensor.shape)}",
+                    f"it is to be split along dimension {dim}, which it does not have",
+                    "Name another dimension for it in sharding, or None to give it whole to every microbatch",
+                )
+            lengths[name] = tensor.shape[dim]
+    if not lengths:
+        raise BatchError(f"a batch of {sorted(batch)}", "none of it can be split", "Give at least one tensor")
+    if len(set(lengths.values())) > 1:
+        raise BatchError(
+            ", ".join(f"{name}: {length}" for name, length in lengths.items()),
+            "all tensors of a batch have the same length along the dimension they are split on",
+            "Mend the batch, or name each tensor's dimension in sharding (None: not split)",
+        )
+    return next(iter(lengths.values()))
+
+
+def _cut_along(name: str, value: Any, sharding: Sharding) -> Split:
+    """Along rows. Of positions with three dimensions (time, height, width) these are the second."""
+    of_three = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3
+    return sharding.get(name, 1 if of_three else 0)
+
+
+def with_entries(
+    batch: Batch | Sequence[Microbatch], entries: Mapping[str, Any], sharding: Sharding
+) -> Batch | Sequence[Microbatch]:
+    """`batch` and more of it by name.
+
+    Raises BatchError for a name that it has already, or that cannot be dealt out, and for no batch at all.
+    """
+    listed = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
+    if not isinstance(batch, Mapping) and not listed:
+        raise BatchError(
+            f"a batch given as {type(batch).__name__}",
+            "it is tensors by name, or a list of microbatches that are",
+            "Give e.g. {'input_ids': ids, 'labels': ids}",
+        )
+    if not entries:
+        return batch
+    parts: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
+    if twice := sorted(entries.keys() & {name for part in parts for name in part}):
+        raise BatchError(
+            f"{', '.join(twice)} as an argument of its own", "the batch has it as well", "Give it once"
+        )
+    if isinstance(batch, Mapping):
+        return {**batch, **entries}
+    dealt = {}
+    for name, value in entries.items():
+        how = sharding.get(name, 0)
+        if isinstance(how, int) and any(leaf.dim() for leaf in _leaves(value)):
+            raise BatchError(
+                f"{name} beside a list of microbatches",
+                "they may differ in rows, so that nothing says which rows of it are whose",
+                "Put its parts into the microbatches, or name in sharding a function that cuts it, or None",
+            )
+        dealt[name] = _parts(name, value, len(parts), how)
+    return [{**part, **{name: dealt[name][at] for name in dealt}} for at, part in enumerate(parts)]
+
+
+def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
+    """Cut `batch` into `count` microbatches, the first ones longer by one row where it does not divide.
+
+    Raises BatchError where it has fewer rows than microbatches.
+    """
+    rows = batch_rows(batch, sharding)
+    if rows < count:
+        raise BatchError(
+            f"a batch of {rows} rows",
+            f"it is to be split into {count} microbatches of at least one row each",
+            f"Give {count} rows or more, or set microbatches to at most {rows}",
+        )
+    cut = {name: _parts(name, value, count, _cut_along(name, value, sharding))
+           for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
+    cut |= _documents(batch, rows, count, sharding)
+    return [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
+
+
+def _documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
+    """The parts of what tells where documents begin."""
+    cut: dict[str, Sequence[Any]] = {}
+    for end in ("q", "k"):
+        lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
+        if lens in batch and lens not in sharding:
+            bounds = _bounds(lens, batch[lens])
+            cut[lens] = split_lens(bounds, rows, int(bounds[-1]) // rows, count)
+            cut[longest] = [int(part.diff().max()) for part in cut[lens]]
+        elif longest in batch and longest not in sharding:
+            cut[longest] = [batch[longest]] * count
+    return cut
+
+
+def _bounds(name: str, value: Any) -> Tensor:
+    told = f"given as {type(value).__name__}"
+    if isinstance(value, Tensor):
+        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
+            return value
+        told = str(TensorSpec.of(value))
+    raise BatchError(
+        f"{name} {told}",
+        "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
+        "`metadata` makes it from the lengths",
+    )
+
+
+def _parts(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
+    """One for each microbatch."""
+    if callable(how):
+        parts = how(value, count)
+        if len(parts) != count:
+            raise BatchError(
+                f"{len(parts)} parts of {name}",
+                f"the function that sharding names for it makes one for each of {count} microbatches",
+                "Return as many as it is asked for",
+            )
+        return parts
+    if how is None or not isinstance(value, Tensor | Mapping | Sequence) or isinstance(value, str):
+        return [value] * count
+    if isinstance(value, Tensor):
+        return value.tensor_split(count, dim=how) if value.dim() else [value] * count
+    leaves, tree = tree_flatten(value)
+    cut = [_parts(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)] or [value] * count
+
+
+def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int, str]:
+    """A number that is equal on ranks that work on the same step, and what stands behind it in words.
+
+    parts: the whole batch, or the microbatches where it came as such; count: the number of microbatches;
+    schedule: a number that is equal where the schedule is
+    """
+    named = [entry for part in parts for entry in leaves_of(part)]
+    sums: dict[str, int] = {}
+    found = checksums([leaf for _, leaf in named])
+    for (name, _), number in zip(named, found, strict=True):  # in order: two that change places differ
+        sums[name] = (31 * sums.get(name, 0) + number) % (1 << 61)
+    first = ", ".join(
+        f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
+        for name, value in parts[0].items()
+    )
+    constants = {name: value for part in parts for name, value in part.items()
+                 if isinstance(value, bool | int | float | str)}  # fmt: skip
+    told_constants = f", {constants}" if constants else ""
+    whole = "the batch" if len(parts) < count else "the first"
+    told = f"schedule {schedule:08x}, {count} microbatches, {whole} {first}, checksums {sums}{told_constants}"
+    shapes = [microbatch_key(part) for part in parts], count
+    return zlib.crc32(repr((schedule, shapes, sums)).encode()), told
+
+
+def leaves_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Its tensors, each with the name of its entry."""
+    return ((name, leaf) for name, value in batch.items() for leaf in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+_SAMPLED = 1 << 16
+_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that nothing is lost
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """Of each its `checksum`: a GPU is waited for once."""
+    found = [checksum(tensor) for tensor in tensors]
+    if len({each.device for each in found}) > 1:
+        found = [each.cpu() for each in found]
+    return torch.stack(found).tolist() if found else []
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """int64: the sum of numbers that hang on each entry's bits and place: exact, so any device and order of
+    the sum gives the same.
+
+    Of a large tensor every n-th entry is taken, so that a step does not begin with a pass over its data.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    flat = tensor.contiguous().view(-1)
+    step = -(-flat.numel() // _SAMPLED) or 1
+    bits = flat.view(_SAME_SIZE[tensor.element_size()])[::step].long()
+    mixed = bits * _MIX[0] + torch.arange(len(bits), device=bits.device) * _MIX[1]
+    return ((mixed ^ (mixed >> 32)) * _MIX[2]).sum()
+
+
+# ---- What one step works on.
+
+
+# (what the last stage returned, number of the microbatch) -> whatever the caller wants to keep of it
+Collect = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step works on; every rank has all of it.
+
+    weight: valid items over all microbatches, what the loss is divided by
+    collect: takes the place of the loss where nothing is trained
+    """
+
+    microbatches: Sequence[Microbatch]
+    weight: int
+    collect: Collect | None = None
+
+    @cached_property
+    def keys(self) -> tuple[object, ...]:
+        """Of each microbatch, equal where all shapes and dtypes are."""
+        return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
+
+    @cached_property
+    def shapes(self) -> tuple[int, ...]:
+        """The same as numbers of this step's own."""
+        numbers: dict[object, int] = {}
+        return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])

@@ -1,0 +1,238 @@
+"""Packed documents: several in one row, none of which may look at another.
+
+How transformers keeps them apart (masking_utils.py, modeling_flash_attention_utils.py of 5.x):
+
+- eager, sdpa and flex attention find documents in `position_ids`, wherever one is not the one before plus
+  one, but only while `attention_mask` is None. A 2-D mask, be it of ones alone, makes them look no further,
+  and the documents see each other without a word. A 4-D mask is taken as it is: its maker minds them.
+- flash attention finds them in cu_seq_lens_q/k with max_length_q/k, for any number of rows, as it lays the
+  rows end to end; or in `position_ids`, but for a single row only: with more rows, documents would see each
+  other without a word. A 2-D mask with a zero in it overrides both by one document a row.
+
+So packed microbatches bear position_ids for the former, the boundaries for the latter, and no 2-D mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from penstock.batch.shapes import Microbatch
+from penstock.errors import BatchError, ModelError
+
+
+def metadata(lengths: Sequence[int]) -> dict[str, Any]:
+    """What transformers takes for one row of documents of these lengths.
+
+    position_ids, int64 (1, total), from 0 on in each document; cu_seq_lens_q and _k, int32 (documents + 1,);
+    max_length_q and _k, whole numbers. Raises BatchError for an empty document.
+    """
+    if not lengths or min(lengths) < 1:
+        raise BatchError(
+            f"documents of {list(lengths)} tokens",
+            "each document has a token or more",
+            "Drop empty ones",
+        )
+    bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
+    return {"position_ids": positions(bounds)[None], **boundaries(bounds)}
+
+
+def boundaries(bounds: Tensor) -> dict[str, Any]:
+    """`bounds`, where each document ends, as the four arguments of flash attention."""
+    longest = int(bounds.diff().max())
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def positions(cu_seq_lens: Tensor) -> Tensor:
+    """The place of each token in its own document, int64 (total,)."""
+    bounds = cu_seq_lens.long()
+    starts = torch.repeat_interleave(bounds[:-1], bounds.diff())
+    return torch.arange(len(starts), device=bounds.device) - starts
+
+
+def is_packed(microbatch: Microbatch) -> bool:
+    """Whether some row holds more than one document, told by the boundaries or by the positions."""
+    bounds = microbatch.get("cu_seq_lens_q")
+    if bounds is not None:
+        return len(bounds) - 1 > _shape(microbatch)[0]
+    return _restarts(microbatch)
+
+
+def with_positions(microbatch: Microbatch) -> Microbatch:
+    """`microbatch` with the position_ids that its cu_seq_lens_q tell, where it has none.
+
+    The boundaries run over the rows laid end to end. Raises BatchError where a document runs over a row's
+    end, where position_ids of the caller's own run on from one document into the next, and where a mask would
+    make transformers ignore the documents. Positions of more than two dimensions are the caller's affair.
+    """
+    refuse_mask(microbatch)
+    bounds = microbatch.get("cu_seq_lens_q")
+    if bounds is None:
+        return microbatch
+    rows, length = _shape(microbatch)
+    check_row_bounds("cu_seq_lens_q", bounds, rows, length)
+    own = microbatch.get("position_ids")
+    if own is None:
+        return {**microbatch, "position_ids": positions(bounds).view(rows, length)}
+    if (
+        own.dim() == 2
+        and (into := _runs_into(own.expand(rows, length).flatten(), bounds, length)) is not None
+    ):
+        raise BatchError(
+            f"position_ids that go on at token {into} where cu_seq_lens_q begins a document",
+            "without flash attention a document is known by its positions alone",
+            "Start the positions of each document at 0, or leave position_ids out",
+        )
+    return microbatch
+
+
+def refuse_mask(microbatch: Microbatch) -> None:
+    """Raise BatchError where a 2-D attention_mask hides from transformers that rows are packed."""
+    mask = microbatch.get("attention_mask")
+    if mask is None or mask.dim() != 2 or not is_packed(microbatch):
+        return
+    raise BatchError(
+        f"attention_mask of shape {list(mask.shape)} beside packed documents",
+        "where such a mask is given, transformers looks for no documents, and lets them see each other",
+        "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead",
+    )
+
+
+def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[Tensor]:
+    """The boundaries in each of `count` groups of rows, cut as torch.tensor_split cuts them.
+
+    cu_seq_lens: of the whole batch, of `rows` x `length` tokens laid end to end. Each group's begin at 0.
+    Raises BatchError where a document runs over a row's end, and where there are fewer rows than groups.
+    """
+    check_row_bounds("cu_seq_lens", cu_seq_lens, rows, length)
+    if not 1 <= count <= rows:
+        raise BatchError(
+            f"packed documents in {rows} rows",
+            f"they are to be cut into {count} groups of at least one row each",
+            f"Give {count} rows or more, or set microbatches to at most {rows}",
+        )
+    groups = []
+    for group in torch.arange(rows).tensor_split(count):
+        first, end = int(group[0]) * length, (int(group[-1]) + 1) * length
+        groups.append(cu_seq_lens[(cu_seq_lens >= first) & (cu_seq_lens <= end)] - first)
+    return groups
+
+
+def check_row_bounds(name: str, bounds: Tensor, rows: int, length: int) -> None:
+    """Raise BatchError unless `bounds` cut `rows` rows of `length` tokens, laid end to end, into documents.
+
+    No document is empty, and none goes on in the next row, where attention could not follow it.
+    """
+    told = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
+    at = bounds.tolist() if bounds.dim() == 1 else []
+    if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
+        raise BatchError(
+            told,
+            "it lists, from 0 on, where each document ends, and no document is empty",
+            "Leave empty documents out; `metadata` makes it from the lengths",
+        )
+    if not set(range(0, rows * length + 1, length)) <= set(at) or at[-1] != rows * length:
+        raise BatchError(
+            told,
+            f"documents end where a row ends, at every multiple of {length} up to {rows * length}",
+            "Cut documents at the rows' ends, or pack everything into one row",
+        )
+
+
+def refuse_packed(model: object) -> None:
+    """Raise ModelError where packed documents would mix in `model`, a transformers model or its class.
+
+    Nothing would show: the loss falls as it does otherwise. A class can tell only what its name and signature
+    tell; a model is run as far as its masks, on a row of two tokens, wherever its parameters are.
+    """
+    kind = model if isinstance(model, type) else type(model)
+    reason = _why_documents_mix(model, kind)
+    if reason is not None:
+        raise ModelError(
+            f"packed documents in {kind.__name__}",
+            f"{reason}, so one document would be mixed into the next",
+            "Give each document a row of its own (data.packing=none)",
+        )
+
+
+def _why_documents_mix(model: object, kind: type) -> str | None:
+    if getattr(model, "_is_stateful", False):  # mamba, jamba, recurrent_gemma, ...
+        return "its state runs over the whole row"
+    if "position_ids" not in inspect.signature(getattr(kind, "forward", object)).parameters:
+        return "it takes no position_ids, by which documents are told apart"  # bloom, mpt, ...
+    if not isinstance(model, nn.Module):
+        return None
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return "its convolutions run over the whole row"  # lfm2, which does not call itself stateful
+    attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    # flash attention is told by the boundaries, which the model's keywords pass on to it
+    if "flash" not in attention and not _looks_for_documents(model):
+        return f"with {attention} attention it takes no notice of documents"  # opt, falcon, gpt_oss, ...
+    return None
+
+
+class _Looked(BaseException):
+    """The model has looked for documents: the rest of its forward is of no interest. No error."""
+
+
+def _looks_for_documents(model: nn.Module) -> bool:
+    """Whether positions reach transformers' masks: many models take them for their embeddings alone."""
+    from transformers import masking_utils
+
+    row = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    looking = patch.object(masking_utils, "find_packed_sequence_indices", side_effect=_Looked)
+    # what else may fail, on two tokens that have no values, fails beyond the masks or for want of them
+    with looking, torch.no_grad(), suppress(Exception):
+        try:
+            model(input_ids=row, position_ids=row, use_cache=False)
+        except _Looked:
+            return True
+    return False
+
+
+def _shape(microbatch: Microbatch) -> tuple[int, int]:
+    """Rows and length, of whichever entry tells."""
+    for name in ("input_ids", "inputs_embeds", "labels", "position_ids"):
+        value = microbatch.get(name)
+        if value is not None and value.dim() > 1:
+            shape = value.shape[-2:] if name == "position_ids" else value.shape[:2]
+            return int(shape[0]), int(shape[1])
+    raise BatchError(
+        f"a microbatch of {sorted(microbatch)} with cu_seq_lens_q",
+        "none of it tells rows and length",
+        "Give input_ids, inputs_embeds or labels",
+    )
+
+
+def _restarts(microbatch: Microbatch) -> bool:
+    """Whether positions begin anew within a row, between two tokens that no mask leaves out.
+
+    Under a mask of left padding positions do begin anew, and mean no document.
+    """
+    own, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
+    if own is None or own.dim() != 2 or own.shape[1] < 2:
+        return False
+    begins = own[:, 1:] == 0
+    if mask is not None and mask.dim() == 2 and mask.shape[1] == own.shape[1]:
+        begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(begins.any())
+
+
+def _runs_into(flat: Tensor, bounds: Tensor, length: int) -> int | None:
+    """The first token that begins a document within a row at the position after the one before."""
+    starts = bounds[1:-1].long()
+    starts = starts[starts % length != 0]
+    wrong = starts[flat[starts] == flat[starts - 1] + 1]
+    return int(wrong[0]) if len(wrong) else None

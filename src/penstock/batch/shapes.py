@@ -1,0 +1,96 @@
+"""What comes over an edge, and how a rank knows of it before it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from penstock.batch.payload import EdgeSpecs, Form, describe
+from penstock.errors import ShapeError
+from penstock.schedule import Op
+
+Microbatch = Mapping[str, Any]
+
+
+class EdgeShapes(Protocol):
+    """What goes from each stage to the next, told beforehand."""
+
+    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
+        """What `stage`, counted within its copy of the model, gives for `microbatch`."""
+
+
+def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
+    """Refuse to send what the receiver has posted no fitting buffer for.
+
+    gloo would part-fill a buffer that is too long, reinterpret another dtype, and abort the receiving
+    process on one that is too short. Raises ShapeError.
+    """
+    specs = expected.tensors
+    if len(tensors) != len(specs) or form != expected.form:
+        _refuse(op, tensors, form, expected)
+    for tensor, spec in zip(tensors, specs, strict=True):
+        if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
+            _refuse(op, tensors, form, expected)
+        if tensor.requires_grad and not spec.differentiable:
+            raise ShapeError(
+                f"{op} gave {describe(tensors)}",
+                "one of these has a gradient, and the next stage was told that it has none",
+                "Detach it, or tell of it as differentiable; if it was unfrozen since, build a new pipeline",
+            )
+
+
+def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
+    gave = EdgeSpecs.of(tensors, form)
+    constants = form.constants != expected.form.constants and form.tree == expected.form.tree
+    raise ShapeError(
+        f"{op} gave {gave}",
+        f"the next rank expects {expected}",
+        "Numbers that are made of a tensor's values cannot be told beforehand: use shapes='exchanged'"
+        if constants
+        else "Autocast is on, which no shape is inferred under: let stages end in .to(dtype), or use "
+        "shapes='exchanged'"
+        if torch._C._is_any_autocast_enabled()
+        else "Make the stage's output follow from its input's shape and the model's dtype, or use "
+        "shapes='exchanged'",
+    )
+
+
+def microbatch_key(microbatch: Microbatch) -> tuple[Any, ...]:
+    """Equal for two microbatches whose tensors agree in name, shape and dtype, and that agree in all else."""
+    return tuple((name, _key(microbatch[name])) for name in sorted(microbatch))
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if value is None or isinstance(value, bool | int | float | str):
+        return type(value), value
+    leaves, tree = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return type(value).__name__  # an object of the user's own, which its type stands for
+    return repr(tree), tuple(map(_key, leaves))
+
+
+class Known:
+    """Looks edges up by the microbatch's key; a shape that was seen before costs one look-up.
+
+    infer: all edges of one microbatch, in order
+    """
+
+    _MOST = 4096  # shapes that are remembered
+
+    def __init__(self, infer: Callable[[Microbatch], tuple[EdgeSpecs, ...]]) -> None:
+        self._infer = infer
+        self._known: dict[object, tuple[EdgeSpecs, ...]] = {}
+
+    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
+        key = microbatch_key(microbatch)
+        if (found := self._known.get(key)) is None:
+            if len(self._known) >= self._MOST:
+                self._known.pop(next(iter(self._known)))
+            found = self._known[key] = self._infer(microbatch)
+        return found[stage]

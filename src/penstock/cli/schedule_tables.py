@@ -1,0 +1,242 @@
+"""What ``penstock schedule`` prints: tables for people, plain data for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from penstock.schedule import Op, Proof, Schedule, Timeline
+from penstock.schedule.compare import Entry
+
+if TYPE_CHECKING:
+    from penstock.schedule.search import Found
+
+
+_WIDE = 500  # characters: no table is, so that a narrow terminal breaks lines and not the cells
+_PATH_SHOWN = 8  # ops at each end of a critical path
+_STAGES_SHOWN = 8
+
+
+def out(*parts: RenderableType) -> None:
+    """Print each on lines of its own; text as it is, never folded."""
+    console = Console(highlight=False, width=_WIDE)
+    for part in parts:
+        if isinstance(part, str):
+            print(part)
+            continue
+        with console.capture() as captured:  # a closed pipe is then for `print` to notice
+            console.print(part)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def title(schedule: Schedule) -> str:
+    placement = schedule.placement
+    parts = [f"{schedule.ranks} ranks", f"{schedule.stages} stages", f"{schedule.microbatches} microbatches"]
+    if placement.replicas > 1:
+        parts.insert(2, f"{placement.replicas} copies of the model")
+    return f"{schedule.name}: {', '.join(parts)}"
+
+
+def programs(schedule: Schedule) -> str:
+    """Each rank's ops on a line."""
+    width = len(str(max(0, len(schedule.programs) - 1)))
+    lines = str(schedule).splitlines()
+    return "\n".join(f"rank {rank:>{width}} | {line}" for rank, line in enumerate(lines))
+
+
+def proven(proof: Proof) -> Iterator[RenderableType]:
+    schedule = proof.schedule
+    rows = (
+        (rank, _stages(schedule.placement.stages_of(rank)), proof.peak_live[rank], proof.peak_deferred[rank])
+        for rank in range(schedule.ranks)
+    )
+    yield _table(("rank", "stages", "peak live", "awaiting W at most"), rows)
+    yield "proven: each op is there once, on its rank, in an order that its rank can follow; no deadlock"
+    buffered = proof.buffered_sends
+    yield (
+        f"even where a send blocks until it is received, if {buffered} more can lie on each edge"
+        if buffered
+        else "even where a send blocks until it is received"
+    )
+
+
+def _stages(stages: Sequence[int]) -> str:
+    shown = ", ".join(map(str, stages[:_STAGES_SHOWN]))
+    return shown if len(stages) <= _STAGES_SHOWN else f"{shown} and {len(stages) - _STAGES_SHOWN} more"
+
+
+def timeline(found: Timeline, memory_limit: float | None) -> Iterator[RenderableType]:
+    rows = (
+        (rank, number(found.busy[rank]), percent(found.rank_bubble[rank]),
+         percent(found.rank_inner_bubble[rank]), *_waited(found, rank), found.peak_live[rank],
+         _memory(found.peak_memory[rank], memory_limit))
+        for rank in range(found.ranks)
+    )  # fmt: skip
+    heads = (
+        "rank",
+        "busy",
+        "bubble",
+        "inner bubble",
+        "for peers",
+        "for the wire",
+        "peak live",
+        "peak memory",
+    )
+    yield _table(heads, rows)
+    yield f"makespan {number(found.makespan)}, most memory {number(max(found.peak_memory))}"
+    inner = percent(found.inner_bubble)
+    yield f"bubble {percent(found.bubble)}, or {inner} between each rank's first and last op"
+    yield f"critical path: {_path(found.critical_path)}"
+
+
+def _waited(found: Timeline, rank: int) -> tuple[str, str]:
+    """Which shares of the step the rank stood waiting: for another one's compute, and for the wire."""
+    idle, whole = found.idle[rank], found.makespan or 1.0
+    return percent(idle.peer / whole), percent(idle.wire / whole)
+
+
+def _memory(peak: float, limit: float | None) -> Text | str:
+    if limit is None or peak <= limit:
+        return number(peak)
+    return Text(f"{number(peak)}, over {number(limit)}", style="red")
+
+
+def _path(ops: Sequence[Op]) -> str:
+    if len(ops) <= 2 * _PATH_SHOWN:
+        return " ".join(map(str, ops))
+    ends = (" ".join(map(str, part)) for part in (ops[:_PATH_SHOWN], ops[-_PATH_SHOWN:]))
+    return f" ... {len(ops) - 2 * _PATH_SHOWN} more ... ".join(ends)
+
+
+def timeline_data(schedule: Schedule, found: Timeline, memory_limit: float | None) -> dict[str, Any]:
+    """All that `timeline` shows, and the whole critical path."""
+    return {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "inner_bubble": found.inner_bubble,
+        "memory_limit": memory_limit,
+        "per_rank": [
+            {
+                "rank": rank,
+                "busy": found.busy[rank],
+                "bubble": found.rank_bubble[rank],
+                "inner_bubble": found.rank_inner_bubble[rank],
+                "idle": found.idle[rank]._asdict(),
+                "peak_live": found.peak_live[rank],
+                "peak_memory": found.peak_memory[rank],
+            }
+            for rank in range(found.ranks)
+        ],
+        "critical_path": [str(op) for op in found.critical_path],
+    }
+
+
+def comparison(
+    entries: Iterable[Entry], ranks: int, microbatches: int, memory_limit: float | None
+) -> Iterator[RenderableType]:
+    limit = "" if memory_limit is None else f", memory limit {number(memory_limit)}"
+    entries = tuple(entries)
+    yield f"{ranks} ranks, {microbatches} microbatches{limit}"
+    heads = ("schedule", "step time", "bubble", "inner", "stages", "live", "memory", "fits")
+    yield _table(heads, map(_row, entries), left=("schedule", "fits"))
+    for entry in entries:
+        if entry.also:
+            yield f"{entry.label} is also {' and '.join(entry.also)}"
+        if not entry.fits:
+            why = [] if entry.timeline else [entry.refusal]  # what it takes says what it is about
+            yield f"{entry.label}: {'; '.join([*why, *([f'take {entry.advice}'] if entry.advice else [])])}."
+        copies = entry.schedule.placement.replicas if entry.schedule else 1
+        if copies > 1:
+            yield f"{entry.label}: holds the model's weights {copies} times, which is not counted here."
+    yield ""
+    yield "Costs are of the model in one stage a rank: with v stages a rank each takes and holds 1/v of"
+    yield "it, and an edge takes what it does. inner: the bubble between each rank's first and last op."
+    yield "live: the most activations of such stages that a rank holds. memory: the same, weighed."
+
+
+def _row(entry: Entry) -> tuple[object, ...]:
+    verdict = Text("yes") if entry.fits else Text("no", style="red")
+    found = entry.timeline
+    if found is None:
+        return (entry.label, *("-",) * 6, verdict)
+    stages = entry.schedule.stages if entry.schedule else 0
+    return (
+        entry.label, number(found.makespan), percent(found.bubble), percent(found.inner_bubble), stages,
+        max(found.peak_live), number(entry.peak_memory), verdict,
+    )  # fmt: skip
+
+
+def comparison_data(
+    entries: Iterable[Entry], ranks: int, microbatches: int, memory_limit: float | None
+) -> dict[str, Any]:
+    return {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "memory_limit": memory_limit,
+        "schedules": [_entry_data(entry) for entry in entries],
+    }
+
+
+def _entry_data(entry: Entry) -> dict[str, Any]:
+    found, schedule = entry.timeline, entry.schedule
+    return {
+        "name": entry.name,
+        "options": dict(entry.options),
+        "also": list(entry.also),
+        "stages": schedule.stages if schedule else None,
+        "makespan": found.makespan if found else None,
+        "bubble": found.bubble if found else None,
+        "inner_bubble": found.inner_bubble if found else None,
+        "peak_live": max(found.peak_live) if found else None,
+        "peak_memory": entry.peak_memory if found else None,
+        "fits": entry.fits,
+        "refusal": entry.refusal,
+        "advice": entry.advice,
+    }
+
+
+def _table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("stages",)
+) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return table
+
+
+def found(found: Found) -> Iterator[str]:
+    """How good it is."""
+    yield f"found by {found.method}"
+    if found.optimal:
+        yield "proven optimal: none with this placement is faster within the limit"
+    elif found.lower_bound > 0:
+        gap = found.value / found.lower_bound - 1
+        yield f"none can take less than {number(found.lower_bound)}: at most {percent(gap)} could be gained"
+    if found.best_builder is None:
+        yield "no schedule that is built by name keeps the limit on this placement"
+    else:
+        assert found.builder_value is not None
+        value = number(found.builder_value)
+        yield f"the best built by name that keeps the limit: {found.best_builder}, {value}"
+    if found.cut_short:
+        yield "stopped early because this machine is slow or busy: another run may find another one"
+
+
+def number(value: float) -> str:
+    """In at most six digits."""
+    return f"{value:.6g}"
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}"

@@ -1,0 +1,180 @@
+"""What the commands of ``penstock schedule`` have in common: which schedule, and what its ops cost."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.errors import ConfigError
+from penstock.launch import start as launch
+from penstock.schedule import Costs, Schedule
+from penstock.schedule.builders import BUILDERS
+from penstock.schedule.choose import CONFIGS, canonical, chosen_schedule, named_twice
+from penstock.schedule.files import load
+from penstock.schedule.ops import check_numbers
+
+_BROKEN_PIPE = 141  # what shells give a command whose reader is gone
+
+
+def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace parameters of a command by others: those of the function that makes their value.
+
+    So that each option is written down once, and every command that has it gets the same value from it.
+    """
+
+    def replace(command: Callable[..., None]) -> Callable[..., None]:
+        taken = {name: inspect.signature(maker, eval_str=True) for name, maker in makers.items()}
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
+            parameters += taken[name].parameters.values() if name in taken else [parameter]
+        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            with _ending_quietly():
+                for name, maker in makers.items():
+                    given[name] = maker(**{key: given.pop(key) for key in taken[name].parameters})
+                command(**given)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        del run.__wrapped__
+        return run
+
+    return replace
+
+
+@contextmanager
+def _ending_quietly() -> Iterator[None]:
+    """Ctrl-C and a reader that is gone (``| head``) end a command without a word of Python's own."""
+    try:
+        yield
+        sys.stdout.flush()
+    except KeyboardInterrupt as error:
+        print("penstock: interrupted", file=sys.stderr)
+        raise typer.Exit(launch.exit_code(error)) from error
+    except BrokenPipeError as error:
+        # or the interpreter would try to write what is left, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_BROKEN_PIPE) from error
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The schedule that the command line asks for."""
+
+    name: str
+    ranks: int | None
+    microbatches: int | None
+    options: dict[str, Any]
+
+    def schedule(self, costs: Costs | None = None) -> Schedule:
+        """costs: for those schedules that shape themselves after them. Raises ConfigError."""
+        if Path(self.name).suffix or "/" in self.name:  # no schedule's name has a dot in it
+            return self._loaded()
+        if "schedule" in self.options:
+            raise named_twice(self.name, self.options["schedule"])
+        given: dict[str, Any] = {**self.options, "schedule": self.name}
+        if costs not in (None, Costs()) and "costs" in CONFIGS[canonical(self.name)].model_fields:
+            given.setdefault("costs", costs)
+        return chosen_schedule(given, self.ranks, self.microbatches)
+
+    def _loaded(self) -> Schedule:
+        schedule = check_numbers(load(self.name), self.ranks, self.microbatches)
+        for option, value in self.options.items():
+            rule = "options shape a schedule that is built by name, and this one comes from a file"
+            raise ConfigError(f"{option}={value!r} with {self.name!r}", rule, "Leave it out")
+        return schedule
+
+
+def chosen(
+    schedule: Annotated[str, typer.Argument(
+        metavar="SCHEDULE", help=f"A name ({', '.join(BUILDERS)}), or a .csv or .json file.")],
+    ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Number of ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(
+        "--microbatches", "-m", help="Microbatches a step.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
+    zero_bubble: Annotated[bool | None, typer.Option(
+        "--zero-bubble/--no-zero-bubble", help="Split backwards in two.")] = None,
+    microbatch_group_size: Annotated[int | None, typer.Option(
+        help="Microbatches that run in turn on one of a rank's stages.")] = None,
+    waves: Annotated[int | None, typer.Option(help="For hanayo.")] = None,
+    option: Annotated[list[str] | None, typer.Option(
+        metavar="KEY=VALUE", help="Any other option of the schedule. May be repeated.")] = None,
+) -> Choice:  # fmt: skip
+    named = {
+        "stages_per_rank": stages_per_rank,
+        "zero_bubble": zero_bubble,
+        "microbatch_group_size": microbatch_group_size,
+        "waves": waves,
+    }
+    options: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    for pair in option or ():
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            rule = "an option is a key and a value"
+            raise ConfigError(f"--option {pair!r}", rule, "Write it like --option stages_per_rank=2")
+        options[key.strip().replace("-", "_")] = _value(value.strip())
+    return Choice(schedule, ranks, microbatches, options)
+
+
+def _value(text: str) -> int | float | str:
+    """What is written, as the type that it looks like."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+_A_STAGE = "a number, or one for each stage with commas between"
+
+
+def costs_of(
+    forward: Annotated[str, typer.Option(help=f"What F takes: {_A_STAGE}.")] = "1",
+    input_grad: Annotated[str, typer.Option(help="What I takes, likewise. B takes I and W.")] = "1",
+    weight_grad: Annotated[str, typer.Option(help="What W takes, likewise.")] = "1",
+    communication: Annotated[float, typer.Option(help="Latency of an edge between two ranks.")] = 0.0,
+    sent: Annotated[str, typer.Option("--bytes", help="What crosses the edge behind each stage.")] = "0",
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes a unit of time, of each edge.")] = None,
+    activation: Annotated[str, typer.Option(help="What a rank holds from F to the end of I or B.")] = "1",
+    held_for_weight: Annotated[str | None, typer.Option(
+        help="How much of that it keeps to the end of W: all, unless given.")] = None,
+    exchange: Annotated[str, typer.Option(
+        help="What of F is waiting for other ranks within it, as for experts': pairs hide it.")] = "0",
+    exchange_in_backward: Annotated[str | None, typer.Option(
+        help="What of B or I is, likewise: as much, unless given.")] = None,
+) -> Costs:  # fmt: skip
+    return Costs(
+        _cost("--forward", forward),
+        _cost("--input-grad", input_grad),
+        _cost("--weight-grad", weight_grad),
+        communication,
+        _cost("--bytes", sent),
+        bandwidth,
+        _cost("--activation", activation),
+        None if held_for_weight is None else _cost("--held-for-weight", held_for_weight),
+        exchange=_cost("--exchange", exchange),
+        exchange_in_backward=(
+            None if exchange_in_backward is None else _cost("--exchange-in-backward", exchange_in_backward)
+        ),
+    )
+
+
+def _cost(flag: str, text: str) -> float | list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        remedy = f"Write {flag} 1 or {flag} 1,1.5,2"
+        raise ConfigError(f"{flag} {text!r}", f"a cost is {_A_STAGE}", remedy) from None
+    return numbers[0] if len(numbers) == 1 else numbers

@@ -1,0 +1,213 @@
+"""A Hugging Face model as stages that run the model's own forward.
+
+A stage is a copy of the model object that holds its own parameters only (`cut`); what stands in the place
+of the rest is in doors.py and absent.py, how the forward is entered and left in passage.py. Every stage gets
+the microbatch, so that masks, positions, rotary tables and per-layer arguments come from the model itself. A
+stage with nothing of the model passes on what it received.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.batch.packing import is_packed, refuse_packed, with_positions
+from penstock.batch.padding import ROUTED
+from penstock.batch.payload import EdgeSpecs, TensorSpec
+from penstock.batch.shapes import Microbatch
+from penstock.errors import BatchError, ModelError
+from penstock.models.huggingface.boundary import After, Before, Door, Passage, StageDone, make_door
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.meta import bare, hollow
+
+
+def cut(
+    model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo, *, values: bool = True
+) -> PreTrainedModel:
+    """A copy of `model` that holds the parameters of one stage only; `model` is left as it was.
+
+    Parameters on the meta device stay there. What belongs to other stages is never copied.
+    values: whether parameters have theirs; False puts the stage's on the meta device
+    """
+    passage = Passage(chain, layers, info)
+    memo: dict[int, Any] = {} if values else hollow(model)
+    for index, layer in enumerate(model.get_submodule(chain.layers).children()):
+        if index not in layers:
+            memo[id(layer)] = Door(layer, chain.form, index, passage)
+    if not info.is_first:
+        memo |= _without(model, chain.before, chain.embeds)
+    if not info.is_last:
+        memo |= {
+            id(model.get_submodule(n)): After(model.get_submodule(n), n) for n in (*chain.after, *chain.late)
+        }
+    dropped = [
+        n for n, is_before in chain.loose.items() if not (info.is_first if is_before else info.is_last)
+    ]
+    memo |= {id(model.get_parameter(name)): None for name in dropped}
+    stage: PreTrainedModel = copy.deepcopy(model, {**memo, **_without_graphs(model)})
+    for name in dropped:  # what is made of it runs on a dummy, and needs something of its shape
+        path, _, own = name.rpartition(".")
+        weight, owner = model.get_parameter(name), stage.get_submodule(path)
+        delattr(owner, own)
+        owner.register_buffer(own, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
+    stage.passage = passage
+    for index in layers:
+        takes = bool(chain.given[index]) and not info.is_first
+        enters = index == 0 and not info.is_first
+        if takes or enters or (index == layers.stop - 1 and not info.is_last):
+            make_door(stage.get_submodule(f"{chain.layers}.{index}"), index, passage)
+    return stage
+
+
+def _without_graphs(model: nn.Module) -> dict[int, Any]:
+    """Tensors that modules keep of an earlier forward, such as a recurrent state, by themselves."""
+    found = [value for module in model.modules() for value in vars(module).values()]
+    return {id(v): v.detach().clone() for v in found if isinstance(v, Tensor) and v.grad_fn is not None}
+
+
+def _without(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
+    """What stands in the place of modules that run before the layers, and of those that never run."""
+    memo: dict[int, Any] = {}
+    for name in names:
+        for inner, module in model.get_submodule(name).named_modules(prefix=name):
+            if inner in called:
+                memo[id(module)] = Before(module)
+            elif not any(_in(inner, other) or _in(other, inner) for other in called):
+                memo[id(module)] = After(module, inner)
+    return memo
+
+
+def _in(name: str, other: str) -> bool:
+    return name.startswith(f"{other}.")
+
+
+class HFCall:
+    """Runs a model made by `cut` as a stage."""
+
+    def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
+        self._model = model
+        self._passage: Passage = model.passage
+        ends = info.is_first or info.is_last
+        self._holds_nothing = not ends and next(model.parameters(), None) is None
+
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        """What goes to the next stage; on the last one, what `outcome` makes of the model's output."""
+        if self._holds_nothing:
+            return received[0]
+        arguments = {name: value for name, value in microbatch.items() if name not in ("labels", ROUTED)}
+        self._passage.begin(received[0] if received else None)
+        try:
+            result = self._model(**arguments, use_cache=False)
+        except StageDone:
+            return self._passage.end()
+        except BaseException:
+            self._passage.begin(None)
+            raise
+        self._passage.end()
+        return outcome(self._model, result)
+
+
+def outcome(model: PreTrainedModel, result: Any) -> Any:
+    """What the loss takes of a model's output: its logits, or a mapping with "logits" and "auxiliary_loss".
+
+    The latter is the routers' loss times its coefficient, where the config asks for router logits.
+    """
+    if getattr(result, "aux_loss", None) is None:
+        return result.logits
+    return {"logits": result.logits, "auxiliary_loss": _coefficient(model) * result.aux_loss}
+
+
+def _coefficient(model: PreTrainedModel) -> float:
+    for owner in (model, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if (value := getattr(owner, name, None)) is not None:
+                return float(value)
+    raise ModelError(
+        f"the auxiliary loss of {type(model).__name__}",
+        "neither it nor its config has a router_aux_loss_coef to weigh it with",
+        "Set output_router_logits=False in the model's config, or add router_aux_loss_coef to it",
+    )
+
+
+class HFEdges:
+    """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
+
+    def __init__(self, model: PreTrainedModel, chain: Chain, computed: torch.dtype | None = None) -> None:
+        """computed: what the model's weights are computed in, where that is another dtype than their own"""
+        self._hidden, self._dtype = chain.width, chain.dtype
+        if computed is not None and chain.dtype == model.dtype:  # else the model keeps its stream in its own
+            self._dtype = computed
+        self.known = chain.plain  # else only the stages themselves can tell what they give
+
+    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
+        leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
+        if leading is None:
+            rule = "a model reads input_ids or inputs_embeds"
+            raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
+        return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
+
+
+_OURS = ("use_cache", "past_key_values", "return_dict", "output_router_logits")
+
+
+class Completed:
+    """Adds to a microbatch what the model's forward needs to keep packed documents apart.
+
+    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
+    an entry that the model's forward does not take, or that has to be alike on every stage.
+    """
+
+    def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
+        """routed: looks at the choices of experts in a microbatch; None where none are taken"""
+        # not the model itself: it may be the caller's, with all its weights
+        self._model, self._routed = bare(model), routed
+        self._keeps_apart = False  # not known before it is asked
+        taken = inspect.signature(model.forward).parameters.values()
+        self._takes = {parameter.name for parameter in taken} | {"labels"}
+        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
+
+    def __call__(self, microbatch: Microbatch) -> Microbatch:
+        for name in microbatch:
+            self._check(name)
+        whole = with_positions(microbatch)
+        if not self._keeps_apart and is_packed(whole):
+            refuse_packed(self._model)
+            self._keeps_apart = True
+        if self._routed is not None:
+            self._routed(microbatch)
+        return whole
+
+    def _check(self, name: str) -> None:
+        if name in _OURS:
+            rule = "the pipeline sets it itself, alike on every stage"
+            raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
+        if name == ROUTED:
+            if self._routed is None:
+                rule = "this pipeline does not tell routers what to choose"
+                raise BatchError(f"{name!r} in a batch", rule, "Build it with replay_routing=True")
+        elif name not in self._takes and not self._takes_any:
+            near = difflib.get_close_matches(name, self._takes, n=1)
+            raise BatchError(
+                f"{name!r} in a batch",
+                f"the forward of {type(self._model).__name__} takes no such argument",
+                f"Did you mean {near[0]!r}?" if near else "Take it out",
+            )
+
+
+def refuse_what_would_not_show(model: PreTrainedModel) -> None:
+    """Refuse what would change loss or gradients in silence. Raises ModelError."""
+    if model.config.return_dict is False:
+        raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if value := getattr(model.config.get_text_config(), name, 0):
+            raise ModelError(
+                f"{name}={value}", "a layer that is dropped at random may be a stage's door", f"Set {name}=0"
+            )

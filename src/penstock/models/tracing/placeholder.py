@@ -1,0 +1,77 @@
+"""The arguments of a layer's call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+from penstock.errors import ModelError
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states among a layer's arguments."""
+    hidden = args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(hidden, Tensor):
+        raise ModelError(
+            f"a layer called with {type(hidden).__name__} for its hidden states",
+            "each layer takes the hidden states first",
+            "This model cannot be cut between its layers",
+        )
+    return hidden
+
+
+def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, Any]:
+    """The arguments with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a call's arguments, with a name for its place."""
+    for path, value in tree_flatten_with_path((args, kwargs))[0]:
+        yield keystr(path), value
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The arguments with other values in some places."""
+    leaves, tree = tree_flatten_with_path((args, kwargs))
+    args, kwargs = tree_unflatten([values.get(keystr(path), leaf) for path, leaf in leaves], tree)
+    return args, kwargs
+
+
+def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[MutableMapping[str, Any]]:
+    """Those among the arguments that torch does not take apart: layers hand each other values in them."""
+    return (value for value in (*args, *kwargs.values()) if is_shared(value))
+
+
+def is_shared(value: object) -> bool:
+    return isinstance(value, MutableMapping) and not isinstance(value, dict)
+
+
+# ---- A placeholder: what stands in a model where a layer was.
+
+
+class Placeholder(nn.Module):
+    """Stands where a layer of another stage stood: same place, same plain attributes, no parameters."""
+
+    def __init__(self, layer: nn.Module, form: str) -> None:
+        super().__init__()
+        self._form = form
+        self._kind = type(layer)
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name not in ("training", "gradient_checkpointing", "forward"):
+                setattr(self, name, copy.copy(value))
+
+    def __getattr__(self, name: str) -> Any:
+        """What the layer's class makes of its plain attributes."""
+        made = getattr(self.__dict__.get("_kind"), name, None)
+        return made.fget(self) if isinstance(made, property) and made.fget else super().__getattr__(name)
+
+    def give(self, hidden: Tensor, more: tuple[Any, ...] = (None,)) -> Any:
+        """As a layer returns it; more: what it returns beside the hidden states, where that is a tuple."""
+        if self._form == "tensor":
+            return hidden
+        return (hidden,) if self._form == "tuple" else (hidden, *more)

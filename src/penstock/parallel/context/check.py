@@ -1,0 +1,189 @@
+"""What of a model cannot be exact when its sequence is cut, told by the model object before anything runs.
+
+There is no table of model names. What is looked at: which modules ask transformers' registry for their
+attention function, what else a layer holds, the names that their code uses, the config's own words on its
+layers. What none of these tells is refused by the first forward, alike on every rank (attention.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from penstock.errors import ConfigError, ModelError, PenstockError
+from penstock.parallel.context import ulysses
+from penstock.parallel.context.attention import (
+    How,
+    Installed,
+    attentions,
+    base_of,
+    install,
+    refuse_call,
+    shape_of,
+)
+from penstock.parallel.context.sequence import cut
+from penstock.parallel.expert.balance import asks_for_balance, check_load_balancing, own_function
+
+# kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+# what code that looks along the sequence by itself calls
+_ALONG = {"arange", "cumsum", "roll", "conv1d", "topk", "tril", "triu", "fft", "flip"}
+_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_REMEDY = "Set cp to 1 for this model"
+_log = logging.getLogger(__name__)
+
+
+def check(model: PreTrainedModel, count: int, how: How, tp: int = 1) -> None:
+    """Raise ModelError or ConfigError where `model`, whole and with or without values, cannot be cut over
+    `count` ranks along its sequence. tp: ranks that its heads are shared out over, and divide by, before.
+
+    Packed documents are `refuse_packed`'s affair (penstock.batch.packing), as they are without a cut.
+    """
+    if count == 1:
+        return
+    reason = next(_reasons(model), None)
+    if reason is not None:
+        rule = "context parallelism is exact where tokens meet in registered causal attention only"
+        raise ModelError(f"cp={count} for {type(model).__name__}: {reason}", rule, _REMEDY)
+    base_of(model)
+    _refuse_options(model)
+    _try(model)
+    if how == "ulysses":
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        ulysses.repeats(heads // tp, max(key_heads // tp, 1), count)
+
+
+def _reasons(model: PreTrainedModel) -> Iterator[str]:
+    config = model.config.get_text_config()
+    if getattr(model, "_is_stateful", False):
+        yield "its state runs over the sequence"
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "its decoder looks at another sequence"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        yield "it takes no position_ids, and would count each part's tokens from 0"
+    if others := set(getattr(config, "layer_types", None) or ()) - _ATTENTION:
+        yield f"it has layers of {', '.join(map(repr, sorted(others)))}"
+    yield from _reasons_of_modules(model)
+    for name, layer in _layers(model):
+        if next(attentions(layer), None) is None:
+            yield f"{name} ({type(layer).__name__}) has no attention of transformers' registry"
+    if next(attentions(model), None) is None:
+        yield "it has no attention of transformers' registry"
+
+
+def _reasons_of_modules(model: nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if any("position_ids_from" in own for own in dir(type(module))):
+            yield f"{name} ({kind}) has a way of its own to count positions"
+        if isinstance(module, _ConvNd):
+            yield f"{name} is a convolution"
+        rope = getattr(module, "rope_type", None)
+        if {"dynamic", "longrope"} & set(rope.values() if isinstance(rope, dict) else (rope,)):
+            yield f"{name} ({kind}) turns by the longest position that it sees, and a part may not see it"
+    for attention in attentions(model):
+        kind = type(attention).__name__
+        if getattr(attention, "is_causal", True) is False:
+            yield f"{kind} looks ahead"
+        for part in attention.modules():
+            if used := _ALONG & _names(type(part)):
+                yield f"{type(part).__name__} in {kind} looks along the sequence by itself ({min(used)})"
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost of what transformers makes a model's layers of."""
+    for name, module in model.named_children():
+        if isinstance(module, GradientCheckpointingLayer):
+            yield name, module
+        else:
+            yield from ((f"{name}.{inner}", layer) for inner, layer in _layers(module))
+
+
+def _names(kind: type) -> set[str]:
+    """What the forward of a class of transformers, and what it calls of its own, goes by name for."""
+    found: set[str] = set()
+    for owner in kind.__mro__:
+        if owner.__module__.startswith("torch."):
+            break
+        functions: list[Callable[..., object]] = [f for f in vars(owner).values() if inspect.isfunction(f)]
+        for function in map(inspect.unwrap, functions):
+            if function.__name__ != "__init__" and function.__module__ != "transformers.modeling_utils":
+                found.update(function.__code__.co_names)
+    return found
+
+
+def _refuse_options(model: PreTrainedModel) -> None:
+    """Raise ConfigError for settings that could be others."""
+    config = model.config.get_text_config()
+    for owner in (config, *attentions(model)):
+        for name in _DROPOUTS:
+            chance = getattr(owner, name, 0)
+            chance = chance.p if isinstance(chance, nn.Dropout) else chance
+            if chance and model.training:
+                raise ConfigError(
+                    f"{name}={chance} with cp",
+                    "no rank draws the same attention weights as one process would",
+                    f"Set {name}=0 in the model's config",
+                )
+    if asks_for_balance(model):
+        _check_balance(model)
+
+
+def _check_balance(model: PreTrainedModel) -> None:
+    """Raise where the routers' loss of parts of a sequence would not add up to that of the whole."""
+    function = own_function(model)
+    if function is None:
+        raise ConfigError(
+            "output_router_logits=True with cp",
+            f"the forward of {type(model).__name__} calls no load_balancing_loss_func, and parts of a "
+            "sequence do not add up to a routers' loss by themselves",
+            "Set output_router_logits=False in the model's config",
+        )
+    for experts, chosen in ((4, 2), (6, 1)):
+        check_load_balancing(function, experts, chosen)
+
+
+class _Trial(Installed):
+    """Refuses what a forward would refuse of masks and of calls of attention; nothing is computed."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        options.pop("scaling", None)
+        refuse_call(module, query, key, attention_mask, options.pop("dropout", 0.0), options)
+        return shape_of(query, value), None
+
+
+def _try(model: PreTrainedModel) -> None:
+    """Run a copy without values on two tokens. Raises what the first forward would."""
+    memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
+    shadow = copy.deepcopy(model, memo)
+    undo = install(shadow, _Trial(base_of(model)))
+    part = cut({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, 0, 1)
+    part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
+    try:
+        shadow(**part, use_cache=False)
+    except PenstockError:
+        raise
+    except Exception as error:  # for want of values, as where tokens choose their experts
+        _log.debug("a forward of %s without values ended in %r", type(model).__name__, error)
+    finally:
+        undo()

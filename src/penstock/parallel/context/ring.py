@@ -1,0 +1,266 @@
+"""Attention over a cut sequence by blocks that go round (Liu et al., Ring Attention, 2023, arXiv 2310.01889).
+
+    step      0     1     2         rank r works on its own queries and the block of rank r - step, while
+    rank 0    kv0   kv2   kv1       the next one is on its way
+    rank 1    kv1   kv0   kv2
+    rank 2    kv2   kv1   kv0       keys and values: r -> r + 1
+
+What the blocks give is merged as it comes: with m the largest score of a query so far, l the sum of
+exp(score - m) and a that of exp(score - m) value, the attention is a / l in the end, and log l + m is all
+that the backward needs. There the blocks go round again, each with its own gradient, which every rank adds
+to, and which gets home in one step more.
+
+A rank holds two pieces (context.py). Of the pairs of a piece of queries and a piece of keys those that the
+mask leaves nothing of are left out, as many on each rank. All is computed in float32, or in float64 for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import P2POp, ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.errors import ModelError
+from penstock.parallel.context.sequence import pieces
+
+if TYPE_CHECKING:
+    from penstock.parallel.context.mask import Mask
+
+
+_BLOCKS, _GRADIENTS = 0, 1  # tags: the two kinds of message that are under way at a time
+
+
+class Call(NamedTuple):
+    """One call of attention: what is the same for all of its blocks.
+
+    softcap: scores become softcap * tanh(score / softcap)
+    uniform: a query that the mask leaves no key looks at all of them alike, as where the mask is added as the
+        least number that there is; else at none, as where it is minus infinity
+    """
+
+    group: ProcessGroup
+    mask: Mask
+    scaling: float
+    softcap: float | None
+    uniform: bool
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+    """Own tokens' attention, (rows, part, heads, value_dim).
+
+    query: (rows, heads, part, head_dim); key and value: (rows, key_heads, part, ...), where key_heads divides
+        heads; sinks: (heads,), a score for each head that takes its share of the softmax and gives nothing
+    """
+    result: Tensor = Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+    return result.transpose(1, 2).contiguous()
+
+
+def compare(
+    base: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    options: Mapping[str, Any],
+) -> None:
+    """Raise ModelError unless `base`, the model's own function, does on a few tokens what the ring does.
+
+    The tensors tell shapes and device only. Nothing is sent.
+    """
+    generator, tokens = torch.Generator().manual_seed(0), 4
+    with torch.no_grad(), _disable_current_modes(), torch.autocast(query.device.type, enabled=False):
+        q, k, v = (
+            torch.randn(1, t.shape[1], tokens, t.shape[3], generator=generator).to(t.device)
+            for t in (query, key, value)
+        )
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+        least = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min)
+        theirs, _ = base(module, q, k, v, least[None, None], dropout=0.0, **options)
+        scores = _scores(_grouped(q, k), k.unsqueeze(2), call).masked_fill(~seen, -torch.inf)
+        if (sinks := options.get("s_aux")) is not None:
+            sink = sinks.float().view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., :tokens]
+        ours = (weights @ v.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+        same = torch.allclose(theirs.view(ours.shape), ours, rtol=1e-3, atol=1e-3)
+    if not same:
+        raise ModelError(
+            f"the attention of {type(module).__name__}",
+            "the ring knows softmax attention with scaling, softcap and sinks, and this is another",
+            "Use ulysses, which runs the model's own function",
+        )
+
+
+class Pair(NamedTuple):
+    """A piece of the own queries and one of a block's keys. allowed: bool, by query and key; None: all."""
+
+    queries: slice
+    keys: slice
+    allowed: Tensor | None
+    alone: Tensor | None  # queries that the mask leaves no key at all
+
+
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
+    ) -> Tensor:
+        wide = _grouped(query, key)
+        best = wide.new_full((*wide.shape[:-1], 1), -torch.inf)
+        total = torch.zeros_like(best)
+        result = wide.new_zeros(*wide.shape[:-1], value.shape[-1])
+        for source, keys, values in _rounds(call.group, key, value):
+            for pair in _pairs(call, source):
+                q, own = wide[..., pair.queries, :], (..., pair.queries, slice(None))
+                scores = _masked(_scores(q, keys[..., pair.keys, :], call), pair)
+                _merge(best[own], total[own], result[own], scores, values[..., pair.keys, :])
+        if sinks is not None:
+            sink = sinks.to(wide.dtype).view(1, wide.shape[1], -1, 1, 1)
+            most = torch.maximum(best, sink)
+            result *= (best - most).exp()
+            total = total * (best - most).exp() + (sink - most).exp()
+            best = most
+        empty = total == 0
+        result /= total.masked_fill(empty, 1)
+        logsum = (best + total.log()).masked_fill(empty, 0)
+        given = result.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, given, logsum)
+        ctx.call = call
+        return given
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        call: Call = ctx.call
+        query, key, value, sinks, given, logsum = ctx.saved_tensors
+        wide, above = _grouped(query, key), _grouped(gradient, key)
+        delta = (above * _grouped(given, key)).sum(-1, keepdim=True)
+        to_query, going = torch.zeros_like(wide), None
+        for source, keys, values in _rounds(call.group, key, value):
+            to_keys, to_values = torch.zeros_like(keys), torch.zeros_like(values)
+            for pair in _pairs(call, source):
+                at = (..., pair.queries, slice(None))
+                k, v = keys[..., pair.keys, :], values[..., pair.keys, :]
+                scores = _scores(wide[at], k, call)
+                weights = (_masked(scores, pair) - logsum[at]).exp()
+                to_values[..., pair.keys, :] += (weights.mT @ above[at]).sum(2, keepdim=True)
+                to_scores = weights * (above[at] @ v.mT - delta[at])
+                if call.softcap is not None:
+                    to_scores = to_scores * (1 - (scores / call.softcap) ** 2)
+                to_scores = to_scores * call.scaling
+                to_query[at] += to_scores @ k
+                to_keys[..., pair.keys, :] += (to_scores.mT @ wide[at]).sum(2, keepdim=True)
+            own = _packed(to_keys, to_values)
+            going = Hop(call.group, own if going is None else own + going.wait(), _GRADIENTS)
+        assert going is not None  # a ring has a rank at least
+        to_key, to_value = _parted(going.wait(), key, value)
+        to_sinks = None
+        if sinks is not None:
+            sink = sinks.to(wide.dtype).view(1, wide.shape[1], -1, 1, 1)
+            to_sinks = -((sink - logsum).exp() * delta).sum((0, 3, 4)).flatten().to(sinks.dtype)
+        return (
+            to_query.flatten(1, 2).to(query.dtype),
+            to_key.squeeze(2).to(key.dtype),
+            to_value.squeeze(2).to(value.dtype),
+            to_sinks,
+            None,
+        )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
+    """(rows, heads, part, dim) as (rows, key_heads, heads of each, part, dim), in the dtype of the sums."""
+    rows, heads, *rest = tensor.shape
+    return _wide(tensor).reshape(rows, key.shape[1], heads // key.shape[1], *rest)
+
+
+def _scores(query: Tensor, key: Tensor, call: Call) -> Tensor:
+    scores = query @ key.mT * call.scaling
+    return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
+
+
+def _masked(scores: Tensor, pair: Pair) -> Tensor:
+    if pair.alone is not None:
+        scores = scores.masked_fill(pair.alone, 0.0)
+    return scores if pair.allowed is None else scores.masked_fill(~pair.allowed, -torch.inf)
+
+
+def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: Tensor) -> None:
+    """Take a block's scores and values into what is there so far, in place."""
+    new = torch.maximum(best, scores.amax(-1, keepdim=True))
+    finite = new.masked_fill(new == -torch.inf, 0)  # of a query that has met no key yet
+    weights, kept = (scores - finite).exp(), (best - finite).exp()
+    total.mul_(kept).add_(weights.sum(-1, keepdim=True))
+    result.mul_(kept).add_(weights @ values)
+    best.copy_(new)
+
+
+def _pairs(call: Call, source: int) -> Iterator[Pair]:
+    """Pairs of a piece of own queries and one of rank `source`'s keys that the mask leaves something of."""
+    whole = call.mask.whole
+    alone = call.mask.alone if call.uniform else None
+    size = whole.piece
+    halves = slice(0, size), slice(size, 2 * size)
+    for queries, first in zip(halves, pieces(whole.index, whole.count), strict=True):
+        for keys, second in zip(halves, pieces(source, whole.count), strict=True):
+            if alone is None:
+                if call.mask.reaches(first, second):
+                    yield Pair(queries, keys, call.mask.between(first, second), None)
+                continue
+            allowed = call.mask.between(first, second)
+            lonely = alone[:, queries, None]
+            real = torch.arange(second * size, (second + 1) * size, device=lonely.device) < whole.length
+            some = real & lonely if allowed is None else allowed[:, 0, 0] | (real & lonely)
+            yield Pair(queries, keys, some[:, None, None], lonely[:, None, None])
+
+
+class Hop:
+    """A tensor on its way to the next rank of the ring, and one on its way from the rank before."""
+
+    def __init__(self, group: ProcessGroup, tensor: Tensor, tag: int) -> None:
+        count, index = group.size(), group.rank()
+        self._sent = tensor  # held until it has gone
+        self._received, self._works = tensor, []
+        if count > 1:
+            after, before = (dist.get_global_rank(group, (index + by) % count) for by in (1, -1))
+            self._received = torch.empty_like(tensor)
+            ends = [
+                P2POp(dist.isend, tensor, after, group, tag),
+                P2POp(dist.irecv, self._received, before, group, tag),
+            ]
+            self._works = dist.batch_isend_irecv(ends)
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _rounds(group: ProcessGroup, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """(rank, its keys, its values) of each block in turn, own first, as (rows, key_heads, 1, part, dim)."""
+    count, index = group.size(), group.rank()
+    held = _packed(key, value)
+    for step in range(count):
+        going = Hop(group, held, _BLOCKS) if step < count - 1 else None
+        keys, values = _parted(held, key, value)
+        yield (index - step) % count, _wide(keys), _wide(values)
+        held = held if going is None else going.wait()
+
+
+def _packed(key: Tensor, value: Tensor) -> Tensor:
+    """One message of the two, in the wider of their dtypes."""
+    return torch.cat([key.flatten(), value.flatten()])
+
+
+def _parted(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = torch.split(packed, [key.numel(), value.numel()])
+    return keys.view(key.shape).unsqueeze(2), values.view(value.shape).unsqueeze(2)

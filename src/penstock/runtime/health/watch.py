@@ -1,0 +1,285 @@
+"""Who waits for whom, and who failed first: what turns a silent hang into an error that names its cause.
+
+Each rank has a thread that leaves a note in a shared key-value store, once a period: how far the rank is, and
+for which rank it has waited for long. When a wait runs out of time, following those notes from rank to rank
+ends at the one that stalled: it waits for nobody, or its notes have ceased. The first rank that fails leaves
+its reason there too. A step itself sends nothing to the store: the thread reads what the executor keeps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
+from penstock.runtime.health.progress import Progress, account
+from penstock.runtime.plan import Message
+
+# ---- What the ranks of a pipeline leave for each other in torch's key-value store, one note a rank.
+#
+# A rank that fails to reach the store goes on without: the store goes down with the process that holds it.
+
+
+End = Literal["failed", "silent"]  # "silent": past another rank's timeout
+
+
+class Wait(NamedTuple):
+    """A wait that has lasted: for `what`, from rank `peer` (None: from all)."""
+
+    what: str
+    peer: int | None
+
+
+class Note(NamedTuple):
+    """What a rank tells of itself.
+
+    at: by its wall clock, on which the ranks' machines are trusted to agree
+    """
+
+    at: float
+    account: str
+    wait: Wait | None
+
+    @property
+    def age(self) -> float:
+        return max(0.0, time.time() - self.at)
+
+    def __str__(self) -> str:
+        return f"last reported {self.age:.1f} s ago: {self.account}"
+
+
+class Notes:
+    """The notes of `rank` and of the others in `store`."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def leave(self, account: str, wait: Wait | None) -> bool:
+        """Put this rank's note in the place of its last one; whether it could be."""
+        try:
+            self._store.set(f"note/{self._rank}", json.dumps((time.time(), account, wait)))
+        except RuntimeError:
+            return False
+        return True
+
+    def read(self, rank: int) -> Note | None:
+        text = self._read(f"note/{rank}")
+        if text is None:
+            return None
+        at, account, wait = json.loads(text)
+        return Note(at, account, Wait(*wait) if wait else None)
+
+    def fail(self, rank: int, reason: str, end: End = "failed") -> None:
+        """Leave word that `rank` came to such an end; the first word of each kind stays."""
+        try:
+            self._store.compare_set(end, "", json.dumps((rank, reason)))
+        except RuntimeError:
+            return
+
+    def first_failure(self, *ends: End, patience: float = 0.0) -> tuple[int, str] | None:
+        """Which rank came to such an end first, and why; waits for it to be told for `patience` seconds."""
+        until = time.monotonic() + patience
+        while (text := next(filter(None, map(self._read, ends)), None)) is None:
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.05)
+        rank, reason = json.loads(text)
+        return rank, reason
+
+    def _read(self, key: str) -> str | None:
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else None
+        except RuntimeError:
+            return None
+
+
+_PATIENCE = 0.5  # seconds for the first failure's reason to come in; it is left before connections close
+_LINGERS = 10.0  # seconds that the end of Python waits for a note to be left
+_CEASED = 3  # periods without a note after which a rank's thread is taken not to run
+
+
+class Waiting(NamedTuple):
+    """What this rank waits for: `what`, named in words only when told, from or to rank `peer` (None: all)."""
+
+    what: Message | str
+    peer: int | None
+    since: float
+
+    def __str__(self) -> str:
+        return str(self.what.op) if isinstance(self.what, Message) else self.what
+
+    @property
+    def whom(self) -> str:
+        return "the other ranks" if self.peer is None else f"rank {self.peer}"
+
+    @property
+    def words(self) -> str:
+        return f"waiting for {self} from {self.whom}"
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+
+class Mesh(NamedTuple):
+    """What the pipelines of one mesh leave for each other, and this process's number in the job."""
+
+    notes: Notes
+    process: int
+
+    def tell(self, reason: str, end: End = "failed") -> None:
+        self.notes.fail(self.process, reason, end)
+
+
+class Watch:
+    """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
+
+    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
+        self._notes, self._rank, self._ranks, self.timeout = Notes(store, rank), rank, ranks, timeout
+        self._mesh: Mesh | None = None
+        self._waiting: Waiting | None = None
+        self._progress: Callable[[], Progress | None] = lambda: None
+        self._period = min(1.0, timeout / 8)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._publish, name="penstock-watch", daemon=True)
+        self._thread.start()
+        # 0.2.0: a thread that came back from the store while Python was ending aborted the process
+        atexit.register(self.close)
+
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
+        """From now on tell the others of `progress`, which is called in the watch's own thread."""
+        self._progress = progress
+
+    def beside(self, store: Store, process: int) -> None:
+        """From now on share failures with the other pipelines of the mesh, which have none of its notes."""
+        self._mesh = Mesh(Notes(store, process), process)
+
+    def begin(self, what: Message | str, peer: int | None) -> None:
+        if self._waiting is None or self._waiting[:2] != (what, peer):  # else it goes on
+            self._waiting = Waiting(what, peer, time.monotonic())
+
+    def end(self) -> None:
+        self._waiting = None
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._thread.join(_LINGERS)
+
+    def failed(self, reason: str) -> None:
+        """Leave word that this rank failed; the first word stays."""
+        self._notes.fail(self._rank, reason)
+        if self._mesh is not None:
+            self._mesh.tell(reason)
+        self._freeze()
+
+    def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
+        """The typed error for a wait that broke off with `cause`."""
+        waiting = self._waiting or Waiting("an answer", None, time.monotonic())
+        timed_out = "timed out" in str(cause).lower()
+        if timed_out and not self._has_failed():
+            return self._stalled(waiting)
+        # also where a rank failed and its process lives on, so that waits just end
+        return self._lost(waiting)
+
+    def _has_failed(self) -> bool:
+        notes = [self._notes] if self._mesh is None else [self._notes, self._mesh.notes]
+        return any(each.first_failure("failed") is not None for each in notes)
+
+    def _stalled(self, waiting: Waiting) -> StalledPeerError:
+        blamed, chain = self._follow(waiting.peer)
+        named = " and ".join(f"rank {rank}" for rank in blamed) or "some rank"
+        if blamed == [self._rank]:  # the chain of waits leads back
+            named = "every rank"
+        silent = f"has been silent for {waiting.seconds:.0f} s"
+        # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
+        if blamed:
+            self._notes.fail(blamed[0], f"it {silent}, as rank {self._rank} noticed", "silent")
+        if self._mesh is not None:
+            self._mesh.tell(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
+        self._freeze()
+        error = StalledPeerError(
+            f"rank {self._rank} {waiting.words}",
+            f"{named} {silent}, longer than the timeout of {self.timeout:.0f} s{chain}",
+            "See what that rank was doing, or give a longer timeout if a step may take that long",
+        )
+        self._describe(error, waiting, blamed)
+        return error
+
+    def _lost(self, waiting: Waiting) -> PeerLostError:
+        self._freeze()
+        blamed = waiting.peer
+        patience = 2 * _PATIENCE if blamed is None else _PATIENCE  # a rank that knows whom it lost will tell
+        first = self._notes.first_failure("failed", "silent", patience=patience)
+        if first is not None:
+            blamed, reason = first
+            rule = f"rank {blamed} failed first: {reason}"
+        elif (beside := self._failed_beside()) is not None:
+            rule = f"process {beside[0]} failed first: {beside[1]}"
+        else:
+            rule = f"{waiting.whom} died or closed its connection"
+            if blamed is not None:  # the ranks that lose this one next shall name the one that began it
+                self._notes.fail(blamed, f"it died or closed its connection, as rank {self._rank} noticed")
+        error = PeerLostError(
+            f"rank {self._rank} {waiting.words}",
+            rule,
+            "Mend what is told of that rank; this one only waited for it",
+        )
+        self._describe(error, waiting, [] if blamed is None else [blamed])
+        return error
+
+    def _failed_beside(self) -> tuple[int, str] | None:
+        """Which process of another pipeline did, and why."""
+        return None if self._mesh is None else self._mesh.notes.first_failure("failed", "silent")
+
+    def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
+        progress = self._progress()
+        error.rank, error.op, error.peer, error.waited = (
+            self._rank, str(waiting), waiting.peer, waiting.seconds)  # fmt: skip
+        error.last_ops = progress.last_ops if progress is not None else ()
+        others = {rank: self._notes.read(rank) for rank in range(self._ranks) if rank != self._rank}
+        error.reports = {rank: str(note) for rank, note in others.items() if note is not None}
+        error.peer_report = "; ".join(
+            f"rank {rank} {error.reports.get(rank, 'never reported')}" for rank in blamed if rank in others
+        )
+        give_account(error, account(progress, waiting.words))
+
+    def _freeze(self) -> None:
+        """Tell at once how far this rank came, and stay with that: its executor will forget the step."""
+        last = self._progress()
+        self._progress = lambda: last
+        self._leave_note()
+
+    def _publish(self) -> None:
+        while not self._stop.wait(self._period):
+            if not self._leave_note():
+                return
+
+    def _leave_note(self) -> bool:
+        waiting = self._waiting
+        words = "" if waiting is None else waiting.words
+        long = waiting is not None and waiting.seconds > self._period
+        wait = Wait(str(waiting), waiting.peer) if waiting is not None and long else None
+        return self._notes.leave(str(account(self._progress(), words)), wait)
+
+    def _waits(self, rank: int) -> Wait | None:
+        """What `rank` waits for. One whose notes have ceased is not believed: it is stuck itself."""
+        note = self._notes.read(rank)
+        return None if note is None or note.age > _CEASED * self._period else note.wait
+
+    def _follow(self, peer: int | None) -> tuple[list[int], str]:
+        """The ranks at the end of the chain of waits, and the chain in words."""
+        if peer is None:
+            return [r for r in range(self._ranks) if r != self._rank and self._waits(r) is None], ""
+        steps, seen = [], {self._rank}
+        while peer not in seen and (wait := self._waits(peer)) is not None and wait.peer is not None:
+            seen.add(peer)
+            steps.append(f"rank {peer} waits for {wait.what} from rank {wait.peer}")
+            peer = wait.peer
+        return [peer], "".join(f"; {step}" for step in steps)

@@ -1,0 +1,203 @@
+"""What a forward notes of its products, so that its backward may put their weight gradients off.
+
+While a stage's forward runs under `deferring`, each product of activations with a weight goes through one
+autograd function, which computes what torch would and notes whose it is, its forward's `Tape`. In a plain
+backward that function gives all gradients. In a split one (`input_backward`, in backward.py) it gives those
+of the activations and the bias, and puts the weight's off:
+
+    y = x Wᵀ + b        I:  dx = dy W,  db = Σ dy        W:  dW = dyᵀ x
+
+What is not sure to be right later is computed at once; docs/split-backward.md lists the cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
+
+from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product, is_hooked
+from penstock.runtime.split_backward.products import CALLS, Form, find
+
+# Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
+# pass through them with no gradient and W once more with one.
+VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
+                 "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View")
+    for number in (0, 1)
+) | {"_ToTorchTensorBackward"}  # fmt: skip
+
+
+class Tape:
+    """One forward: what its products have in common, and what its backward puts off.
+
+    An object rather than a variable of the thread: on a GPU the engine's threads run the backward.
+    """
+
+    def __init__(self) -> None:
+        self._recomputes = False
+        # only in the forward; a part of it that is run again is to hold no more than its own
+        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
+        self._task: int | None = None  # the engine's number of the I that is running
+        self._products: list[Product] = []
+        self._inputs: frozenset[int] = frozenset()
+
+    # ---- in the forward
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
+        if form.cast and torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = self._lower(x, dtype), self._lower(weight, dtype)
+            bias = None if bias is None else self._lower(bias, dtype)
+        if not self._recomputes:  # such hooks may run this part of the forward again, in the backward
+            self._recomputes = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        result: Tensor = _Product.apply(x, weight, bias, form, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def _lower(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """What autocast would do, where autograd sees it, as it would not inside of the product."""
+        if tensor.dtype == torch.float64:
+            return tensor
+        if self._casts is None or not tensor.is_leaf:
+            return tensor.to(dtype)
+        key = id(tensor), dtype
+        if (
+            key not in self._casts
+        ):  # kept as autocast keeps them, so that all uses sum up in the same precision
+            self._casts[key] = tensor, tensor.to(dtype)  # `tensor` so that its id stays its own
+        return self._casts[key][1]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self._casts = {}
+        try:
+            with _Recording(self):
+                yield
+        finally:
+            self._casts = None
+
+    # ---- in the backward
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """For any backward: what activation checkpointing runs again must save what it saved before."""
+        with _Recording(self) if self._recomputes else nullcontext():
+            yield
+
+    @contextmanager
+    def collecting(
+        self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()
+    ) -> Iterator[list[Product]]:
+        """A backward from `roots` under this fills the list in place of computing weight gradients.
+
+        inputs: what the stage received. Its gradient is what I is for, be it a factor of a product.
+        """
+        products = self._products = []
+        self._inputs = frozenset(map(id, inputs))
+        handles = [root.node.register_prehook(self._note_task) for root in roots]
+        try:
+            yield products
+        finally:
+            self._task, self._products = None, []
+            for handle in handles:
+                handle.remove()
+
+    def _note_task(self, gradients: object) -> None:
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+
+    def put_off(self, edge: Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
+        """Take the weight gradient that belongs at `edge` over, unless it has to be computed now."""
+        # Another task than I's own is a backward within the backward: it may ask for this very gradient.
+        # One with gradients enabled will be differentiated itself.
+        if self._task is None or self._task != torch._C._current_graph_task_id() or torch.is_grad_enabled():
+            return False
+        parameter = _parameter(edge)
+        if parameter is None or id(parameter) in self._inputs or is_hooked(parameter):
+            return False
+        versions = x._version, dy._version
+        counts = not isinstance(x if x._base is None else x._base, nn.Parameter)
+        # detached: x would hold the graph that made it
+        self._products.append(Product(parameter, edge, x.detach(), dy, versions, counts, form))
+        return True
+
+
+class _Recording(TorchFunctionMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Every call of a forward comes by here, so that the test that most of them fail comes first. What is
+        # compiled stays whole: the compiler gets torch's own products to see.
+        if func in CALLS and not torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+            found = find(*CALLS[func], args, kwargs or {})
+            if found is not None and _may_defer(*found[:3]):
+                return self._tape.product(*found)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def deferring() -> Iterator[Tape]:
+    """A stage's forward runs under this if its backward may be split; `hold` gets the tape."""
+    tape = Tape()
+    with tape.recording():
+        yield tape
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, tape: Tape) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+        ctx.form, ctx.tape = form, tape
+        ctx.bias_shape = None if bias is None else bias.shape
+        # detached: a view made in here could not be modified in place later, as torch's own result can
+        return form.product(x, weight, bias).detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (dy,) = gradients
+        if dy is None:
+            return None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        form: Form = ctx.form
+        of_x, _, of_bias, *_ = ctx.needs_input_grad
+        dx = form.input_gradient(dy, weight) if of_x else None
+        db = dy.sum_to_size(ctx.bias_shape) if of_bias else None
+        later = ctx.tape.put_off(ctx.next_functions[1], x, dy, form)
+        return dx, None if later else form.weight_gradient(x, dy), db, None, None
+
+
+def _parameter(edge: Edge) -> Tensor | None:
+    """The parameter that the weight at `edge` is, or is a piece of; None where it is computed otherwise."""
+    node: Node | None = edge[0]
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != LEAF:
+        return None
+    parameter: Tensor = node.variable  # type: ignore[attr-defined]
+    return parameter
+
+
+def _may_defer(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        weight.requires_grad
+        and type(weight) in PLAIN
+        and type(x) in PLAIN
+        and (bias is None or type(bias) in PLAIN)
+        and x.is_floating_point()
+        and weight.layout is x.layout is torch.strided
+        and (weight.is_leaf or not (weight._backward_hooks or weight.retains_grad))
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )

@@ -1,0 +1,380 @@
+"""Schedules as files: JSON of our own, and PyTorch's CSV both ways.
+
+A CSV file has a row for each rank and an op in each cell; empty cells are bubbles, which any schedule finds
+by itself, and say nothing. It names neither the schedule (its file does) nor its placement, which is read off
+where the ops stand. PyTorch's files with communication in them give the same schedule as those without:
+what a rank sends and receives follows from what it computes.
+
+JSON keeps all of a schedule, one line a rank:
+
+    {
+      "format": "penstock schedule",
+      "version": 1,
+      "name": "gpipe",
+      "microbatches": 2,
+      "rank_of": [0, 1],
+      "replicas": 1,
+      "programs": [
+        ["0F0", "0F1", "0B0", "0B1"],
+        ["1F0", "1F1", "1B0", "1B1"]
+      ]
+    }
+
+Reading is strict about the form and leaves the sense to `verify`.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import StringIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.schedule.ops import Op, Pair, Placement, Schedule
+
+# ---- The cells of a schedule's file: ops as text, each at a place that an error can point to.
+
+
+Place = tuple[int, int]  # row and column, counted from 0; the row is the rank
+
+# what PyTorch adds for its own executor, once it knows what each rank computes
+_COMMUNICATION = re.compile(r"\d+(SEND|RECV)_[FB]\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
+_OP = re.compile(r"\d{1,9}[FBIW]\d{1,9}", re.ASCII)
+_PAIR = re.compile(rf"\(\s*{_OP.pattern}\s*;\s*{_OP.pattern}\s*\)\s*OVERLAP_F_B", re.ASCII)
+_SHOWN = 10
+
+
+class Cells:
+    """Reads the cells of all ranks, and collects what is wrong with them.
+
+    name_place: how a place is called in this file
+    communication: whether PyTorch's ops that send, receive, gather and release are passed over
+    """
+
+    def __init__(self, path: Path, name_place: Callable[[Place], str], *, communication: bool) -> None:
+        self._path, self.name_place, self._communication = path, name_place, communication
+        self.places: dict[Op, Place] = {}
+        self.overlaps: set[Pair] = set()
+        self.complaints: list[str] = []
+
+    def program(self, rank: int, cells: Sequence[str]) -> tuple[Op, ...]:
+        """The ops of a row."""
+        ops: list[Op] = []
+        for column, cell in enumerate(cells):
+            if text := cell.strip():
+                ops += self._read(text, (rank, column))
+        return tuple(ops)
+
+    def _read(self, text: str, place: Place) -> list[Op]:
+        if self._communication and _COMMUNICATION.fullmatch(text):
+            return []
+        if _OP.fullmatch(text):
+            ops = [Op.parse(text)]
+        elif _PAIR.fullmatch(text):
+            ops = self._pair(text, place)
+        else:
+            self.complain(place, f"{shortened(text)} is no op{_likely_cause(text)}")
+            return []
+        for op in ops:
+            first = self.places.setdefault(op, place)
+            if first is not place:
+                self.complain(place, f"{op} stands already at {self.name_place(first)}")
+        return ops
+
+    def _pair(self, text: str, place: Place) -> list[Op]:
+        pair = Pair.parse(text)
+        assert pair is not None
+        if pair.forward.kind != "F" or pair.backward.kind not in ("B", "I"):
+            self.complain(place, f"{shortened(text)} overlaps other kinds than a forward and then a backward")
+        self.overlaps.add(pair)
+        return list(pair)
+
+    def complain(self, place: Place, what: str) -> None:
+        self.complaints.append(f"{self.name_place(place)}: {what}")
+
+    def check(self) -> None:
+        """Raise ConfigError with all that is wrong."""
+        if not self.complaints:
+            return
+        rule = self.complaints[0]
+        if len(self.complaints) > 1:
+            shown = "".join(f"\n  {complaint}" for complaint in self.complaints[:_SHOWN])
+            more = len(self.complaints) - _SHOWN
+            rule = f"{len(self.complaints)} cells are wrong:{shown}" + (
+                f"\n  and {more} more" if more > 0 else ""
+            )
+        raise ConfigError(
+            f"schedule file {str(self._path)!r}",
+            rule,
+            "Write an op like 2F0 (stage 2, forward, microbatch 0) and each op once, a row for each rank",
+        )
+
+
+def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
+    """The placement that puts each stage where its ops stand. Raises ConfigError where none does."""
+    rank_of: dict[int, int] = {}
+    first: dict[int, Op] = {}
+    torn: set[int] = set()
+    for rank, program in enumerate(programs):
+        if not program:
+            cells.complain((rank, 0), "the row holds no op that computes; each rank hosts at least one stage")
+        for op in program:
+            if rank_of.setdefault(op.stage, rank) != rank and op.stage not in torn:
+                torn.add(op.stage)
+                there = cells.name_place(cells.places[first[op.stage]])
+                what = f"{op} is of stage {op.stage}, which stands at {there} on rank {rank_of[op.stage]}"
+                cells.complain(cells.places[op], f"{what}; a stage is on one rank")
+            first.setdefault(op.stage, op)
+    for stage in sorted(rank_of):
+        if stage and stage - 1 not in rank_of:
+            what = f"{first[stage]} is of stage {stage}, and stage {stage - 1} is nowhere"
+            cells.complain(cells.places[first[stage]], f"{what}; stages are numbered from 0 without a gap")
+    cells.check()
+    return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
+
+
+def shortened(text: str) -> str:
+    return repr(text) if len(text) <= 40 else f"{text[:37]!r}..."
+
+
+def _likely_cause(text: str) -> str:
+    """What spreadsheets and people do to such a file."""
+    if "(" not in text and (";" in text or "\t" in text):
+        return "; cells are separated by commas"
+    if _OP.fullmatch(text.upper()):
+        return f"; {text.upper()} is"
+    if re.fullmatch(r"\d+[FBIW]", text, re.ASCII):
+        return "; the microbatch is missing"
+    return ""
+
+
+_FORMAT, _VERSION = "penstock schedule", 1
+_KEYS = {"format": str, "version": int, "name": str, "microbatches": int, "rank_of": list, "replicas": int,
+         "programs": list}  # fmt: skip
+_LARGEST = 32 * 2**20  # bytes: some three million ops
+_MOST_ROWS = 100_000
+
+
+def dump(schedule: Schedule, path: str | Path) -> None:
+    """Write `schedule` to `path`, whose ending chooses the format: ``.json`` or ``.csv``.
+
+    Raises ConfigError for another ending, a path that cannot be written, and a schedule that the format
+    cannot tell whole: what has been written loads as the same schedule (in CSV, under the file's name).
+    """
+    path = Path(path)
+    write, read = _format(path)
+    text = write(schedule)
+    _check_whole(schedule, path, text, read)
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"schedule file {str(path)!r}",
+            f"it cannot be written: {getattr(error, 'strerror', None) or error}",
+            "Give a path in a folder that exists and may be written to",
+        ) from error
+
+
+def check_path(path: str | Path) -> None:
+    """Raise ConfigError where `dump` cannot write to `path`, as far as its ending and its folder tell."""
+    path = Path(path)
+    _format(path)
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"schedule file {str(path)!r}", f"there is no folder {str(path.parent)!r}", "Make it first"
+        )
+
+
+def load(path: str | Path, *, placement: Placement | None = None) -> Schedule:
+    """The schedule in the file at `path`, ``.json`` or ``.csv``. It is not verified.
+
+    placement: where the stages are; a CSV file that runs several copies of a model cannot tell
+
+    Raises ConfigError for what cannot be read, with the row and column (JSON: the index) of every bad cell.
+    """
+    path = Path(path)
+    _, read = _format(path)
+    return read(_text(path), path, placement)
+
+
+Reader = Callable[[str, Path, Placement | None], Schedule]
+
+
+def _format(path: Path) -> tuple[Callable[[Schedule], str], Reader]:
+    formats: dict[str, tuple[Callable[[Schedule], str], Reader]] = {
+        ".json": (_to_json, _from_json),
+        ".csv": (_to_csv, _from_csv),
+    }
+    ending = path.suffix.lower()
+    if ending not in formats:
+        raise ConfigError(
+            f"schedule file {str(path)!r}",
+            f"its ending chooses the format, and {ending or 'no ending'} chooses none",
+            "End the path in .json or in .csv",
+        )
+    return formats[ending]
+
+
+def _check_whole(schedule: Schedule, path: Path, text: str, read: Reader) -> None:
+    """Nothing is lost on the way to the file and back."""
+    if path.suffix.lower() == ".csv" and schedule.placement.replicas > 1:
+        raise _unwritable(schedule, path, "CSV cannot say that there are several copies of the model",
+                          "Write it as .json")  # fmt: skip
+    try:
+        again = replace(read(text, path, None), name=schedule.name)
+    except ConfigError as error:
+        raise _unwritable(schedule, path, error.rule, "See what penstock.schedule.verify says") from error
+    if again != schedule:
+        rule = "its programs, overlapped pairs or microbatches do not come back as they are"
+        raise _unwritable(schedule, path, rule, "See what penstock.schedule.verify says")
+
+
+def _unwritable(schedule: Schedule, path: Path, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(f"schedule {schedule.name!r} as {path.name!r}", rule, remedy)
+
+
+def _text(path: Path) -> str:
+    """What is in the file. Only UTF-8, since nothing else is met in practice but Excel's UTF-16."""
+    wrong, remedy = "", "Give a .json or .csv file that penstock or PyTorch has written"
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no file")  # a folder; or a device, which might never end
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        wrong = f"it is no UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}"
+    except (OSError, ValueError) as error:
+        wrong = f"it cannot be read: {getattr(error, 'strerror', None) or error}"
+        remedy = "Give the path of a schedule's file"
+    else:
+        if len(content) > _LARGEST:
+            wrong = f"it is larger than {_LARGEST // 2**20} MiB, and no schedule that can be run is"
+        elif "\0" in text:
+            wrong = f"it is no text: there is a zero byte at {text.index(chr(0))}"
+        elif not text.strip():
+            wrong = "it is empty"
+    if wrong:
+        raise ConfigError(f"schedule file {str(path)!r}", wrong, remedy)
+    return text
+
+
+def _to_csv(schedule: Schedule) -> str:
+    out = StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerows(map(str, schedule.entries(rank)) for rank in range(len(schedule.programs)))
+    return out.getvalue()
+
+
+def _from_csv(text: str, path: Path, placement: Placement | None) -> Schedule:
+    rows = _rows(text, path)
+    cells = Cells(path, lambda at: f"row {at[0] + 1}, column {at[1] + 1}", communication=True)
+    programs = tuple(cells.program(rank, row) for rank, row in enumerate(rows))
+    cells.check()
+    if not cells.places:
+        rule = "it holds no op that computes"
+        raise ConfigError(f"schedule file {str(path)!r}", rule, "Write ops like 2F0, a row for each rank")
+    where = placement or placed(programs, cells)
+    microbatches = 1 + max(op.microbatch for op in cells.places)
+    return Schedule(path.stem, where, microbatches, programs, frozenset(cells.overlaps))
+
+
+def _rows(text: str, path: Path) -> list[list[str]]:
+    """The cells, without empty rows at the end."""
+    reader = csv.reader(StringIO(text, newline=""), strict=True)
+    try:
+        rows = list(islice(reader, _MOST_ROWS + 1))
+    except csv.Error as error:
+        raise ConfigError(
+            f"schedule file {str(path)!r}",
+            f"line {reader.line_num} is no CSV: {error}",
+            "Separate ops by commas, and leave quotes out",
+        ) from error
+    if len(rows) > _MOST_ROWS:
+        rule = f"it has more than {_MOST_ROWS:,} rows, and a row is a rank"
+        raise ConfigError(f"schedule file {str(path)!r}", rule, "Write the ops of a rank into one row")
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows.pop()
+    return rows
+
+
+def _to_json(schedule: Schedule) -> str:
+    head = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "name": schedule.name,
+        "microbatches": schedule.microbatches,
+        "rank_of": schedule.placement.rank_of,
+        "replicas": schedule.placement.replicas,
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    ranks = range(len(schedule.programs))
+    programs = ",\n".join(f"    {json.dumps([*map(str, schedule.entries(rank))])}" for rank in ranks)
+    return "\n".join(["{", *lines, f'  "programs": [\n{programs}\n  ]', "}"]) + "\n"
+
+
+def _from_json(text: str, path: Path, placement: Placement | None) -> Schedule:
+    data = _fields(text, path)
+    own = _placement(data["rank_of"], data["replicas"], path)
+    if placement is not None and placement != own:
+        raise _malformed(path, f"its placement {own} is another one than the {placement} given")
+    cells = Cells(path, lambda at: f"programs[{at[0]}][{at[1]}]", communication=False)
+    for rank, row in enumerate(data["programs"]):
+        if not isinstance(row, list) or not all(isinstance(cell, str) for cell in row):
+            raise _malformed(path, f'programs[{rank}] is no list of ops, such as ["0F0", "0B0"]')
+    programs = tuple(cells.program(rank, row) for rank, row in enumerate(data["programs"]))
+    cells.check()
+    return Schedule(data["name"], own, data["microbatches"], programs, frozenset(cells.overlaps))
+
+
+def _fields(text: str, path: Path) -> dict[str, Any]:
+    """The keys of the file, each with a value of its type."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _malformed(path, f"line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or a thousand brackets
+        raise _malformed(path, f"it cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        raise _malformed(path, f'it does not say "format": "{_FORMAT}"')
+    if data.get("version") != _VERSION:
+        raise ConfigError(
+            f"schedule file {str(path)!r}",
+            f"its version is {data.get('version')!r}, and this penstock reads {_VERSION}",
+            "Write it with this version, or update penstock",
+        )
+    for key in data:
+        if key not in _KEYS:
+            near = difflib.get_close_matches(key, _KEYS, n=1)
+            raise _malformed(path, f"the key {key!r} is unknown" + (f"; {near[0]!r}?" if near else ""))
+    for key, kind in _KEYS.items():
+        if key not in data:
+            raise _malformed(path, f"the key {key!r} is missing")
+        if type(data[key]) is not kind:  # a bool is no int here
+            raise _malformed(path, f"{key} is {_short(data[key])}; it is to be of type {kind.__name__}")
+    return data
+
+
+def _placement(rank_of: list[Any], replicas: int, path: Path) -> Placement:
+    for stage, rank in enumerate(rank_of):
+        if type(rank) is not int or not 0 <= rank < len(rank_of):  # each rank hosts at least one stage
+            raise _malformed(path, f"rank_of[{stage}] is {_short(rank)}; it is to be a rank, numbered from 0")
+    return Placement(tuple(rank_of), replicas)
+
+
+def _malformed(path: Path, rule: str) -> ConfigError:
+    return ConfigError(
+        f"schedule file {str(path)!r}", rule, "Mend it, or write it anew with penstock.schedule.dump"
+    )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

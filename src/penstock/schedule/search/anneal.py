@@ -1,0 +1,171 @@
+"""Annealing: one op at a time moves along its rank's program."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+from math import exp
+from random import Random
+
+from penstock.schedule.search.evaluate import key, levels, times, times_after
+from penstock.schedule.search.problem import NOTHING, OP_TIMED, Budget, F, Problem, Programs, W
+
+# ---- Where W goes, in programs whose forwards and input gradients keep their order.
+
+
+def replaced(problem: Problem, programs: Programs) -> Programs | None:
+    """Each W where its rank would else wait, or where it must make room; None where that gets stuck.
+
+    A W does not begin where it would hold up what comes before half of it is done.
+    """
+    need, delay, duration = problem.need, problem.delay, problem.duration
+    main = [[number for number in program if number % 3 != W] for program in programs]
+    found: Programs = [[] for _ in programs]
+    put_off: list[deque[int]] = [deque() for _ in programs]
+    ends = [NOTHING] * problem.count
+    at, held = [0] * len(programs), [0] * len(programs)
+    waiting: dict[int, int] = {}
+    queue = [(0, rank) for rank in range(len(programs))]
+    while queue:
+        now, rank = heappop(queue)
+        weights, soon = put_off[rank], NOTHING
+        number = main[rank][at[rank]] if at[rank] < len(main[rank]) else NOTHING
+        if number != NOTHING and held[rank] + problem.take[number] <= problem.limit[rank]:
+            needed = need[number]
+            if needed == NOTHING or ends[needed] != NOTHING:
+                soon = now if needed == NOTHING else max(now, ends[needed] + delay[number])
+        if weights and (soon == NOTHING or soon - now > duration[weights[0]] / 2):
+            number = weights.popleft()
+            soon = now
+        elif soon == NOTHING:
+            if number != NOTHING:
+                waiting[need[number]] = rank
+            continue
+        else:
+            at[rank] += 1
+        ends[number] = end = soon + duration[number]
+        found[rank].append(number)
+        held[rank] += problem.take[number] - problem.give[number]
+        if number % 3 == 1:
+            weights.append(number + 1)
+        heappush(queue, (end, rank))
+        if number in waiting:
+            heappush(queue, (now, waiting.pop(number)))
+    return found if all(len(new) == len(old) for new, old in zip(found, programs, strict=True)) else None
+
+
+Place = tuple[int, int]  # rank, position
+
+_OF_THE_ENDS = (
+    0.3  # what the mean of the ranks' ends counts beside the value, to tell apart what the value does not
+)
+_HEAT = 0.15  # at first, of a cycle
+_ON_THE_PATH = 0.7  # share of the moves
+
+
+def annealed(
+    problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
+) -> Programs:
+    """`programs` or better, once `share` of the budget is spent. least: what the value cannot be below."""
+    ends = times(problem, programs)
+    assert ends is not None, "the programs given deadlock"
+    current = [list(program) for program in programs]
+    best, best_key = programs, key(problem, programs, ends)
+    score, path = _score(problem, current, ends, least), _critical(problem, current, ends)
+    steps = max(1.0, budget.left(share))
+    while (left := budget.left(share)) > 0:
+        heat = _HEAT * problem.cycle * (left / steps) ** 2
+        rank, at, to = _drawn(problem, current, path, random)
+        old = current[rank]
+        new = _moved(problem, old, at, to)
+        budget.spend(0.2 * len(old) + 10)
+        if new is None:
+            continue
+        budget.spend(0.7 * OP_TIMED * problem.size)
+        current[rank] = new
+        found = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
+        reached = _score(problem, current, found, least) if found else None
+        # a random number is drawn either way, for the draws that follow to stay in step
+        chance = random.random()
+        if (
+            found is None
+            or reached is None
+            or (reached > score and chance >= exp((score - reached) / (heat + 1e-9)))
+        ):
+            current[rank] = old
+            continue
+        ends, score, path = found, reached, _critical(problem, current, found)
+        now = key(problem, current, found)
+        if now < best_key:
+            best, best_key = [list(program) for program in current], now
+    return best
+
+
+def _first_difference(old: list[int], new: list[int], since: int) -> int:
+    return next(at for at in range(since, len(old)) if old[at] != new[at])
+
+
+def _score(problem: Problem, programs: Programs, ends: list[int], least: int) -> float:
+    value, together = key(problem, programs, ends)
+    return max(value, least) + _OF_THE_ENDS * together / problem.ranks
+
+
+def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Place]:
+    """The ops that the value hangs on, the last one first."""
+    rank = max(
+        (rank for rank in range(problem.ranks) if programs[rank]),
+        key=lambda rank: ends[programs[rank][-1]] - problem.offset[rank],
+    )
+    at = len(programs[rank]) - 1
+    path: list[Place] = []
+    while True:
+        path.append((rank, at))
+        number = programs[rank][at]
+        start = ends[number] - problem.duration[number]
+        needed = problem.need[number]
+        if at and ends[programs[rank][at - 1]] == start:
+            at -= 1
+        elif needed == NOTHING or not start:
+            return path
+        else:
+            rank = problem.rank_of[needed]
+            at = programs[rank].index(needed)
+
+
+def _drawn(problem: Problem, programs: Programs, path: list[Place], random: Random) -> tuple[int, int, int]:
+    """Which op of which rank moves where to; rather one that the value hangs on, rather not far."""
+    if random.random() < _ON_THE_PATH:
+        rank, at = random.choice(path)
+    else:
+        rank = random.randrange(problem.ranks)
+        at = random.randrange(max(1, len(programs[rank])))
+    far = 1 + int(random.expovariate(0.5))
+    to = at + far if random.random() < 0.5 else at - far
+    return rank, at, max(0, min(len(programs[rank]) - 1, to))
+
+
+def _moved(problem: Problem, program: list[int], at: int, to: int) -> list[int] | None:
+    """With the op at `at` moved towards `to`, as far as its line and its microbatch allow.
+
+    None where that is not at all, and where the rank would hold too much.
+    """
+    if not program:
+        return None
+    number, line_of = program[at], problem.line_of
+    back = to < at
+    # what it must not pass: its stage's other op, and the neighbouring stage's where that is on this rank
+    kind = number % 3
+    own = (number - 1 if kind != F else NOTHING) if back else (number + 1 if kind != W else NOTHING)
+    kin = (own, problem.need[number] if back else problem.feeds[number])
+    step, stop = (-1, at) if back else (1, at)
+    while stop != to:
+        other = program[stop + step]
+        if line_of[other] == line_of[number] or other in kin:
+            break
+        stop += step
+    if stop == at:
+        return None
+    found = program.copy()
+    del found[at]
+    found.insert(stop, number)
+    return found if max(levels(problem, found)) <= problem.limit[problem.rank_of[number]] else None

@@ -1,0 +1,164 @@
+"""The rows that batches are made of: cut from one stream of tokens, or documents, alone or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.batch.loss import IGNORED
+from penstock.batch.packing import boundaries, positions
+from penstock.batch.padding import Padding
+from penstock.train.data.packing import Numbers, Packing, Pieces
+from penstock.train.data.tokenizer import Ids
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How much of a batch is text: real tokens, and the places for tokens that it has."""
+
+    tokens: int = 0
+    slots: int = 0
+
+    def __add__(self, other: Fill) -> Fill:
+        return Fill(self.tokens + other.tokens, self.slots + other.slots)
+
+    @property
+    def padding(self) -> float:
+        """The share of the places that hold no text."""
+        return 1 - self.tokens / self.slots if self.slots else 0.0
+
+
+class Batch(NamedTuple):
+    """content: what Pipeline.step takes, one batch to split or a list of microbatches"""
+
+    content: dict[str, Tensor] | list[dict[str, Any]]
+    fill: Fill
+
+
+class Rows(Protocol):
+    """Rows by number. `fill` is that of the batch of the same rows, found without making it."""
+
+    def __len__(self) -> int: ...
+
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """The rows of one batch, dealt out to the pipelines that work on a part of it each."""
+
+    def batch(self, chosen: Sequence[int]) -> Batch: ...
+
+    def fill(self, chosen: Sequence[int]) -> Fill: ...
+
+
+@dataclass(frozen=True)
+class StreamRows:
+    """tokens: (rows, sequence); padding: what the pipeline will do to them, if anything"""
+
+    tokens: Ids
+    padding: Padding | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        return [part.tolist() for part in np.array_split(list(chosen), parts)]
+
+    def batch(self, chosen: Sequence[int]) -> Batch:
+        """input_ids and labels, int64, (rows, sequence). Labels equal the inputs: the loss shifts them."""
+        ids = torch.from_numpy(self.tokens[list(chosen)].astype(np.int64))
+        return Batch({"input_ids": ids, "labels": ids.clone()}, self.fill(chosen))
+
+    def fill(self, chosen: Sequence[int]) -> Fill:
+        length = self.tokens.shape[1]
+        padded = self.padding.lengths(length).full if self.padding else length
+        return Fill(len(chosen) * length, len(chosen) * padded)
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Rows of one document or more, each row as long as its documents.
+
+    tokens: all documents end to end; pieces: the parts of them, which `packing` puts into rows
+    microbatches: how many a batch, or a pipeline's part of one, becomes
+    padding: what the pipeline will do to them; None pads each microbatch to its own longest row
+    flash: whether the model's attention is a flash attention (penstock.batch.packing tells why it matters)
+    """
+
+    tokens: Ids
+    pieces: Pieces
+    packing: Packing
+    microbatches: int
+    padding: Padding | None = None
+    flash: bool = False
+
+    def __len__(self) -> int:
+        return len(self.packing)
+
+    @cached_property
+    def lengths(self) -> Numbers:
+        """Tokens in each row."""
+        return np.array([self.pieces.lengths[row].sum() for row in self.packing], dtype=np.int64)
+
+    @cached_property
+    def packed(self) -> bool:
+        return any(len(row) > 1 for row in self.packing)
+
+    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Each part gets microbatches of all lengths, or else one pipeline would wait for the others: they go
+        round by their length, forth and back.
+        """
+        groups = self._groups(chosen, self.microbatches * parts)
+        dealt: list[list[int]] = [[] for _ in range(parts)]
+        for number, group in enumerate(groups):
+            there_and_back = number % (2 * parts)
+            dealt[min(there_and_back, 2 * parts - 1 - there_and_back)] += group
+        return dealt
+
+    def batch(self, chosen: Sequence[int]) -> Batch:
+        """A list of microbatches, each with rows as long as its own longest; the longest rows come first.
+
+        Each has input_ids and labels, int64, (rows, sequence), and where rows are packed position_ids that
+        begin anew in each document. Labels are -100 on padding and on each document's first token, which the
+        document before must not predict. There is no attention_mask: it would hide the documents from
+        transformers, and padding at the end of a row needs none, as no token looks ahead.
+        """
+        groups = self._groups(chosen, self.microbatches)
+        return Batch([self._microbatch(group) for group in groups], self.fill(chosen))
+
+    def fill(self, chosen: Sequence[int]) -> Fill:
+        lengths = [self.lengths[group] for group in self._groups(chosen, self.microbatches)]
+        longest = [int(group.max()) for group in lengths]
+        if self.padding is not None:  # the pipeline makes all microbatches of a step alike
+            longest = [self.padding.lengths(max(longest)).full] * len(longest)
+        slots = sum(len(group) * most for group, most in zip(lengths, longest, strict=True))
+        return Fill(int(sum(group.sum() for group in lengths)), slots)
+
+    def _groups(self, chosen: Sequence[int], count: int) -> list[list[int]]:
+        """The rows of each microbatch. Rows of like length go together: the longest pads the others."""
+        by_length = sorted(chosen, key=lambda row: -int(self.lengths[row]))
+        return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
+
+    def _microbatch(self, rows: list[int]) -> dict[str, Any]:
+        length = int(self.lengths[rows].max())
+        ids = np.zeros((len(rows), length), dtype=np.int64)
+        labels = np.full_like(ids, IGNORED)
+        bounds = [0]
+        for at, row in enumerate(rows):
+            for piece in self.packing[row]:
+                start, count = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
+                begin = bounds[-1] - at * length
+                ids[at, begin : begin + count] = self.tokens[start : start + count]
+                labels[at, begin + 1 : begin + count] = ids[at, begin + 1 : begin + count]
+                bounds.append(bounds[-1] + count)
+            bounds[-1] = (at + 1) * length  # padding goes to the last document: an empty one is no document
+        microbatch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        if self.packed:
+            ends = torch.tensor(bounds, dtype=torch.int32)
+            microbatch["position_ids"] = positions(ends).view(len(rows), length)
+            if self.flash:  # others look at the positions alone, and flash attention at them for one row only
+                microbatch |= boundaries(ends)
+        return microbatch
