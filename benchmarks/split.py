@@ -63,7 +63,7 @@ class Layer:
         return output
 
 
-class Parts(NamedTuple):
+class BuiltStages(NamedTuple):
     """The parts of one microbatch, each to be timed. The I gives the W."""
 
     forward: Callable[[Layer, Tensor], Any]
@@ -151,15 +151,15 @@ def walk_weight(kept: list[tuple[Node, Tensor, Tensor]]) -> None:
 
 
 WAYS = {
-    "whole": Parts(plain_forward, whole),
-    "whole, could be split": Parts(deferring_forward, deferring_whole),
-    "penstock": Parts(deferring_forward, penstock_input),
-    "walk": Parts(plain_forward, walk_input),
-    "torch": Parts(plain_forward, torch_input),
+    "whole": BuiltStages(plain_forward, whole),
+    "whole, could be split": BuiltStages(deferring_forward, deferring_whole),
+    "penstock": BuiltStages(deferring_forward, penstock_input),
+    "walk": BuiltStages(plain_forward, walk_input),
+    "torch": BuiltStages(plain_forward, torch_input),
 }
 
 
-def timed(layer: Layer, parts: Parts) -> tuple[float, float, float]:
+def timed(layer: Layer, parts: BuiltStages) -> tuple[float, float, float]:
     """Seconds of the forward, of I (or the whole) and of W."""
     x = layer.input()
     start = time.thread_time()
@@ -172,12 +172,12 @@ def timed(layer: Layer, parts: Parts) -> tuple[float, float, float]:
     return forward - start, first - forward, time.thread_time() - first
 
 
-def held(layer: Layer, parts: Parts) -> int:
+def held(layer: Layer, parts: BuiltStages) -> int:
     """Bytes that W gives back: what stays after a forward and I, less what stays after W as well."""
     return _kept(layer, parts, run_late=False) - _kept(layer, parts, run_late=True)
 
 
-def _kept(layer: Layer, parts: Parts, run_late: bool) -> int:
+def _kept(layer: Layer, parts: BuiltStages, run_late: bool) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
         x = layer.input()
         late = parts.first(layer, x, parts.forward(layer, x))

@@ -50,7 +50,7 @@ class Sleep(torch.autograd.Function):
         return gradients[0], None
 
 
-class Link(nn.Module):
+class WorldOptions(nn.Module):
     """One stage. The first reads the batch's `x`, each other one what the stage before gave."""
 
     def __init__(self, seconds: float) -> None:
@@ -66,9 +66,9 @@ class Link(nn.Module):
         return slept
 
 
-def stage(seconds: float, info: StageInfo) -> Link:
+def stage(seconds: float, info: StageInfo) -> WorldOptions:
     torch.manual_seed(info.stage)  # the same values however many ranks there are
-    return Link(seconds)
+    return WorldOptions(seconds)
 
 
 def mean_squared_error(output: Tensor, microbatch: Any) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock import AutoPipeline, Pipeline
-from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel
+from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
 from penstock.errors import ConfigError, EquivalenceError, ModelError, PartitionError
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.pipeline.functional import (
@@ -299,5 +299,5 @@ def test_stages_by_hand() -> None:
     parts = [copy.deepcopy(split(model, names, stage)) for stage in range(2)]
     stages = [make_stage(i, part, device, checkpointing=Checkpointing()) for i, part in enumerate(parts)]
     sent = stages[0].infer(None, batch)
-    found = stages[1].infer(Parcel((sent,), EdgeSpecs.of((sent,), SINGLE)), batch)
+    found = stages[1].infer(Payload((sent,), EdgeSpecs.of((sent,), SINGLE)), batch)
     torch.testing.assert_close(found, model(batch["x"]))

@@ -28,11 +28,7 @@ LAYERS = (
     "schedule",
     "errors",
 )
-UNRELATED = {
-    ("parallel", "models"),
-    ("train", "launch"),
-    ("launch", "checkpoint"),
-}  # though one stands higher
+UNRELATED = {("parallel", "models")}  # though one stands higher
 UNRELATED |= {("launch", layer) for layer in LAYERS if layer not in ("launch", "errors")}
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from penstock import AutoPipeline
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.partition import LayerCosts
-from penstock.pipeline.build_plan import Outline, balance, estimated_memory
+from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
 from penstock.schedule import Op, Schedule, loop
 from penstock.train.config.sections import load_config
 from penstock.train.run import make_auto
@@ -170,7 +170,7 @@ def test_refused_before_anything_is_loaded(options: dict[str, Any], message: str
         AutoPipeline(ranks=2, microbatches=2, **options).outline(tiny_config("llama"))
 
 
-def outlined(**changes: Any) -> Outline:
+def outlined(**changes: Any) -> BuildPlan:
     return AutoPipeline(ranks=4, microbatches=4).outline(tiny_config("llama", layers=8, **changes))
 
 

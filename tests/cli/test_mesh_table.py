@@ -12,13 +12,13 @@ from rich.console import Console
 from penstock import Axes
 from penstock.cli.main import main
 from penstock.cli.plan import mesh_table, neighbours, part_of, seats, summed_with
-from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.build_plan import BuildPlan
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight
 from support.tiny import config_file, tree
 
 
-def outline(folder: Path, ranks: int = 2, schedule: str = "1f1b") -> Outline:
+def outline(folder: Path, ranks: int = 2, schedule: str = "1f1b") -> BuildPlan:
     made = tree(folder)
     made["model"]["config"] = {**made["model"]["config"], "num_hidden_layers": 4}
     made["pipeline"] |= {"ranks": ranks, "schedule": schedule, "microbatches": 2 * ranks}

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock import AutoPipeline
 from penstock.errors import BatchError, ModelError, PartitionError
 from penstock.models.costs import stage_sizes
-from penstock.models.huggingface.boundary import Door, LayerDoor
+from penstock.models.huggingface.boundary import BoundaryLayer, BoundaryPlaceholder
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
@@ -361,8 +361,12 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
         part = cut(model, chain, layers, StageInfo(stage, 3))
         names.append({name for name, _ in part.named_parameters()})
         doors = [type(module) for module in part.transformer.h]
-        own = [isinstance(module, LayerDoor) for module in part.transformer.h if not isinstance(module, Door)]
-        assert doors.count(Door) == 4 - len(layers)
+        own = [
+            isinstance(module, BoundaryLayer)
+            for module in part.transformer.h
+            if not isinstance(module, BoundaryPlaceholder)
+        ]
+        assert doors.count(BoundaryPlaceholder) == 4 - len(layers)
         assert own == [[True], [False, True], [False]][stage]  # the last one ends the forward
     assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert not names[0] & names[1]

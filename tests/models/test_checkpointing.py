@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from penstock import AutoPipeline
 from penstock.batch.loss import NextToken
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing, install
 from penstock.models.huggingface.stages import HFCall, cut
@@ -91,10 +91,10 @@ class Cut:
         return {name: grad for stage in self.stages for name, grad in gradients_of(stage.module).items()}
 
     def forward(self, number: int, microbatch: Batch, on: bool, split: bool) -> None:
-        received: Parcel | None = None
+        received: Payload | None = None
         for stage in self.stages[:-1]:
             sent = stage.forward(number, received, microbatch, None, split, on)
-            received = Parcel(tuple(tensor.detach() for tensor in sent.tensors), sent.specs)
+            received = Payload(tuple(tensor.detach() for tensor in sent.tensors), sent.specs)
         self.stages[-1].forward_loss(number, received, microbatch, NextToken(), split, on)
 
 

@@ -22,13 +22,13 @@ from penstock.runtime.transport.groups import OneProcess
 BATCH = {"x": "the batch's x", "y": "the batch's y", "z": "the batch's z"}
 
 
-class Given(nn.Module):
+class BatchLike(nn.Module):
     """Tells what it was given."""
 
 
 def call(forward: Any, *received: Any) -> Any:
     """What `forward`, a module's, gets of `received` and BATCH."""
-    module = type("Given", (Given,), {"forward": staticmethod(forward)})()
+    module = type("Given", (BatchLike,), {"forward": staticmethod(forward)})()
     return ProvidedCall(module)(received, BATCH)
 
 

@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.runtime.plan import Exchange, Post, Send, Wait, lower
 from penstock.runtime.transport.batched import Batch, Batches, Transfer, neighbours
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.point_to_point import Lane
+from penstock.runtime.transport.point_to_point import P2PGroup
 from penstock.schedule import verify
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.order import exchanges
@@ -127,9 +127,9 @@ def test_what_is_given_to_a_ring_exchange() -> None:
     batches = Batches(group, lambda **given: calls.append(given))
     to_next, from_next, from_before = torch.zeros(3)
     works = [
-        *batches.send(Lane(group, 1, 2, 5), [to_next]),
-        *batches.receive(Lane(group, 2, 1, 6), [from_next]),
-        *batches.receive(Lane(group, 0, 1, 1), [from_before]),
+        *batches.send(P2PGroup(group, 1, 2, 5), [to_next]),
+        *batches.receive(P2PGroup(group, 2, 1, 6), [from_next]),
+        *batches.receive(P2PGroup(group, 0, 1, 1), [from_before]),
     ]
     assert not any(work.is_completed() for work in works)
     batches.start(in_line=True)
@@ -211,7 +211,7 @@ def test_batches_hold_no_tensor_once_begun() -> None:
     held = weakref.ref(sent)
     group: Any = Group()
     batches = Batches(group, lambda **given: None)
-    batches.send(Lane(group, 1, 2, 5), [sent])
+    batches.send(P2PGroup(group, 1, 2, 5), [sent])
     batches.start(in_line=True)
     del sent
     assert held() is None

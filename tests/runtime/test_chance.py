@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.rng import Chance, Seeded, drawn, dropouts, foreseen, mixed, seeded
+from penstock.runtime.rng import Seeded, StageRNG, drawn, dropouts, foreseen, mixed, seeded
 
 PLACES = 3
 
@@ -33,7 +33,7 @@ def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Te
     for stage, places in enumerate(stages):
         module = Layers()
         own = [(f"layer {place}", module.layers[at]) for at, place in enumerate(places)]
-        chance = Chance(stage, torch.device("cpu"), [*own, ("after", module.after)])
+        chance = StageRNG(stage, torch.device("cpu"), [*own, ("after", module.after)])
         call = Seeded(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
         given = [{"x": torch.tensor([content])} for content in contents]
         with seeded([chance], seed, given, given):
@@ -70,7 +70,7 @@ def test_the_generator_goes_on_as_it_was() -> None:
 def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
     """0.5.0 seeded by the microbatch whose forward began last: wrong gradients where it is another's."""
     block = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4, bias=False), nn.Dropout(0.5)).double()
-    chance = Chance(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
+    chance = StageRNG(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
 
     def again(received: Any, microbatch: Any) -> Any:
         return checkpoint(block, microbatch["x"], use_reentrant=False)
@@ -96,7 +96,7 @@ def generator(seed: int) -> torch.Generator:
 def test_after_a_step_nothing_is_seeded() -> None:
     """0.5.0 went on to seed torch's generator where a layer was called by itself."""
     layer = nn.Dropout(0.5)
-    chance = Chance(0, torch.device("cpu"), [("layer 0", layer)])
+    chance = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
     given = [{"x": torch.ones(64)}]
     with seeded([chance], 5, given, given):
         Seeded(lambda received, microbatch: layer(microbatch["x"]), chance)((), given[0])
@@ -118,7 +118,7 @@ def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.Tensor, "tolist", look)
     given = [{"x": torch.tensor([content]), "y": torch.ones(2)} for content in range(4)]
-    chance = Chance(0, torch.device("cpu"), [])
+    chance = StageRNG(0, torch.device("cpu"), [])
     with seeded([chance], 5, given, given):
         assert len(set(chance.seeds.values())) == len(given)
     assert len(looks) == 1
@@ -126,7 +126,7 @@ def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_outside_of_a_step_and_in_evaluation_nothing_is_seeded() -> None:
     module = Layers()
-    Chance(0, torch.device("cpu"), [("after", module.after)])
+    StageRNG(0, torch.device("cpu"), [("after", module.after)])
     torch.manual_seed(3)
     first, second = module(torch.ones(1)), module(torch.ones(1))
     assert not torch.equal(first[0], second[0])

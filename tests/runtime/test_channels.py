@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel
+from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Staging
@@ -101,8 +101,8 @@ def ends() -> Iterator[Ends]:
     made.close()
 
 
-def parcel(*tensors: Tensor, loose: int | None = None) -> Parcel:
-    return Parcel(tensors, EdgeSpecs.of(tensors, SINGLE), loose)
+def payload(*tensors: Tensor, loose: int | None = None) -> Payload:
+    return Payload(tensors, EdgeSpecs.of(tensors, SINGLE), loose)
 
 
 def eventually(holds: Callable[[], object]) -> bool:
@@ -113,7 +113,7 @@ def eventually(holds: Callable[[], object]) -> bool:
 
 
 def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: Ends) -> None:
-    ends.first.send(FORTH, parcel(torch.arange(4.0)), told=False)
+    ends.first.send(FORTH, payload(torch.arange(4.0)), told=False)
     (slow,) = ends.mail.sends
     assert not slow.gone
     assert ends.first.buffer_bytes == 16
@@ -128,19 +128,19 @@ def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: 
 
 def test_a_channel_does_not_hold_up_what_goes_over_another(ends: Ends) -> None:
     blocked = Message(Op(1, "B", 0), 0)
-    ends.second.send(blocked, parcel(torch.ones(4)), told=False)
+    ends.second.send(blocked, payload(torch.ones(4)), told=False)
     other = Mail()
     other.gate.set()
     lane = ends.first._lanes[FORTH.channel]
     ends.first._lanes[FORTH.channel] = lane._replace(group=other)  # type: ignore[arg-type]
-    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
     assert eventually(lambda: other.sends[0].gone)
     assert not ends.mail.sends[0].gone
 
 
 def test_what_its_graph_keeps_is_not_counted_as_freed(ends: Ends) -> None:
     kept = torch.ones(4, requires_grad=True).tanh()
-    ends.first.send(FORTH, parcel(kept.detach(), loose=0), told=False)
+    ends.first.send(FORTH, payload(kept.detach(), loose=0), told=False)
     assert ends.first.buffer_bytes == 0
     ends.mail.gate.set()
     assert eventually(lambda: ends.mail.sends[0].over.is_set())
@@ -149,13 +149,13 @@ def test_what_its_graph_keeps_is_not_counted_as_freed(ends: Ends) -> None:
 
 def test_a_copy_made_to_be_sent_is_counted_whatever_its_original(ends: Ends) -> None:
     across = torch.ones(4, 2).t()
-    ends.first.send(FORTH, parcel(across, loose=0), told=False)
+    ends.first.send(FORTH, payload(across, loose=0), told=False)
     assert ends.first.buffer_bytes == 32
 
 
 def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
     ends.first._limit = timedelta(seconds=0.05)
-    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
     with pytest.raises(PeerLostError, match="timed out"):
         ends.first.free(FORTH)
 
@@ -176,7 +176,7 @@ class Computing:
 def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None:
     computing = Computing()
     ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
-    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)  # returns at once
+    ends.first.send(FORTH, payload(torch.ones(4)), told=False)  # returns at once
     assert ends.mail.sends == []
     computing.reached.set()
     assert eventually(lambda: ends.mail.sends)
@@ -196,7 +196,7 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
     ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
     lane = ends.first._lanes[FORTH.channel]
     ends.first._lanes[FORTH.channel] = lane._replace(group=Broken())  # type: ignore[arg-type]
-    ends.first.send(FORTH, parcel(torch.ones(4)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
     with pytest.raises(PeerLostError, match="Connection reset"):
         ends.first.free(FORTH)
 
@@ -209,7 +209,7 @@ class Broken:
 def test_a_narrow_wire_has_narrow_buffers_and_leaves_integers_alone() -> None:
     ends = Ends(wire=torch.bfloat16)
     ends.mail.gate.set()
-    sent = parcel(torch.tensor([1.0, 1 + 2**-7, 1 + 2**-9, -3.14159]), torch.tensor([2**40 + 1, -7]))
+    sent = payload(torch.tensor([1.0, 1 + 2**-7, 1 + 2**-9, -3.14159]), torch.tensor([2**40 + 1, -7]))
     ends.second.post(FORTH, sent.specs)
     assert ends.second.buffer_bytes == 4 * 2 + 2 * 8
     ends.first.send(FORTH, sent, told=False)
@@ -222,7 +222,7 @@ def test_a_narrow_wire_has_narrow_buffers_and_leaves_integers_alone() -> None:
 
 def test_a_narrow_copy_is_counted_as_narrow_while_it_is_sent() -> None:
     ends = Ends(wire=torch.bfloat16)
-    ends.first.send(FORTH, parcel(torch.ones(8)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(8)), told=False)
     assert ends.first.buffer_bytes == 16
     ends.close()
 
@@ -230,7 +230,7 @@ def test_a_narrow_copy_is_counted_as_narrow_while_it_is_sent() -> None:
 def test_a_wide_wire_is_exact() -> None:
     ends = Ends(wire=torch.float64)
     ends.mail.gate.set()
-    sent = parcel(torch.randn(9))
+    sent = payload(torch.randn(9))
     ends.first.post(BACK, sent.specs)
     assert ends.first.buffer_bytes == 72
     ends.second.send(BACK, sent, told=False)
@@ -239,7 +239,7 @@ def test_a_wide_wire_is_exact() -> None:
 
 
 def test_off_by_default(ends: Ends) -> None:
-    ends.second.post(FORTH, parcel(torch.randn(8)).specs)
+    ends.second.post(FORTH, payload(torch.randn(8)).specs)
     assert ends.second.buffer_bytes == 32
 
 

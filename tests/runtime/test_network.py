@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.parallel.world import Link, open_world
+from penstock.parallel.world import WorldOptions, open_world
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, simulate
 from penstock.schedule.choose import chosen_schedule
@@ -51,9 +51,9 @@ def test_what_is_no_network(given: dict[str, float], told: str) -> None:
 def test_where_there_is_none() -> None:
     schedule = chosen_schedule("1f1b", 2, 2)
     with pytest.raises(ConfigError, match="all ranks are in this one"):
-        open_world(schedule, Link(device="cpu", network=Network(1.0)))
+        open_world(schedule, WorldOptions(device="cpu", network=Network(1.0)))
     with pytest.raises(ConfigError, match="the device is meta"):
-        open_world(schedule, Link(device="meta", network=Network(1.0)))
+        open_world(schedule, WorldOptions(device="meta", network=Network(1.0)))
 
 
 def timeline(pool: Pool, **options: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.batch.payload import EdgeSpecs, Parcel, TensorSpec, declared, take_apart
+from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, declared, take_apart
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ShapeError
 from penstock.runtime.sharded_weights import Sharding
@@ -30,15 +30,15 @@ class Residual(nn.Module):
         return result
 
 
-def parcel(value: Any) -> Parcel:
+def payload(value: Any) -> Payload:
     """As it comes from another stage, where every floating-point tensor had a gradient."""
     tensors, form = take_apart(value)
-    return Parcel(tensors, EdgeSpecs(tuple(TensorSpec(t.shape, t.dtype) for t in tensors), form))
+    return Payload(tensors, EdgeSpecs(tuple(TensorSpec(t.shape, t.dtype) for t in tensors), form))
 
 
 def test_a_sent_output_is_not_kept_alive() -> None:
     stage = Stage(0, module := Residual(), module)
-    (output,) = stage.forward(0, parcel(torch.ones(2, 4, dtype=torch.float64)), {}).tensors
+    (output,) = stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}).tensors
     gone = weakref.ref(output.untyped_storage())
     del output
     assert gone() is None
@@ -50,14 +50,14 @@ def test_a_sent_output_is_not_kept_alive() -> None:
 
 def test_a_received_tensor_that_is_passed_on_unchanged() -> None:
     stage = Stage(1, nn.Identity(), lambda received, microbatch: received[0])
-    stage.forward(0, parcel(torch.ones(3)), {})
+    stage.forward(0, payload(torch.ones(3)), {})
     (gradient,) = stage.backward(0, [torch.full((3,), 5.0)])
     assert gradient.tolist() == [5.0] * 3
 
 
 def test_an_input_that_the_output_does_not_use_gets_zeros() -> None:
     stage = Stage(1, nn.Identity(), lambda received, microbatch: received[0][0] * 2)
-    stage.forward(0, parcel((torch.ones(2), torch.ones(3))), {})
+    stage.forward(0, payload((torch.ones(2), torch.ones(3))), {})
     used, unused = stage.backward(0, [torch.ones(2)])
     assert (used.tolist(), unused.tolist()) == ([2.0, 2.0], [0.0, 0.0, 0.0])
 
@@ -68,7 +68,7 @@ def test_integers_cross_without_gradients() -> None:
         return hidden * whole, whole
 
     stage = Stage(1, nn.Identity(), scaled)
-    outputs = stage.forward(0, parcel((torch.ones(2), torch.tensor([3, 4]))), {}).tensors
+    outputs = stage.forward(0, payload((torch.ones(2), torch.tensor([3, 4]))), {}).tensors
     assert outputs[1].dtype == torch.int64
     gradients = stage.backward(0, [torch.ones(2)])
     assert [g.tolist() for g in gradients] == [[3.0, 4.0]]
@@ -101,7 +101,7 @@ def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pyte
     """Its reduction would come before W; tests/runtime/test_backward.py has the real one."""
     monkeypatch.setattr(Sharding, "reduces_in_backward", property(lambda self: True))
     stage = Stage(0, module := Residual(), module)
-    stage.forward(0, parcel(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)
+    stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)
     stage.input_backward(0, [torch.ones(2, 4, dtype=torch.float64)])
     assert stage.deferred[0].nbytes == 0
     assert module.linear.weight.grad is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.batch.payload import TensorSpec
 from penstock.runtime.transport.buffers import Pool, Staging
-from penstock.runtime.transport.point_to_point import Reaper, Sending, Work
+from penstock.runtime.transport.point_to_point import SendCompletion, Sending, Work
 
 SPEC = TensorSpec((4,), torch.float32)
 
@@ -137,7 +137,7 @@ def test_a_send_begins_after_its_moment_and_holds_its_host_memory_until_it_is_ov
         begun.set()
         return [*started]
 
-    reaper = Reaper("test")
+    reaper = SendCompletion("test")
     sending = Sending(hosts, 16, start=partial(start, hosts))
     sending.leave_to(reaper)
     assert not begun.wait(0.05)  # the device still computes
@@ -158,7 +158,7 @@ def test_a_send_that_cannot_begin_is_an_error_of_its_free(stream: Stream) -> Non
     def start() -> list[Work]:
         raise RuntimeError("Connection closed by peer")
 
-    reaper = Reaper("test")
+    reaper = SendCompletion("test")
     sending = Sending([torch.ones(1)], 4, start=start)
     sending.leave_to(reaper)
     with pytest.raises(RuntimeError, match="closed by peer"):

@@ -12,7 +12,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
 from penstock.runtime.health.progress import Progress, account
-from penstock.runtime.health.watch import Notes, Wait, Watch
+from penstock.runtime.health.watch import FailureNotes, Wait, Watch
 from penstock.runtime.plan import Message
 from penstock.schedule import Op, build
 
@@ -80,7 +80,7 @@ def test_the_thread_tells_of_progress_and_reads_it_only(store: Store, start: Sta
 
     start(2).follow(progress)
     time.sleep(5 * TIMEOUT / 8)
-    note = Notes(store, 0).read(2)
+    note = FailureNotes(store, 0).read(2)
     assert note is not None
     assert note.age < TIMEOUT
     assert note.account == "in 2F2, steady phase; 3 of 12 ops done, the last 2F0 2F1 2B0"
@@ -151,7 +151,7 @@ def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, st
         watch.begin("the loss of the other parts of the batch", None)
     time.sleep(TIMEOUT)
     assert ": some rank has been silent" in str(watches[2].error(TIMED_OUT))
-    assert Notes(store, 0).first_failure("failed", "silent") is None
+    assert FailureNotes(store, 0).first_failure("failed", "silent") is None
     lost = str(watches[1].error(CLOSED))
     assert (
         ": process 2 failed first: rank 2 waiting for the loss of the other parts of the batch from" in lost
@@ -215,7 +215,7 @@ def test_a_store_that_is_gone_is_done_without() -> None:
         def compare_set(self, key: str, expected: str, value: str) -> None:
             raise RuntimeError("connection refused")
 
-    notes = Notes(Gone(), 0)  # type: ignore[arg-type]
+    notes = FailureNotes(Gone(), 0)  # type: ignore[arg-type]
     assert not notes.leave("at work", Wait("2F0", 2))
     assert notes.read(1) is None
     notes.fail(0, "no")
@@ -223,8 +223,8 @@ def test_a_store_that_is_gone_is_done_without() -> None:
 
 
 def test_a_note_keeps_what_it_is_given(store: Store) -> None:
-    Notes(store, 1).leave("in 2F3", Wait("2F0", None))
-    note = Notes(store, 0).read(1)
+    FailureNotes(store, 1).leave("in 2F3", Wait("2F0", None))
+    note = FailureNotes(store, 0).read(1)
     assert note is not None
     assert (note.account, note.wait) == ("in 2F3", Wait("2F0", None))
     assert json.loads(store.get("note/1"))[1] == "in 2F3"

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import Pipeline
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.runtime.plan import Message
 from penstock.runtime.transport import channels
-from penstock.runtime.transport.point_to_point import Lane, Work
+from penstock.runtime.transport.point_to_point import P2PGroup, Work
 from penstock.schedule import Timeline
 from penstock.schedule.choose import ScheduleLike
 
@@ -213,20 +213,20 @@ def slow_sends(
     sends: list[SlowSend] = []
     early: list[bool] = []
     loose: set[int] = set()
-    open_lanes, free, send = channels.open_lanes, channels.Channels.free, channels.Channels.send
+    open_p2p_groups, free, send = channels.open_p2p_groups, channels.Channels.free, channels.Channels.send
 
-    def slow_lanes(*args: Any) -> dict[Any, Lane]:
+    def slow_lanes(*args: Any) -> dict[Any, P2PGroup]:
         return {channel: lane._replace(group=SlowGroup(lane.group, seconds, sends))  # type: ignore[arg-type]
-                for channel, lane in open_lanes(*args).items()}  # fmt: skip
+                for channel, lane in open_p2p_groups(*args).items()}  # fmt: skip
 
     def noted_free(self: channels.Channels, message: Message) -> None:
         early.append(self._sending[message].over)
         free(self, message)
 
-    def noted_send(self: channels.Channels, message: Message, parcel: Parcel, told: bool) -> None:
+    def noted_send(self: channels.Channels, message: Message, payload: Payload, told: bool) -> None:
         if message.op.kind == "F":
-            loose.add(-1 if parcel.loose is None else parcel.loose)
-        send(self, message, parcel, told)
+            loose.add(-1 if payload.loose is None else payload.loose)
+        send(self, message, payload, told)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channels, "open_lanes", slow_lanes)

@@ -161,10 +161,10 @@ def told_what_to_choose(given: Tensor) -> Iterator[list[Tensor]]:
         yield made
 
 
-Told = tuple[float, Gradients, Tensor]
+StepRecord = tuple[float, Gradients, Tensor]
 
 
-def forced(model: PreTrainedModel, whole: dict[str, Tensor], given: Tensor) -> Told:
+def forced(model: PreTrainedModel, whole: dict[str, Tensor], given: Tensor) -> StepRecord:
     """Loss and gradients of one plain process whose routers choose what is given, and all that was chosen."""
     with told_what_to_choose(given) as made:
         loss, expected = plain_step(model, whole)

@@ -97,7 +97,7 @@ class EdgeSpecs:
         return EdgeSpecs(tuple([spec for spec in self.tensors if spec.carries_gradient]))
 
 
-class Parcel(NamedTuple):
+class Payload(NamedTuple):
     """A value that crosses an edge.
 
     loose: of its bytes, those that are held for nothing but to be sent; None: all

@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating
@@ -78,7 +78,7 @@ def check(asked: Asked) -> bool:
     return report.passed
 
 
-def whole_model(asked: Asked, outline: Outline) -> PreTrainedModel:
+def whole_model(asked: Asked, outline: BuildPlan) -> PreTrainedModel:
     """As transformers itself loads it; without weights in the folder, with those that the stages have."""
     source = outline.source
     if not source.files:
@@ -160,7 +160,7 @@ def random_batch(model: PreTrainedModel, shape: tuple[int, int]) -> dict[str, Te
     return {"input_ids": tokens, "labels": tokens.masked_fill(left_out, IGNORED)}
 
 
-def needed_bytes(auto: AutoPipeline, outline: Outline, shape: tuple[int, int]) -> tuple[int, int | None]:
+def needed_bytes(auto: AutoPipeline, outline: BuildPlan, shape: tuple[int, int]) -> tuple[int, int | None]:
     """Of both models' weights and gradients, and of activations; the latter None where only a run can tell.
 
     The whole model runs one microbatch at a time.
@@ -189,7 +189,9 @@ def _silent(name: str) -> Iterator[None]:
         logger.disabled = before
 
 
-def refuse_too_large(auto: AutoPipeline, outline: Outline, shape: tuple[int, int], free: int | None) -> None:
+def refuse_too_large(
+    auto: AutoPipeline, outline: BuildPlan, shape: tuple[int, int], free: int | None
+) -> None:
     """Raise ModelError where both models together take more than is free."""
     if free is None:
         return
@@ -205,7 +207,7 @@ def refuse_too_large(auto: AutoPipeline, outline: Outline, shape: tuple[int, int
     )
 
 
-def _show(asked: Asked, outline: Outline, summary: str, report: Report, shape: tuple[int, int]) -> None:
+def _show(asked: Asked, outline: BuildPlan, summary: str, report: Report, shape: tuple[int, int]) -> None:
     kind = type(outline.source.model).__name__
     origin = "its weights" if outline.source.files else f"random weights (seed {_SEED}): the folder has none"
     print(f"{kind} in {asked.dtype}, {origin}")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from penstock.parallel.mesh import MESH, Axes
 from penstock.parallel.reductions import BATCH, LOSS
-from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.build_plan import BuildPlan
 from penstock.schedule import Costs, render, simulate
 from penstock.train.run import Prepared, largest_microbatch
 
@@ -42,7 +42,7 @@ def seats(ranks: int, axes: Axes) -> list[Seat]:
     return [Seat(number, dict(zip(MESH, place, strict=True))) for number, place in enumerate(places)]
 
 
-def mesh_table(outline: Outline, axes: Axes, rows: int | None) -> Table:
+def mesh_table(outline: BuildPlan, axes: Axes, rows: int | None) -> Table:
     """rows: of a whole batch, where each part is a run of them; None where they are dealt out by length"""
     ranks = outline.schedule.ranks
     everyone = seats(ranks, axes)
@@ -65,7 +65,7 @@ def mesh_table(outline: Outline, axes: Axes, rows: int | None) -> Table:
     return table
 
 
-def neighbours(outline: Outline, everyone: Sequence[Seat], seat: Seat) -> list[int]:
+def neighbours(outline: BuildPlan, everyone: Sequence[Seat], seat: Seat) -> list[int]:
     """The processes of its pipeline that activations and their gradients come from, or go to."""
     placement, rank = outline.schedule.placement, seat.place["pp"]
     beside: set[int] = set()
@@ -100,7 +100,7 @@ def _read(seat: Seat, axes: Axes, rows: int | None) -> str:
     return f"{read}, part {seat.place['cp']} of {axes.cp} of each" if axes.cp > 1 else read
 
 
-def _held(outline: Outline, rank: int) -> tuple[str, str]:
+def _held(outline: BuildPlan, rank: int) -> tuple[str, str]:
     held = [stage for stage in outline.stages if stage.rank == rank]
     layers = ["none" if not stage.layers else _span(stage.layers) for stage in held]
     return ", ".join(str(stage.stage) for stage in held), ", ".join(layers)

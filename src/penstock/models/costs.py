@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.batch.loss import NextToken
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.errors import ModelError
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
 from penstock.models.partition import LayerCosts, Memory
@@ -48,7 +48,7 @@ def stage_sizes(
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge = edges(info.stage, microbatch)
-        incoming = Parcel(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
+        incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
         received = None if info.is_first else incoming
         stage = Stage(info.stage, model.train(), HFCall(model, info))
         try:

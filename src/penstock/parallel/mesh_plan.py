@@ -35,7 +35,7 @@ from penstock.runtime.stage import Shards
 
 
 @dataclass(frozen=True)
-class Ways:
+class ParallelOptions:
     """How the axes do what they do.
 
     sharded: how FSDP2 spreads weights; context: how attention goes over a sequence that is cut, "ulysses" or
@@ -52,7 +52,7 @@ class Ways:
             raise ConfigError(f"context={self.context!r}", rule, "Take 'ulysses' where heads divide by cp")
 
 
-def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
+def check_model(model: PreTrainedModel, axes: Axes, ways: ParallelOptions) -> None:
     """Refuse what the axes would get wrong, of the whole model, with or without values.
 
     Raises ConfigError, ModelError. An axis of -1 is looked at once its size is known.
@@ -67,14 +67,14 @@ def check_model(model: PreTrainedModel, axes: Axes, ways: Ways) -> None:
         expert.check(model, axes.ep, axes.shards // axes.ep if axes.known else 1)
 
 
-class Beside:
+class MeshPlan:
     """The mesh around one rank of a pipeline."""
 
     def __init__(
         self,
         mesh: DeviceMesh,
         axes: Axes,
-        ways: Ways,
+        ways: ParallelOptions,
         directions: Callable[[DeviceMesh], Directions] = Directions.of,
     ) -> None:
         """axes: without -1; directions: of the mesh of those with different experts, what tokens travel over
@@ -181,4 +181,4 @@ class _Complete:
         """Nothing was gathered."""
 
 
-__all__ = ["Beside", "StageShards", "Ways", "check_model"]
+__all__ = ["MeshPlan", "ParallelOptions", "StageShards", "check_model"]

@@ -27,16 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import BatchError, InputError
 from penstock.parallel.mesh import own_backend
-from penstock.runtime.health.agreement import first_refusal, in_words
+from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.transport.groups import Members, limit_waits
+from penstock.runtime.transport.groups import GroupProcesses, limit_waits
 
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = (*BATCH, "cp")
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
 
 
-class Sums(Protocol):
+class Reductions(Protocol):
     """What is summed beyond the pipeline's own ranks. All of it is collective over the whole mesh."""
 
     @property
@@ -84,7 +84,7 @@ class Sums(Protocol):
         in time, as a disk may be slow."""
 
 
-class NoSums:
+class NoReductions:
     """The pipeline is all there is, or other axes are the caller's own business."""
 
     first = True
@@ -119,7 +119,7 @@ class NoSums:
         return problem
 
 
-class MeshSums:
+class MeshReductions:
     """Over the axes of `mesh` that are there; one that is not has one rank."""
 
     def __init__(self, mesh: DeviceMesh, watch: Watch, limit: datetime.timedelta) -> None:
@@ -178,7 +178,7 @@ class MeshSums:
             if not refused and most[:2] == [-number for number in most[2:]]:
                 return
             told = self._told((*numbers, in_words(refusal)))
-        found = first_refusal({rank: words for rank, (*_, words) in told.items()}, "process")
+        found = first_error({rank: words for rank, (*_, words) in told.items()}, "process")
         if found is not None:
             raise found from refusal
         if most[0] != -most[2]:
@@ -215,7 +215,7 @@ class MeshSums:
     def _told(self, mine: Any) -> dict[int, Any]:
         """What each process of the mesh tells (anything that JSON can hold), by its rank in the world."""
         assert self._whole is not None
-        told = Members(self._whole, self._limit, self._device).gather(mine)
+        told = GroupProcesses(self._whole, self._limit, self._device).gather(mine)
         return dict(sorted(zip(dist.get_process_group_ranks(self._whole), told, strict=True)))
 
     def items(self, count: int) -> int:
@@ -233,7 +233,7 @@ class MeshSums:
         return self._sum(squares, self._others, "the norms of the other ranks of the mesh")
 
     def agree(self, problem: str | None) -> str | None:
-        told = Members(self._patient, _SLOW, torch.device("cpu")).gather(problem)
+        told = GroupProcesses(self._patient, _SLOW, torch.device("cpu")).gather(problem)
         return next(filter(None, told), None)
 
     def close(self) -> None:

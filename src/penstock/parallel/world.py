@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import Axes, init_process_group, pipeline_mesh
-from penstock.parallel.reductions import MeshSums, NoSums, Sums
+from penstock.parallel.reductions import MeshReductions, NoReductions, Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.transport.distributed import DistributedTransport, clock_offset
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import Everyone, Groups, OneProcess, Processes
+from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess, Processes
 from penstock.runtime.transport.interface import LocalTransport, Transport
 from penstock.schedule import Schedule
 
@@ -38,7 +38,7 @@ class World:
     clock_offset: float = 0.0
     batched: bool = False
     mesh: DeviceMesh | None = None
-    sums: Sums = field(default_factory=NoSums)
+    sums: Reductions = field(default_factory=NoReductions)
 
     @property
     def alone(self) -> bool:
@@ -55,7 +55,7 @@ def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
     return mesh is not None or dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 
 
-def ranks_left(link: Link) -> int:
+def ranks_left(link: WorldOptions) -> int:
     """How many ranks a pipeline has that takes all processes which the axes beside it leave (ranks=-1).
 
     Raises ConfigError, WorldSizeError where there is no such number.
@@ -73,7 +73,7 @@ def ranks_left(link: Link) -> int:
 
 
 @dataclass(frozen=True)
-class Link:
+class WorldOptions:
     """How ranks talk.
 
     mesh: a DeviceMesh with an axis `pp`; None takes all processes for the pipeline
@@ -131,7 +131,7 @@ class Link:
             raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'channels'")
 
 
-def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None = None) -> World:
+def open_world(schedule: Schedule, link: WorldOptions, facts: Mapping[str, str] | None = None) -> World:
     """Join the pipeline's other processes, or hold all ranks in this one.
 
     facts: what has to be the same on all ranks, by name. Raises WorldSizeError, ConfigError, HandshakeError.
@@ -156,7 +156,7 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
     init_process_group(device, link.timeout, link.transport)
     common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts, **(facts or {})}
     if link.takes_all:  # before any group is made: ranks that differ would hang in making them
-        shake_hands(Everyone(link.timeout, device), common)
+        shake_hands(AllProcesses(link.timeout, device), common)
     mesh = pipeline_mesh(link.mesh, schedule.ranks, device, link.axes)
     groups = Groups(mesh, link.timeout, link.transport)
     transport = DistributedTransport(groups, device, link.timeout)
@@ -166,9 +166,9 @@ def open_world(schedule: Schedule, link: Link, facts: Mapping[str, str] | None =
             shake_hands(transport, common)
         transport.open(schedule, link.wire, batched=link.batched, network=link.network)
         offset = clock_offset(transport)
-        sums: Sums = NoSums()
+        sums: Reductions = NoReductions()
         if link.axes is not None:
-            sums = beside = MeshSums(mesh, transport.watch, groups.limit)
+            sums = beside = MeshReductions(mesh, transport.watch, groups.limit)
             transport.closers.append(beside.close)
             transport.beside(beside.token())
     return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
@@ -183,7 +183,7 @@ def _closed_on_error(transport: Transport) -> Iterator[None]:
         raise
 
 
-def _check_alone(link: Link) -> None:
+def _check_alone(link: WorldOptions) -> None:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if link.transport == "local" and count > 1:
         raise ConfigError(

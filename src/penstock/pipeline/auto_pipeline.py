@@ -26,10 +26,10 @@ from penstock.models.weights.saved import SavedModel
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import Routed
 from penstock.parallel.mesh import Axes
-from penstock.parallel.mesh_plan import Beside, check_model
+from penstock.parallel.mesh_plan import MeshPlan, check_model
 from penstock.parallel.world import World, open_world
-from penstock.pipeline.build_plan import Outline, outline_stage, shared_weights
-from penstock.pipeline.built import Parts, names_in
+from penstock.pipeline.build_plan import BuildPlan, plan_stage, shared_weights
+from penstock.pipeline.built import BuiltStages, names_in
 from penstock.pipeline.checks import check_fits, check_options
 from penstock.pipeline.functional import Spread, make_stage, own_stages
 from penstock.pipeline.options import Options
@@ -37,7 +37,7 @@ from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import compare_values
 from penstock.runtime.sharded_weights import give_storage
 from penstock.runtime.stage import Shards, Stage
-from penstock.runtime.transport.groups import Everyone
+from penstock.runtime.transport.groups import AllProcesses
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
 from penstock.schedule.recompute import mixed
@@ -77,7 +77,7 @@ class AutoPipeline(Options):
     attention: str | None = None
     replay_routing: bool = False
 
-    def outline(self, model: ModelLike) -> Outline:
+    def outline(self, model: ModelLike) -> BuildPlan:
         """All that `build` would refuse, found without reading a weight or joining other processes.
 
         Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError.
@@ -112,10 +112,10 @@ class AutoPipeline(Options):
         depth = schedule.placement.depth
         shares = self._shares(source.model, chain, depth)
         stages = tuple(
-            outline_stage(source.model, chain, stage, schedule, shares[stage % depth])
+            plan_stage(source.model, chain, stage, schedule, shares[stage % depth])
             for stage in range(schedule.stages)
         )
-        outline = Outline(schedule, proof, stages, source, chain, routed)
+        outline = BuildPlan(schedule, proof, stages, source, chain, routed)
         if self.axes is None or self.axes.known:
             outline.recomputed(self.checkpointing(), self.axes)  # for its refusals
         return outline
@@ -134,7 +134,7 @@ class AutoPipeline(Options):
         with world.closed_on_error():
             return Pipeline(self._parts(outline, world))
 
-    def _parts(self, outline: Outline, world: World) -> Parts:
+    def _parts(self, outline: BuildPlan, world: World) -> BuiltStages:
         schedule, source = outline.schedule, outline.source
         ties = weights.tied_names(source.model)
         beside = self.beside(world)
@@ -143,7 +143,7 @@ class AutoPipeline(Options):
             check_model(source.model, beside.axes, self.ways())
             check_fits(source.model, outline.chain, beside.axes, self.ways(), trains=schedule.trains)
         if not world.alone:
-            everyone = world.processes if beside is None else Everyone(self.timeout, world.device)
+            everyone = world.processes if beside is None else AllProcesses(self.timeout, world.device)
             (rank,) = world.ranks
             values = outline.given_values(rank, ties)
             compare_values(everyone, rank, values, outline.on_several_ranks(ties))
@@ -159,7 +159,7 @@ class AutoPipeline(Options):
         modules = {stage.index: stage.module for stage in stages}
         generation = getattr(source.model, "generation_config", None)
         files = source.read_beside() if world.processes.index == 0 else {}  # who writes them
-        return Parts(
+        return BuiltStages(
             schedule,
             world,
             stages,
@@ -168,7 +168,7 @@ class AutoPipeline(Options):
             if self.shapes == "exchanged" or not outline.chain.plain
             else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
             self.loss(),
-            self.cutter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
+            self.splitter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
             shared=shared_weights(outline, ties, modules),
             saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
             names=names,
@@ -176,19 +176,19 @@ class AutoPipeline(Options):
             trace_folder=self.trace_folder,
         )
 
-    def _facts_of(self, outline: Outline) -> dict[str, str]:
+    def _facts_of(self, outline: BuildPlan) -> dict[str, str]:
         """What of the model has to be the same on every rank."""
         given = outline.source.model.device != torch.device("meta")
         values = "the model's own" if given else "a folder's" if outline.source.files else f"seed {self.seed}"
         return {**outline.facts, "values": values, "replay_routing": str(self.replay_routing)}
 
-    def _filled(self, outline: Outline, index: int, ties: weights.Ties) -> PreTrainedModel:
+    def _filled(self, outline: BuildPlan, index: int, ties: weights.Ties) -> PreTrainedModel:
         """The stage's part of the model, with values, in training mode."""
         part = outline.part(index)
         self._fill(part, outline.source, ties)
         return part if part.training else part.train()
 
-    def _empty(self, outline: Outline, index: int, ties: weights.Ties) -> PreTrainedModel:
+    def _empty(self, outline: BuildPlan, index: int, ties: weights.Ties) -> PreTrainedModel:
         """The same without values."""
         part = outline.part(index, values=False)
         if outline.source.files:
@@ -197,11 +197,11 @@ class AutoPipeline(Options):
 
     def _spread_stage(
         self,
-        outline: Outline,
+        outline: BuildPlan,
         index: int,
         part: PreTrainedModel,
         device: torch.device,
-        beside: Beside,
+        beside: MeshPlan,
         ties: weights.Ties,
     ) -> Stage:
         """Laid out over the mesh while it is on the meta device, so that no rank ever holds all of it."""
@@ -227,7 +227,7 @@ class AutoPipeline(Options):
 
     def _stage(
         self,
-        outline: Outline,
+        outline: BuildPlan,
         index: int,
         part: PreTrainedModel,
         device: torch.device,
@@ -256,7 +256,7 @@ class AutoPipeline(Options):
         with shadow(model) as without_values:
             return Routed(without_values)
 
-    def memory_costs(self, outline: Outline, shape: tuple[int, int]) -> Costs | None:
+    def memory_costs(self, outline: BuildPlan, shape: tuple[int, int]) -> Costs | None:
         """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.
 
         The durations are those of Costs(). None where only a real run can tell. Not with axes of -1.

@@ -33,7 +33,7 @@ from penstock.schedule.recompute import Places, counts_within, first_in_flight, 
 
 
 @dataclass(frozen=True)
-class StageOutline:
+class StagePlan:
     """One stage before it is built: where it runs and what it holds."""
 
     stage: int
@@ -46,12 +46,12 @@ class StageOutline:
 
 
 @dataclass(frozen=True)
-class Outline:
+class BuildPlan:
     """Everything about a pipeline that is known without a weight: schedule, proof and stages."""
 
     schedule: Schedule
     proof: Proof
-    stages: tuple[StageOutline, ...]
+    stages: tuple[StagePlan, ...]
     source: Source
     chain: Chain
     routed: Routed | None = None  # the mixtures whose choices are replayed
@@ -189,7 +189,7 @@ def _mib(nbytes: float) -> str:
     return f"{math.ceil(nbytes / 2**20 * 10) / 10:g} MiB"
 
 
-def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:
+def balance(outline: BuildPlan, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:
     """The layout string of the balanced split: its slowest stage is as fast as the stages allow.
 
     costs: as measured, in any unit; None takes parameters for a measure
@@ -209,7 +209,7 @@ def balance(outline: Outline, costs: LayerCosts | None = None, memory: Memory | 
     return to_layout(split)
 
 
-def estimated_memory(outline: Outline, limit: float, shape: tuple[int, int]) -> Memory:
+def estimated_memory(outline: BuildPlan, limit: float, shape: tuple[int, int]) -> Memory:
     """What the stages' parts hold, for `balance`; `limit` is in bytes a rank.
 
     shape: rows and sequence of a microbatch. Each stage gets an equal part of its rank's limit, and room for
@@ -227,9 +227,9 @@ def estimated_memory(outline: Outline, limit: float, shape: tuple[int, int]) -> 
     return stage_memory(outline.source.model, outline.chain, shape, limit / hosted, most)
 
 
-def outline_stage(
+def plan_stage(
     model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
-) -> StageOutline:
+) -> StagePlan:
     depth = schedule.placement.depth
     info = StageInfo(stage % depth, depth)
     modules = ModuleNames.of(chain).of_stage(layers, info.is_first, info.is_last)
@@ -242,7 +242,7 @@ def outline_stage(
         if info.is_first if is_before else info.is_last:
             held[name] = model.get_parameter(name)
     weights_once = {id(parameter): parameter for parameter in held.values()}.values()
-    return StageOutline(
+    return StagePlan(
         stage,
         schedule.placement.rank_of[stage],
         layers,
@@ -253,7 +253,7 @@ def outline_stage(
     )
 
 
-def shared_weights(outline: Outline, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
+def shared_weights(outline: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
     """The weights that stand on several stages: tied ones, and all where the model has two copies."""
     shared = []
     tied: set[str] = set()

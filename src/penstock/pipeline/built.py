@@ -14,7 +14,7 @@ from penstock.batch.shapes import EdgeShapes
 from penstock.models.stage import StageInfo
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.world import World
-from penstock.pipeline.split_batch import Cutter
+from penstock.pipeline.split_batch import BatchSplitter
 from penstock.runtime.shared_weights import SharedWeights
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
@@ -27,7 +27,7 @@ Layers = Mapping[int, Sequence[tuple[int, nn.Module]]]
 
 
 @dataclass(frozen=True)
-class Parts:
+class BuiltStages:
     """stages: this process's; edges: None where what crosses an edge tells itself what it is
 
     names: by stage of this process, those of the parameters that are saved
@@ -41,7 +41,7 @@ class Parts:
     layers: Layers
     edges: EdgeShapes | None
     loss: Loss
-    cutter: Cutter
+    splitter: BatchSplitter
     shared: Sequence[SharedWeights] = ()
     saved: SavedModel | None = None
     names: Mapping[int, frozenset[str]] | None = None

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.tracing.chain import Chain
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
-from penstock.parallel.mesh_plan import Ways
+from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.parallel.tensor.plan import COLUMNS, assigned
 from penstock.runtime.rng import dropouts
 
@@ -36,7 +36,9 @@ def check_options(axes: Axes, sharded: Sharded, loss: Loss) -> None:
         )
 
 
-def check_fits(model: PreTrainedModel, chain: Chain, axes: Axes, ways: Ways, *, trains: bool) -> None:
+def check_fits(
+    model: PreTrainedModel, chain: Chain, axes: Axes, ways: ParallelOptions, *, trains: bool
+) -> None:
     """Raises ModelError, ConfigError. An axis of -1 is looked at once its size is known.
 
     trains: whether there are backwards; else nothing is drawn
@@ -68,7 +70,7 @@ def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
         )
 
 
-def _in_parts(model: nn.Module, axes: Axes, ways: Ways) -> Iterator[tuple[str, str, float]]:
+def _in_parts(model: nn.Module, axes: Axes, ways: ParallelOptions) -> Iterator[tuple[str, str, float]]:
     """The dropouts of values of which each rank has a part: with tp, those between its matrices."""
     if axes.cp > 1 or ways.sequence_parallel:
         yield from dropouts(model)

@@ -18,9 +18,9 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, DifferenceError
 from penstock.models.huggingface.stages import outcome
 from penstock.models.stage import ProvidedCall
-from penstock.parallel.reductions import Sums
+from penstock.parallel.reductions import Reductions
 from penstock.pipeline.built import StageFacts
-from penstock.pipeline.split_batch import Given, Refused
+from penstock.pipeline.split_batch import BatchLike, RefusedBatch
 from penstock.pipeline.step import StepResult
 from penstock.runtime.sharded_weights import whole as gathered
 from penstock.runtime.stage import Stage, evaluating, gradients_aside
@@ -142,13 +142,13 @@ class Comparable(Protocol):
     @property
     def processes(self) -> Processes: ...
     @property
-    def sums(self) -> Sums: ...
-    def step(self, batch: Given) -> StepResult: ...
-    def microbatches(self, batch: Given) -> list[Microbatch]: ...
+    def sums(self) -> Reductions: ...
+    def step(self, batch: BatchLike) -> StepResult: ...
+    def microbatches(self, batch: BatchLike) -> list[Microbatch]: ...
 
 
 def compare(
-    pipe: Comparable, model: nn.Module, batch: Given, loss: Loss, tolerance: float | None = None
+    pipe: Comparable, model: nn.Module, batch: BatchLike, loss: Loss, tolerance: float | None = None
 ) -> Report:
     """Loss and every gradient of `pipe` beside those of `model`, in evaluation mode.
 
@@ -165,7 +165,7 @@ def compare(
         return Report.of(None, weights, tolerance)
     if any(ROUTED in part for part in ([batch] if isinstance(batch, Mapping) else batch)):
         rule = "the whole model's own routers choose, and are told nothing"
-        batch = Refused(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
+        batch = RefusedBatch(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
     with gradients_aside([*(p for _, p in own), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = pipe.step(batch).loss
@@ -196,7 +196,9 @@ def _gathered(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gathered(gradient)
 
 
-def whole_gradients(model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, sums: Sums) -> float:
+def whole_gradients(
+    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, sums: Reductions
+) -> float:
     """As `whole_backward`, of all parts of the batch: each pipeline of a mesh has one. Collective."""
     weight = sums.items(sum(loss.weight(microbatch) for microbatch in microbatches))
     total = torch.tensor([whole_backward(model, microbatches, loss, weight)], dtype=torch.float64)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from penstock.batch.loss import NextToken
 from penstock.batch.microbatches import Collect, batch_rows
-from penstock.batch.payload import EdgeSpecs, Parcel, pack_specs, put_together, take_apart, unpack_specs
+from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, put_together, take_apart, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
 from penstock.parallel.world import World
-from penstock.pipeline.built import Parts
-from penstock.pipeline.split_batch import Cutter, Given, MeshCutter
-from penstock.pipeline.step import Lowered, StepResult, Steps
+from penstock.pipeline.built import BuiltStages
+from penstock.pipeline.split_batch import BatchLike, BatchSplitter, MeshBatchSplitter
+from penstock.pipeline.step import LoweredSchedule, StepResult, StepRunner
 from penstock.runtime.stage import RoutedStage, Stage, evaluating
 from penstock.schedule import verify
 from penstock.schedule.builders.gpipe import forwards
@@ -38,22 +38,22 @@ class Evaluation(NamedTuple):
 class Evaluations:
     """Runs forwards of any number of microbatches on the stages of a pipeline."""
 
-    def __init__(self, parts: Parts, steps: Steps) -> None:
+    def __init__(self, parts: BuiltStages, steps: StepRunner) -> None:
         self._parts, self._steps = parts, steps
-        self._lowered: dict[int, Lowered] = {}  # by number of microbatches
+        self._lowered: dict[int, LoweredSchedule] = {}  # by number of microbatches
         self._count = 0  # of microbatches, the last time
 
-    def loss(self, given: Given) -> StepResult:
+    def loss(self, given: BatchLike) -> StepResult:
         with evaluating(*(stage.module for stage in self._parts.stages)):
             return self._steps.run(self._of(given), given)[0]
 
     def results(
-        self, given: Given, collect: Collect, *, scored: bool = False
+        self, given: BatchLike, collect: Collect, *, scored: bool = False
     ) -> tuple[StepResult, dict[int, Any]]:
         """What `collect` returned by microbatch, on the rank where it ran; the loss too where `scored`."""
         lowered = self._of(given)
-        if isinstance(self._parts.cutter, MeshCutter):
-            collect = self._parts.cutter.joining(collect)
+        if isinstance(self._parts.splitter, MeshBatchSplitter):
+            collect = self._parts.splitter.joining(collect)
         with evaluating(*(stage.module for stage in self._parts.stages)):
             result, _ = self._steps.run(lowered, given, collect, scored=scored)
         found: dict[int, Any] = {}
@@ -62,7 +62,7 @@ class Evaluations:
             executor.ops.results = {}
         return result, dict(sorted(found.items()))
 
-    def outputs(self, given: Given, wanted: Collect | bool, everywhere: bool) -> Evaluation:
+    def outputs(self, given: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
         """wanted: True for what the last stage returned, or what takes it and the microbatch's number
 
         Raises ConfigError where the copies of a model on several ranks would each have a part of it.
@@ -98,7 +98,7 @@ class Evaluations:
             raise refusal
         return everyone
 
-    def _of(self, given: Given) -> Lowered:
+    def _of(self, given: BatchLike) -> LoweredSchedule:
         """The forwards of as many microbatches as an evaluation makes of it."""
         count = self._count = self._counted(given)
         if count not in self._lowered:
@@ -106,12 +106,12 @@ class Evaluations:
             self._lowered[count] = self._steps.lower(proof)
         return self._lowered[count]
 
-    def _counted(self, given: Given) -> int:
+    def _counted(self, given: BatchLike) -> int:
         """The number of microbatches, the same for all parts of a batch. Collective over the mesh."""
         most = self._parts.schedule.microbatches
         if isinstance(given, Mapping):
             try:
-                count = min(most, batch_rows(given, self._parts.cutter.sharding))
+                count = min(most, batch_rows(given, self._parts.splitter.sharding))
             except BatchError:  # once more where it is split, and there on all ranks alike
                 count = 1
         else:
@@ -127,7 +127,7 @@ def in_rows(outputs: Sequence[Any]) -> Any:
     return torch.cat(tensors)
 
 
-def _has_labels(given: Given) -> bool:
+def _has_labels(given: BatchLike) -> bool:
     return any("labels" in part for part in ([given] if isinstance(given, Mapping) else given))
 
 
@@ -142,13 +142,13 @@ def to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
     """
     if world.processes.count == 1:
         return dict(found)
-    parcels: dict[int, Parcel] = {}
+    payloads: dict[int, Payload] = {}
     refusal = None
     try:
         for number, value in found.items():
             tensors, form = take_apart(value)
-            parcels[number] = Parcel(tensors, EdgeSpecs.of(tensors, form))
-        mine = {number: pack_specs(parcel.specs).decode() for number, parcel in parcels.items()}
+            payloads[number] = Payload(tensors, EdgeSpecs.of(tensors, form))
+        mine = {number: pack_specs(payload.specs).decode() for number, payload in payloads.items()}
     except ShapeError as error:  # others are about to wait for this process
         refusal, mine = error.value, {}
     told = world.processes.gather([refusal, mine])
@@ -162,7 +162,7 @@ def to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
     for owner, (_, held) in enumerate(told):
         for number, text in held.items():
             specs = unpack_specs(text.encode())
-            own = parcels[int(number)].tensors if owner == world.processes.index else None
+            own = payloads[int(number)].tensors if owner == world.processes.index else None
             received = [_from(owner, None if own is None else own[at], spec.shape, spec.dtype, world)
                         for at, spec in enumerate(specs.tensors)]  # fmt: skip
             everyone[int(number)] = put_together(received, specs.form)
@@ -188,7 +188,7 @@ def _from(
 
 
 def chosen_experts(
-    stages: Mapping[int, Stage], microbatches: int, cutter: Cutter, world: World
+    stages: Mapping[int, Stage], microbatches: int, splitter: BatchSplitter, world: World
 ) -> Tensor | list[Tensor]:
     """(rows, sequence, mixtures, top_k) of this pipeline's part of the batch, on each of its processes; a
     list by microbatch where these differ in length. Collective over the pipeline, and over cp.
@@ -199,8 +199,8 @@ def chosen_experts(
     for index, stage in stages.items():
         found: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
         for number, (places, chosen, length) in sorted(found.items()):
-            if length is not None and isinstance(cutter, MeshCutter):
-                chosen = cutter.beside.whole(chosen, length)
+            if length is not None and isinstance(splitter, MeshBatchSplitter):
+                chosen = splitter.beside.whole(chosen, length)
             mine[index * microbatches + number] = list(places), chosen
     parts: dict[int, list[tuple[list[int], Tensor]]] = {}
     for key, part in to_all(mine, world).items():

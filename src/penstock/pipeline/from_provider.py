@@ -14,14 +14,14 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.stage import Provider, StageInfo, provided_edges
 from penstock.parallel.mesh import Axes
 from penstock.parallel.world import World, open_world
-from penstock.pipeline.built import Parts
+from penstock.pipeline.built import BuiltStages
 from penstock.pipeline.checks import check_options
 from penstock.pipeline.functional import layers_of, make_stage, own_stages
 from penstock.pipeline.options import Options, recomputed_places
 from penstock.runtime.health.agreement import compare_values, named
 from penstock.runtime.shared_weights import of_replicas
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport.groups import Everyone
+from penstock.runtime.transport.groups import AllProcesses
 from penstock.schedule import Schedule
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def _check_keywords(
             raise TypeError(f"{name} has no option {key!r}. {remedy}")
 
 
-def provided_parts(provider: Provider, options: Options) -> Parts:
+def provided_parts(provider: Provider, options: Options) -> BuiltStages:
     """The parts of Pipeline.from_provider. Collective."""
     schedule, how = options.chosen_schedule(), options.checkpointing()
     if how is not None and how.memory_limit is not None:
@@ -86,7 +86,7 @@ def provided_parts(provider: Provider, options: Options) -> Parts:
         return _parts_in(world, provider, options, schedule)
 
 
-def _parts_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> Parts:
+def _parts_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
     how = options.checkpointing()
     depth = schedule.placement.depth
     beside = options.beside(world)
@@ -95,7 +95,7 @@ def _parts_in(world: World, provider: Provider, options: Options, schedule: Sche
         check_options(beside.axes, options.sharded, options.loss())
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, made in built.items() for n, p in made.named_parameters()}
-        compare_values(Everyone(options.timeout, world.device), rank, values, ())
+        compare_values(AllProcesses(options.timeout, world.device), rank, values, ())
     stages = [
         make_stage(
             index,
@@ -112,14 +112,14 @@ def _parts_in(world: World, provider: Provider, options: Options, schedule: Sche
     edges = None
     if options.shapes != "exchanged":
         edges = provided_edges(provider, modules, depth, world.processes)
-    return Parts(
+    return BuiltStages(
         schedule,
         world,
         stages,
         {index: layers_of(module) for index, module in modules.items()},
         edges,
         options.loss(),
-        options.cutter(beside),
+        options.splitter(beside),
         shared=list(of_replicas(schedule.placement, modules)),
         recomputed=recomputed_places(schedule, how),
         trace_folder=options.trace_folder,

@@ -29,7 +29,7 @@ from penstock.models.partition import LayerCosts, partition
 from penstock.models.stage import ProvidedCall, Provider, StageInfo, own_layers
 from penstock.models.tracing.chain import find_chain
 from penstock.pipeline.options import Parallelize
-from penstock.runtime.rng import Chance, Seeded, dropouts
+from penstock.runtime.rng import Seeded, StageRNG, dropouts
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
 from penstock.schedule import Schedule
 from penstock.schedule.choose import chosen_schedule as make_schedule
@@ -274,7 +274,7 @@ def make_stage(
     switch = None if checkpointing is None else install(own, checkpointing)
     module, called = wrap(part if placed else part.to(device), parallelize_fn, index)
     drops = next(dropouts(module), None) is not None  # adapters may
-    chance = Chance(at, device, [*places, *(after or {}).items()]) if drops else None
+    chance = StageRNG(at, device, [*places, *(after or {}).items()]) if drops else None
     shards = None if spread is None else spread(module, [layer for _, layer in own])
     runs = call(called)
     runs = Seeded(runs, chance) if chance else runs

@@ -21,9 +21,9 @@ from penstock.parallel.context.attention import How
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
-from penstock.parallel.mesh_plan import Beside, Ways
-from penstock.parallel.world import Link, World, ranks_left
-from penstock.pipeline.split_batch import Cutter, MeshCutter
+from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
+from penstock.parallel.world import World, WorldOptions, ranks_left
+from penstock.pipeline.split_batch import BatchSplitter, MeshBatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.groups import limit_waits
@@ -132,10 +132,10 @@ class Options:
             )
         return schedule
 
-    def link(self) -> Link:
+    def link(self) -> WorldOptions:
         """Raises ConfigError for a mesh without `pipeline_axis`."""
         mesh = None if self.mesh is None else with_pipeline_axis(self.mesh, self.pipeline_axis)
-        return Link(
+        return WorldOptions(
             mesh,
             self.device,
             self.timeout,
@@ -189,11 +189,11 @@ class Options:
         """Raises ConfigError."""
         return checkpointing(self.activation_checkpointing)
 
-    def ways(self) -> Ways:
+    def ways(self) -> ParallelOptions:
         """Raises ConfigError."""
-        return Ways(self.sharded, self.context, self.sequence_parallel)
+        return ParallelOptions(self.sharded, self.context, self.sequence_parallel)
 
-    def beside(self, world: World) -> Beside | None:
+    def beside(self, world: World) -> MeshPlan | None:
         """What the axes make of stages; None where there are none. Collective.
 
         Raises WorldSizeError, ConfigError for axes in one process.
@@ -211,16 +211,16 @@ class Options:
             limit_waits({made.forward, made.backward}, self.timeout)
             return made
 
-        beside = Beside(world.mesh, axes, self.ways(), directions)
+        beside = MeshPlan(world.mesh, axes, self.ways(), directions)
         limit_waits(beside.groups, self.timeout)
         return beside
 
-    def cutter(
+    def splitter(
         self,
-        beside: Beside | None,
+        beside: MeshPlan | None,
         complete: Callable[[Microbatch], Microbatch] = dict,
         counts_tokens: bool = False,
-    ) -> Cutter:
+    ) -> BatchSplitter:
         """complete: adds what the model needs and can be told from a microbatch
         counts_tokens: whether the model counts each token that no mask hides, padding too
         Raises ConfigError.
@@ -228,8 +228,8 @@ class Options:
         padding = self.padding()
         if padding is not None and counts_tokens:
             padding = replace(padding, needs_mask=True)
-        alone = Cutter(self.sharding or {}, padding, complete)
-        return alone if beside is None else MeshCutter.around(alone, beside)
+        alone = BatchSplitter(self.sharding or {}, padding, complete)
+        return alone if beside is None else MeshBatchSplitter.around(alone, beside)
 
     def loss(self) -> Loss:
         return as_loss(self.loss_fn, self.sharding or {})

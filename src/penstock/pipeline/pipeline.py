@@ -19,15 +19,15 @@ from penstock.models.partition import LayerCosts
 from penstock.models.stage import Provider
 from penstock.models.weights.folder import together, write_folder
 from penstock.models.weights.saved import MAX_SHARD_SIZE, Layout, SavedModel
-from penstock.parallel.reductions import Sums
+from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
-from penstock.pipeline.built import Parts, StageFacts, names_in, stage_facts
+from penstock.pipeline.built import BuiltStages, StageFacts, names_in, stage_facts
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
 from penstock.pipeline.from_provider import provided_parts, taking
 from penstock.pipeline.options import Options, Shapes
-from penstock.pipeline.split_batch import Given, Refused
-from penstock.pipeline.step import StepResult, Steps, Told
+from penstock.pipeline.split_batch import BatchLike, RefusedBatch
+from penstock.pipeline.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.memory import Held
@@ -85,7 +85,7 @@ T = TypeVar("T")
 class SplitModel:
     """What a Pipeline holds, whatever runs on it: this process's modules and parameters, and their files."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: BuiltStages) -> None:
         """Collective."""
         self.schedule, self._world = parts.schedule, parts.world
         self._stages = {stage.index: stage for stage in parts.stages}
@@ -164,7 +164,7 @@ class SplitModel:
         return self._world.sums.part
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> Reductions:
         """What is summed over the ranks of the mesh beside this pipeline's."""
         return self._world.sums
 
@@ -321,18 +321,18 @@ class Pipeline(SplitModel):
     to be called on every rank.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: BuiltStages) -> None:
         """Collective."""
         super().__init__(parts)
-        self._loss, self._cutter = parts.loss, parts.cutter
+        self._loss, self._splitter = parts.loss, parts.splitter
         self._shared = SharedGradients(parts.shared, parts.world.transport, self.processes)
         traces = None if parts.trace_folder is None else Path(parts.trace_folder)
-        self._steps = Steps(parts.world, self._stages, parts.edges, parts.loss, parts.cutter, traces)
+        self._steps = StepRunner(parts.world, self._stages, parts.edges, parts.loss, parts.splitter, traces)
         self._proof = verify(parts.schedule)
         recomputed = parts.recomputed if parts.schedule.trains else frozenset()
         self._training = self._steps.lower(self._proof, recomputed)
         self._evaluations = Evaluations(parts, self._steps)
-        self._last: Told | None = None
+        self._last: StepRecord | None = None
         mine = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(mine))
 
@@ -354,7 +354,7 @@ class Pipeline(SplitModel):
         pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
         return pipe
 
-    def step(self, batch: Given, **entries: Any) -> StepResult:
+    def step(self, batch: BatchLike, **entries: Any) -> StepResult:
         """Forward and backward of one batch: every parameter's gradient is added to its `.grad`.
 
         batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every rank;
@@ -391,22 +391,22 @@ class Pipeline(SplitModel):
             raise
         return result
 
-    def _with(self, batch: Given, entries: Mapping[str, Any]) -> Given:
+    def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
         try:
-            return with_entries(batch, entries, self._cutter.sharding)
+            return with_entries(batch, entries, self._splitter.sharding)
         except BatchError as error:  # which other ranks may not find
-            return Refused(error)
+            return RefusedBatch(error)
 
     @overload
-    def evaluate(self, batch: Given, outputs: Literal[False] = ..., **entries: Any) -> StepResult: ...
+    def evaluate(self, batch: BatchLike, outputs: Literal[False] = ..., **entries: Any) -> StepResult: ...
 
     @overload
     def evaluate(
-        self, batch: Given, outputs: Literal[True] | Collect, everywhere: bool = ..., **entries: Any
+        self, batch: BatchLike, outputs: Literal[True] | Collect, everywhere: bool = ..., **entries: Any
     ) -> Evaluation: ...
 
     def evaluate(
-        self, batch: Given, outputs: bool | Collect = False, everywhere: bool = False, **entries: Any
+        self, batch: BatchLike, outputs: bool | Collect = False, everywhere: bool = False, **entries: Any
     ) -> StepResult | Evaluation:
         """Loss of one batch of any number of rows, in evaluation mode, without gradients.
 
@@ -426,7 +426,7 @@ class Pipeline(SplitModel):
             return self._evaluations.loss(given)
         return self._evaluations.outputs(given, outputs, everywhere)
 
-    def infer(self, batch: Given, collect: Collect | None = None, **entries: Any) -> dict[int, Any]:
+    def infer(self, batch: BatchLike, collect: Collect | None = None, **entries: Any) -> dict[int, Any]:
         """Run the forward alone, in evaluation mode, and keep what comes out of it.
 
         collect: called with what the last stage returned and the microbatch's number as soon as it is there,
@@ -436,7 +436,7 @@ class Pipeline(SplitModel):
         given = self._with(batch, entries)
         return self._evaluations.results(given, collect or (lambda output, number: output))[1]
 
-    def microbatches(self, batch: Given, count: int | None = None) -> list[Microbatch]:
+    def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:
         """`batch` on this process's device, as a step sees it, or split into `count`. Raises BatchError.
 
         Collective beside other axes, and where they are padded to the longest.
@@ -452,7 +452,7 @@ class Pipeline(SplitModel):
         Raises ConfigError, on every rank, where the pipeline was not built with replay_routing=True, which
         keeps them until the next step, and before the first step.
         """
-        return chosen_experts(self._stages, self.schedule.microbatches, self._cutter, self._world)
+        return chosen_experts(self._stages, self.schedule.microbatches, self._splitter, self._world)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -510,7 +510,7 @@ class Pipeline(SplitModel):
             raise ConfigError("costs before the first step", "they are measured in one", "Call step() first")
         return step_costs(self._last, self._training.executors, self.processes)
 
-    def layer_costs(self, batch: Given, repeats: int = 3, **entries: Any) -> LayerCosts:
+    def layer_costs(self, batch: BatchLike, repeats: int = 3, **entries: Any) -> LayerCosts:
         """Seconds that each layer, embedding and head take for a microbatch, in steps on `batch`: what
         AutoPipeline(balance=...) splits the model by.
 
@@ -530,7 +530,7 @@ class Pipeline(SplitModel):
         """By rank, the most that the last step held between I and W; 0 where no backward is split."""
         return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
 
-    def verify_against(self, model: nn.Module, batch: Given) -> Report:
+    def verify_against(self, model: nn.Module, batch: BatchLike) -> Report:
         """Compare loss and every gradient of one batch with the whole `model`'s; `.grad` is left as it was.
 
         In evaluation mode, so that dropout does not count. Returns what was compared, and how it differs.

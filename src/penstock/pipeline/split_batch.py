@@ -13,14 +13,14 @@ from penstock.batch.microbatches import Batch, Collect, Sharding, split
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
-from penstock.parallel.mesh_plan import Beside
+from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World
-from penstock.runtime.health.agreement import first_refusal, in_words
+from penstock.runtime.health.agreement import first_error, in_words
 
-Given = Batch | Sequence[Microbatch]  # to be split, or as it is
+BatchLike = Batch | Sequence[Microbatch]  # to be split, or as it is
 
 
-class Refused(dict[str, Any]):
+class RefusedBatch(dict[str, Any]):
     """In the place of a batch that was refused before the ranks meet; they are told where they do."""
 
     def __init__(self, error: InputError) -> None:
@@ -28,7 +28,7 @@ class Refused(dict[str, Any]):
         self.error = error
 
 
-class Cutter(NamedTuple):
+class BatchSplitter(NamedTuple):
     """How what is given becomes microbatches.
 
     sharding: how entries are cut; padding: whether microbatches are made equal in length
@@ -41,7 +41,7 @@ class Cutter(NamedTuple):
     complete: Callable[[Microbatch], Microbatch] = dict
     own: Callable[[Microbatch], Microbatch] | None = None
 
-    def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
+    def cut(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
         """`count` microbatches on the world's device. Raises BatchError.
 
         Collective where they are padded to the longest, and refused by all ranks of the pipeline then.
@@ -58,13 +58,13 @@ class Cutter(NamedTuple):
         told = [int(each) for each in world.transport.exchange([mine] * len(world.ranks))]
         if min(told) < 0:
             everyone = world.processes.gather(in_words(refusal))
-            found = first_refusal(dict(enumerate(everyone)), "rank")
+            found = first_error(dict(enumerate(everyone)), "rank")
             assert found is not None
             raise found from refusal
         return [self.complete(part) for part in self._padded(parts, max(told))]
 
-    def _split(self, given: Given, count: int, world: World) -> list[Microbatch]:
-        if isinstance(given, Refused):
+    def _split(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
+        if isinstance(given, RefusedBatch):
             raise given.error
         parts = [given] if isinstance(given, Mapping) else list(given)
         parts = [tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part)) for part in parts]
@@ -92,19 +92,19 @@ class Cutter(NamedTuple):
 # ---- Microbatches of a pipeline on a mesh: cut along the sequence, and put together again.
 
 
-class MeshCutter(Cutter):
+class MeshBatchSplitter(BatchSplitter):
     """Prepares each rank's part of every microbatch as well."""
 
-    beside: Beside
+    beside: MeshPlan
 
     @classmethod
-    def around(cls, cutter: Cutter, beside: Beside) -> MeshCutter:
-        made = cls(*cutter[:3], beside.cut)
+    def around(cls, splitter: BatchSplitter, beside: MeshPlan) -> MeshBatchSplitter:
+        made = cls(*splitter[:3], beside.cut)
         made.beside = beside
         return made
 
-    def cut(self, given: Given, count: int, world: World) -> list[Microbatch]:
-        """As Cutter has it."""
+    def cut(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
+        """As BatchSplitter has it."""
         microbatches = super().cut(given, count, world)
         self.beside.prepare(microbatches)
         return microbatches

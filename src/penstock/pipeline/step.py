@@ -18,10 +18,10 @@ from penstock.batch.shapes import EdgeShapes, Microbatch
 from penstock.errors import BatchError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.parallel.world import World
-from penstock.pipeline.split_batch import Cutter, Given
+from penstock.pipeline.split_batch import BatchLike, BatchSplitter
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor, run_together
-from penstock.runtime.health.post_mortem import last_words
+from penstock.runtime.health.post_mortem import write_post_mortem
 from penstock.runtime.health.progress import Progress
 from penstock.runtime.plan import lower
 from penstock.runtime.recorder import Recorder
@@ -31,7 +31,7 @@ from penstock.schedule import Proof, Schedule
 from penstock.schedule.order import exchanges
 from penstock.schedule.recompute import Places
 
-Told = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
+StepRecord = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
 _REFUSED = 1 << 32  # above all fingerprints of batches
 
 
@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     bubble: float
 
 
-class Lowered(NamedTuple):
+class LoweredSchedule(NamedTuple):
     """A schedule ready to run in this process; `number` is equal on ranks that hold the same one."""
 
     schedule: Schedule
@@ -55,7 +55,7 @@ class Lowered(NamedTuple):
     number: int
 
 
-class Steps:
+class StepRunner:
     """Runs schedules on this process's stages.
 
     edges: None where what crosses an edge tells itself what it is
@@ -68,17 +68,17 @@ class Steps:
         stages: Mapping[int, Stage],
         edges: EdgeShapes | None,
         loss: Loss,
-        cutter: Cutter,
+        splitter: BatchSplitter,
         trace_folder: Path | None,
     ) -> None:
         self._world, self._stages, self._edges, self._loss = world, stages, edges, loss
-        self._cutter, self._trace_folder = cutter, trace_folder
+        self._splitter, self._trace_folder = splitter, trace_folder
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._broken = False
         self._chances = [stage.chance for stage in stages.values() if stage.chance is not None]
         self.draws = any(world.processes.gather(bool(self._chances)))
 
-    def lower(self, proof: Proof, recomputed: Places = frozenset()) -> Lowered:
+    def lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
         """recomputed: the (stage, microbatch) whose layers run again in the backward"""
         world, schedule = self._world, proof.schedule
         together = exchanges(schedule) if world.batched else None
@@ -89,17 +89,17 @@ class Steps:
             hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
             recorder = self._recorders[rank]
             executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
-        return Lowered(schedule, executors, zlib.crc32(str(schedule).encode()))
+        return LoweredSchedule(schedule, executors, zlib.crc32(str(schedule).encode()))
 
     def run(
         self,
-        lowered: Lowered,
-        given: Given,
+        lowered: LoweredSchedule,
+        given: BatchLike,
         collect: Collect | None = None,
         *,
         scored: bool = False,
         changed: bool = False,
-    ) -> tuple[StepResult, Told]:
+    ) -> tuple[StepResult, StepRecord]:
         """collect: takes the place of the loss; where `scored`, it stands beside it; changed: see `report`"""
         schedule, executors, _ = lowered
         transport = self._world.transport
@@ -133,13 +133,13 @@ class Steps:
         return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
 
     def _prepare(
-        self, lowered: Lowered, given: Given, collect: Collect | None, scored: bool
+        self, lowered: LoweredSchedule, given: BatchLike, collect: Collect | None, scored: bool
     ) -> tuple[StepInput, AbstractContextManager[None]]:
         """All that is found out, and agreed upon, before anything is sent; and what to run it in."""
         schedule, executors, number = lowered
         transport, counts = self._world.transport, scored or not collect
         with self._refused_by_all(schedule.microbatches, counts, agreed=True):
-            microbatches = self._cutter.cut(given, schedule.microbatches, self._world)
+            microbatches = self._splitter.cut(given, schedule.microbatches, self._world)
             weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
             self._foresee(microbatches, schedule.placement.depth)
         if counts:
@@ -159,8 +159,8 @@ class Steps:
                     transport.settle()  # or ranks with other batches would not meet in what follows
                     self._edges.agree(unseen, self._world.processes)
         own = microbatches
-        if self._cutter.own is not None:
-            own = [self._cutter.own(microbatch) for microbatch in microbatches]
+        if self._splitter.own is not None:
+            own = [self._splitter.own(microbatch) for microbatch in microbatches]
         if collect and scored:
             collect = _with_loss(collect, self._loss, own)
         return StepInput(own, weight, collect), self._chance(schedule, microbatches, own)
@@ -184,10 +184,10 @@ class Steps:
         drawn()
         return seeded(self._chances, seed, microbatches, own)
 
-    def cut(self, given: Given, count: int) -> list[Microbatch]:
+    def cut(self, given: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of it. Collective over the mesh, and where they are padded."""
         with self._refused_by_all(count, True):
-            return self._cutter.cut(given, count, self._world)
+            return self._splitter.cut(given, count, self._world)
 
     @contextmanager
     def _refused_by_all(self, count: int, scored: bool, *, agreed: bool = False) -> Iterator[None]:
@@ -228,7 +228,7 @@ class Steps:
             if not isinstance(error, PeerError):
                 ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
                 self._world.transport.tell_failure(f"{ops}{type(error).__name__}: {error}")
-            last_words(error, executors, self._trace_folder)
+            write_post_mortem(error, executors, self._trace_folder)
         for executor in executors if begun else ():
             executor.reset()
         self._world.transport.reset()
@@ -237,10 +237,10 @@ class Steps:
         """No step may follow: where there are other processes, they may still be in this one."""
         self._broken |= not self._world.alone
 
-    def tell_of(self, error: PeerError, lowered: Lowered) -> None:
+    def tell_of(self, error: PeerError, lowered: LoweredSchedule) -> None:
         """What this rank knows of a wait that broke off after the schedule had run."""
         if error.timeline is None:
-            last_words(error, lowered.executors, self._trace_folder)
+            write_post_mortem(error, lowered.executors, self._trace_folder)
 
 
 def _progress_of(executor: Executor) -> Callable[[], Progress | None]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.models.partition import LayerCosts
 from penstock.pipeline.built import Layers, StageFacts
-from penstock.pipeline.step import Told
+from penstock.pipeline.step import StepRecord
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor
 from penstock.runtime.memory import Held, Sizes
@@ -25,7 +25,7 @@ from penstock.schedule import Costs, Schedule, Timeline
 Times = dict[tuple[int, int], list[float]]  # by stage and layer, seconds of each call
 
 
-def step_costs(told: Told, executors: Sequence[Executor], processes: Processes) -> Costs:
+def step_costs(told: StepRecord, executors: Sequence[Executor], processes: Processes) -> Costs:
     """What a step took and held: the median time of each stage's ops, the bytes of each stage and microbatch.
 
     Collective.

@@ -11,11 +11,11 @@ from typing import Any
 
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
 from penstock.runtime.health.progress import Progress
 from penstock.runtime.ops import Ops, Task
-from penstock.runtime.overlap import Begin, End, Pairing
+from penstock.runtime.overlap import Begin, End, OverlappedPairs
 from penstock.runtime.plan import (
     Action,
     Compute,
@@ -57,17 +57,17 @@ class Executor:
         self.stages, self._told = stages, edges is None
         self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: transport.buffer_bytes)
         self._by_kind = self.ops.by_kind
-        self.inbox: dict[Op, Parcel] = {}  # by the op that made it
-        self.outbox: dict[Op, Parcel] = {}
+        self.inbox: dict[Op, Payload] = {}  # by the op that made it
+        self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
-        self.pairing: Pairing | None = None  # of a step whose pairs run side by side
+        self.pairing: OverlappedPairs | None = None  # of a step whose pairs run side by side
         self._effects: list[tuple[Effect, Any]] | None = None
 
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields the message that another rank of this process must send first."""
         if self._effects is None:
             if self.transport.overlap and self.plan.schedule.overlaps:
-                self.pairing = Pairing(self)
+                self.pairing = OverlappedPairs(self)
             actions = self.plan.actions if self.pairing is None else self.pairing.actions
             self._effects = list(self._bound(actions))
         try:
@@ -124,12 +124,12 @@ class Executor:
 
         began: when the rank began to wait for it
         """
-        parcel = self.transport.receive(message)
-        if parcel is None:
+        payload = self.transport.receive(message)
+        if payload is None:
             return False
         self.recorder.waited(message.op, began, self.recorder.now())
-        self.ops.ledger.receive(parcel)
-        self.inbox[message.op] = parcel
+        self.ops.ledger.receive(payload)
+        self.inbox[message.op] = payload
         return True
 
     def _post(self, action: Post, step: StepInput) -> None:
@@ -139,7 +139,7 @@ class Executor:
         op = action.message.op
         given = self.outbox.pop(op)
         self.ops.ledger.receive(given)
-        self.inbox[op] = Parcel(of_their_own(given.tensors, given.specs), given.specs)
+        self.inbox[op] = Payload(of_their_own(given.tensors, given.specs), given.specs)
 
     def _send(self, action: Send, step: StepInput) -> None:
         message = action.message

@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.schedule import Op
 
 Place = tuple[int, int]  # stage and microbatch
@@ -77,12 +77,12 @@ class Ledger:
             self._most = total
             self.peak = Held(self._activations, buffers + self._received, self._deferred)
 
-    def receive(self, parcel: Parcel) -> None:
-        self._received += parcel.specs.nbytes
+    def receive(self, payload: Payload) -> None:
+        self._received += payload.specs.nbytes
 
-    def take(self, parcel: Parcel) -> None:
+    def take(self, payload: Payload) -> None:
         """An op has used what was received up, or made it part of an activation."""
-        self._received -= parcel.specs.nbytes
+        self._received -= payload.specs.nbytes
 
     def forward(self, op: Op, left: Footprint, result: int) -> None:
         """result: bytes that another stage is given"""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
-from penstock.batch.payload import SINGLE, EdgeSpecs, Parcel, take_apart
+from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, take_apart
 from penstock.batch.shapes import EdgeShapes, check
 from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
 from penstock.runtime.overlap_thread import Draws
@@ -42,7 +42,7 @@ class Task(NamedTuple):
     way: tuple[bool, bool]
 
 
-Run = Callable[[Task, Parcel | None, StepInput], Parcel | None]  # returns what goes to another stage
+Run = Callable[[Task, Payload | None, StepInput], Payload | None]  # returns what goes to another stage
 
 
 class Ops:
@@ -103,7 +103,7 @@ class Ops:
 
     # ---- forward
 
-    def forward(self, task: Task, received: Parcel | None, step: StepInput) -> Parcel | None:
+    def forward(self, task: Task, received: Payload | None, step: StepInput) -> Payload | None:
         known = self.footprint(task, step)
         expected = None if task.sends is None else self.specs(task.sends, step)
         if known is None:
@@ -119,11 +119,11 @@ class Ops:
             assert live <= self._plan.peak_live, f"{live} live activations, {self._plan.peak_live} proven"
             self.peak_live = live
         ledger.sample(self._buffers() + known.output)
-        return None if result is None else Parcel(result.tensors, result.specs, known.output)
+        return None if result is None else Payload(result.tensors, result.specs, known.output)
 
     def _forward(
-        self, task: Task, received: Parcel | None, expected: EdgeSpecs | None, step: StepInput
-    ) -> Parcel | None:
+        self, task: Task, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
+    ) -> Payload | None:
         number = task.op.microbatch
         microbatch = step.microbatches[number]
         if not task.is_last:
@@ -146,8 +146,8 @@ class Ops:
         return op.stage, step.keys[op.microbatch], task.way, stage.module.training, self._casts
 
     def _measured(
-        self, task: Task, received: Parcel | None, expected: EdgeSpecs | None, step: StepInput
-    ) -> tuple[Footprint, Parcel | None]:
+        self, task: Task, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
+    ) -> tuple[Footprint, Payload | None]:
         """A forward of a shape that was not seen before."""
         draws = Draws()
         with measuring(self._device) as measured:
@@ -160,7 +160,7 @@ class Ops:
         self._footprints[self._key(task, step)] = left
         return left, result
 
-    def infer(self, task: Task, received: Parcel | None, step: StepInput) -> Parcel | None:
+    def infer(self, task: Task, received: Payload | None, step: StepInput) -> Payload | None:
         """A forward that holds nothing."""
         number = task.op.microbatch
         output = task.stage.infer(received, step.microbatches[number])
@@ -178,7 +178,7 @@ class Ops:
 
     # ---- backward
 
-    def backward(self, task: Task, received: Parcel | None, step: StepInput) -> Parcel:
+    def backward(self, task: Task, received: Payload | None, step: StepInput) -> Payload:
         """The gradients of what came in, none on the first stage."""
         self.before_backward()
         inputs = self.gradients(task, self.given(received, step))
@@ -187,7 +187,7 @@ class Ops:
     def before_backward(self) -> None:
         self.ledger.sample(self._buffers())  # the gradients are here, and the activation still is
 
-    def given(self, received: Parcel | None, step: StepInput) -> tuple[Tensor, ...]:
+    def given(self, received: Payload | None, step: StepInput) -> tuple[Tensor, ...]:
         """The gradients of what the stage gave; on the last stage that of the totals, whose sum over the
         weight is the step's loss."""
         if received is not None:
@@ -202,8 +202,8 @@ class Ops:
         return (stage.input_backward if op.kind == "I" else stage.backward)(op.microbatch, given)
 
     def after_backward(
-        self, task: Task, received: Parcel | None, inputs: tuple[Tensor, ...], step: StepInput
-    ) -> Parcel:
+        self, task: Task, received: Payload | None, inputs: tuple[Tensor, ...], step: StepInput
+    ) -> Payload:
         ledger = self.ledger
         if received is not None:
             ledger.take(received)
@@ -213,7 +213,7 @@ class Ops:
         ledger.sample(self._buffers() + result.specs.nbytes)
         return result
 
-    def weight_backward(self, task: Task, received: Parcel | None, step: StepInput) -> None:
+    def weight_backward(self, task: Task, received: Payload | None, step: StepInput) -> None:
         task.stage.weight_backward(task.op.microbatch)
         self.ledger.weight_backward(task.op)
 
@@ -232,13 +232,13 @@ class Ops:
         self._expected[key] = edge if op.kind == "F" else edge.gradients
         return self._expected[key]
 
-    def _checked(self, task: Task, tensors: tuple[Tensor, ...], form: Any, step: StepInput) -> Parcel:
+    def _checked(self, task: Task, tensors: tuple[Tensor, ...], form: Any, step: StepInput) -> Payload:
         """As another stage gets it: what its rank expects, if it is on another one."""
         expected = None if task.sends is None else self.specs(task.sends, step)
         if expected is None:
-            return Parcel(tensors, EdgeSpecs.of(tensors, form))
+            return Payload(tensors, EdgeSpecs.of(tensors, form))
         check(task.op, tensors, form, expected)
-        return Parcel(tensors, expected)
+        return Payload(tensors, expected)
 
     @property
     def held(self) -> int:

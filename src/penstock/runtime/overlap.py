@@ -18,9 +18,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from penstock.batch.microbatches import StepInput
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.runtime.ops import Ops, Task
-from penstock.runtime.overlap_thread import Partner
+from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import Action, Compute, Plan
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.stage import Stage
@@ -88,14 +88,14 @@ class RunsOps(Protocol):
     ops: Ops
     transport: Transport
     recorder: Recorder
-    inbox: dict[Op, Parcel]
-    outbox: dict[Op, Parcel]
+    inbox: dict[Op, Payload]
+    outbox: dict[Op, Payload]
     current: Op | None
 
     def compute(self, task: Task, step: StepInput) -> None: ...
 
 
-class Pairing:
+class OverlappedPairs:
     """Runs the pairs of one executor's plan.
 
     A pair runs one after the other where nothing is known of one of the forwards yet (its first time), where
@@ -104,14 +104,14 @@ class Pairing:
 
     def __init__(self, executor: RunsOps) -> None:
         self._executor = executor
-        self._partner = Partner(executor.stages, executor.recorder.now)
+        self._overlap_thread = OverlapThread(executor.stages, executor.recorder.now)
         self.actions = side_by_side(executor.plan)
         self.ran = 0  # pairs that ran side by side
         executor.transport.closers.append(self.close)
 
     @property
     def busy(self) -> bool:
-        return self._partner.busy
+        return self._overlap_thread.busy
 
     def begin(self, task: Task, forward: Task, step: StepInput) -> None:
         """The backward of a pair, in the second thread, if that may be."""
@@ -119,22 +119,22 @@ class Pairing:
         known = [ops.footprint(each, step) for each in (forward, task)]
         if any(left is None or left.draws for left in known):
             return
-        if not self._partner.may_begin(forward.op, task.op):
+        if not self._overlap_thread.may_begin(forward.op, task.op):
             return
         ops.before_backward()
         given = ops.given(None if task.takes is None else executor.inbox[task.takes], step)
         ops.beside = ops.held + 1  # the forward's own among them
         self.ran += 1
-        self._partner.begin(forward.op, task.op, partial(ops.gradients, task, given))
+        self._overlap_thread.begin(forward.op, task.op, partial(ops.gradients, task, given))
 
     def end(self, task: Task, step: StepInput) -> None:
         """What its result is for another stage goes into the outbox; it runs now where it has not begun."""
         executor = self._executor
-        if not self._partner.busy:
+        if not self._overlap_thread.busy:
             executor.compute(task, step)
             return
         executor.current = task.op
-        ran = self._partner.result()
+        ran = self._overlap_thread.result()
         executor.ops.beside = None
         received = None if task.takes is None else executor.inbox.pop(task.takes)
         result = executor.ops.after_backward(task, received, ran.inputs, step)
@@ -145,8 +145,8 @@ class Pairing:
 
     def join(self) -> BaseException | None:
         """Leave no backward at work where the step has failed; what it raised itself."""
-        return self._partner.join()
+        return self._overlap_thread.join()
 
     def close(self) -> None:
         """End the thread."""
-        self._partner.close()
+        self._overlap_thread.close()

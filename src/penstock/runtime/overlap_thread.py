@@ -28,7 +28,7 @@ class Ran(NamedTuple):
     end: Mark
 
 
-class Partner:
+class OverlapThread:
     """The second thread, and the backward that runs in it."""
 
     def __init__(self, stages: Mapping[int, Stage], now: Callable[[], Mark]) -> None:

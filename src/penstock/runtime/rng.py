@@ -41,7 +41,7 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
                 yield name, key, value
 
 
-class Chance:
+class StageRNG:
     """Of one stage: seeds its generator where a forward begins, and one of its parts.
 
     stage: its number within its copy of the model; parts: modules with their places in the whole model
@@ -86,7 +86,7 @@ class Chance:
 class _Seeding(nn.Module):
     """Mixed into a class: around all else that a call does, as compilers know nothing of generators."""
 
-    _chance: Chance
+    _chance: StageRNG
     _chance_place: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ class _Seeding(nn.Module):
 class Seeded:
     """Runs a stage's part of the model as `call` does."""
 
-    def __init__(self, call: Any, chance: Chance) -> None:
+    def __init__(self, call: Any, chance: StageRNG) -> None:
         self._call, self._chance = call, chance
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
@@ -126,7 +126,7 @@ def foreseen() -> int:
 
 @contextmanager
 def seeded(
-    chances: Sequence[Chance], seed: int, whole: Sequence[Microbatch], own: Sequence[Microbatch]
+    chances: Sequence[StageRNG], seed: int, whole: Sequence[Microbatch], own: Sequence[Microbatch]
 ) -> Iterator[None]:
     """A step on the microbatches `own`, this rank's parts of `whole`, whose contents tell their seeds."""
     seeds = {id(part): mixed(seed, content) for part, content in zip(own, _contents(whole), strict=True)}

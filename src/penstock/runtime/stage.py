@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.loss import Loss
-from penstock.batch.payload import EdgeSpecs, Parcel, put_together, take_apart
+from penstock.batch.payload import EdgeSpecs, Payload, put_together, take_apart
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
-from penstock.runtime.rng import Chance
+from penstock.runtime.rng import StageRNG
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.split_backward.deferred import Deferred
@@ -74,7 +74,7 @@ class Stage:
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
         self._sharding: Sharding | None = None
-        self.chance: Chance | None = None  # of a stage that draws random numbers
+        self.chance: StageRNG | None = None  # of a stage that draws random numbers
 
     @property
     def held(self) -> int:
@@ -89,12 +89,12 @@ class Stage:
     def forward(
         self,
         number: int,
-        received: Parcel | None,
+        received: Payload | None,
         microbatch: Microbatch,
         expected: EdgeSpecs | None = None,
         split: bool = False,
         recompute: bool = False,
-    ) -> Parcel:
+    ) -> Payload:
         """Run microbatch `number`; keep what its backward needs.
 
         received: tensors that are this stage's alone. The outputs are still part of its graph: what is sent
@@ -108,14 +108,14 @@ class Stage:
             tensors, form = take_apart(self._call(_given(inputs, received), microbatch))
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
-        outputs = Parcel(tensors, expected or EdgeSpecs.of(tensors, form))
+        outputs = Payload(tensors, expected or EdgeSpecs.of(tensors, form))
         self.live[number] = hold(inputs, tensors, tape, outputs.specs.carrying)
         return outputs
 
     def forward_loss(
         self,
         number: int,
-        received: Parcel | None,
+        received: Payload | None,
         microbatch: Microbatch,
         loss: Loss,
         split: bool = False,
@@ -179,12 +179,12 @@ class Stage:
             self.shards.reshard()
 
     @torch.no_grad()
-    def infer(self, received: Parcel | None, microbatch: Microbatch) -> Any:
+    def infer(self, received: Payload | None, microbatch: Microbatch) -> Any:
         """A forward that holds nothing: what the stage returned."""
         return self._call(_given(() if received is None else received.tensors, received), microbatch)
 
 
-def _given(inputs: tuple[Tensor, ...], received: Parcel | None) -> tuple[Any, ...]:
+def _given(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, ...]:
     return () if received is None else (put_together(inputs, received.specs.form),)
 
 
@@ -280,7 +280,7 @@ class RoutedStage(Stage):
         with self.routing.backward(number, last=True):
             super().weight_backward(number)
 
-    def infer(self, received: Parcel | None, microbatch: Microbatch) -> Any:
+    def infer(self, received: Payload | None, microbatch: Microbatch) -> Any:
         with self.routing.inference(microbatch):
             return super().infer(received, microbatch)
 

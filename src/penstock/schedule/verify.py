@@ -22,7 +22,7 @@ from penstock.schedule.order import NOTHING, Numbers, Walk, buffered_sends
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-class Standing:
+class OpIndex:
     """The rank and position of each op, by its number (order.py); rank NOTHING where no program holds it.
 
     programs: those of the ranks, in numbers
@@ -111,7 +111,7 @@ class Standing:
 # ---- Cycles of ops that wait for one another across ranks.
 
 
-def deadlocks(standing: Standing, late: set[int]) -> Iterator[Violation]:
+def deadlocks(standing: OpIndex, late: set[int]) -> Iterator[Violation]:
     """One violation for each cycle; overlapped ops wait together.
 
     late: ops (by number) that stand behind an op of their own rank that needs them
@@ -137,7 +137,7 @@ def deadlocks(standing: Standing, late: set[int]) -> Iterator[Violation]:
             yield _cycle(standing, walk, path[path.index(rank) :])
 
 
-def _together(standing: Standing) -> dict[int, int]:
+def _together(standing: OpIndex) -> dict[int, int]:
     """What the first of two overlapped ops waits for besides: what the second needs."""
     programs, overlaps = standing.schedule.programs, standing.schedule.overlaps
     return {
@@ -149,7 +149,7 @@ def _together(standing: Standing) -> dict[int, int]:
     }
 
 
-def _cycle(standing: Standing, walk: Walk, ring: list[int]) -> Violation:
+def _cycle(standing: OpIndex, walk: Walk, ring: list[int]) -> Violation:
     """The deadlock of the ranks in `ring`, each standing at an op that waits for the next one's."""
     steps: list[str] = []
     ops: list[Op] = []
@@ -163,7 +163,7 @@ def _cycle(standing: Standing, walk: Walk, ring: list[int]) -> Violation:
     return Violation(rule, ring[0], walk.reached[ring[0]], op, needed, each_once)
 
 
-def _stands(standing: Standing, walk: Walk, rank: int) -> tuple[Op, Op]:
+def _stands(standing: OpIndex, walk: Walk, rank: int) -> tuple[Op, Op]:
     """The op that `rank` stands at, and the one that it waits for."""
     return standing.schedule.programs[rank][walk.reached[rank]], standing.op(walk.blocked[rank])
 
@@ -244,7 +244,7 @@ def _programs(schedule: Schedule) -> Iterator[Violation]:
 
 def _ops(schedule: Schedule) -> Iterator[Violation]:
     """The ops are those of a step, each in its place."""
-    standing = Standing(schedule)
+    standing = OpIndex(schedule)
     yield from standing.violations
     yield from _missing(standing)
     order = list(_local_order(standing))
@@ -254,7 +254,7 @@ def _ops(schedule: Schedule) -> Iterator[Violation]:
     yield from deadlocks(standing, late)
 
 
-def _missing(standing: Standing) -> Iterator[Violation]:
+def _missing(standing: OpIndex) -> Iterator[Violation]:
     """Each microbatch goes through all stages of one copy of the model, and back where they train."""
     schedule, row, rank_at = standing.schedule, standing.numbers.row, standing.rank_at
     placement, trains = schedule.placement, schedule.trains
@@ -272,7 +272,7 @@ def _missing(standing: Standing) -> Iterator[Violation]:
                     yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
 
 
-def _local_order(standing: Standing) -> Iterator[Violation]:
+def _local_order(standing: OpIndex) -> Iterator[Violation]:
     """No op stands before a predecessor of its own rank, and no W beside a backward that is whole."""
     programs, needed_by = standing.schedule.programs, standing.numbers.needed
     rank_at, position_at = standing.rank_at, standing.position_at

@@ -22,7 +22,7 @@ from penstock.models.source import ModelLike
 from penstock.models.weights.files import weight_files
 from penstock.parallel.mesh import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
 from penstock.train.check.split_beside_whole import check_split
 from penstock.train.check.whole import Whole, narrowest
@@ -50,7 +50,7 @@ class Prepared:
     config: TrainConfig
     auto: AutoPipeline
     model: ModelLike
-    outline: Outline
+    outline: BuildPlan
     tokenizer: Tokenizer
     data: Data
     checkpoint: Path | None = None
@@ -217,7 +217,7 @@ def _check_output(output: Path) -> None:
         raise ConfigError(f"output.folder={output}", rule, "Name a folder that you may write")
 
 
-def _check_model(config: TrainConfig, outline: Outline) -> int:
+def _check_model(config: TrainConfig, outline: BuildPlan) -> int:
     """The model's vocabulary.
 
     Raises ConfigError where a row has more positions than the model, and ModelError where documents are to be

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.folder import check_folder
-from penstock.pipeline.build_plan import Outline
+from penstock.pipeline.build_plan import BuildPlan
 from penstock.train.checkpoints import check_fits, newest, read_state
 from penstock.train.config.sections import TrainConfig
 
@@ -34,7 +34,7 @@ class Start:
 
 
 def find_start(
-    config: TrainConfig, outline: Outline, resume: str | None, muons: Collection[str] = ()
+    config: TrainConfig, outline: BuildPlan, resume: str | None, muons: Collection[str] = ()
 ) -> Start:
     """resume: a checkpoint's path, NEWEST for the newest whole one of the output folder, or None
     muons: names of the parameters that Muon trains

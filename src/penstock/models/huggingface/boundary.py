@@ -32,7 +32,7 @@ class StageDone(BaseException):
     """Ends a stage's forward once its output is there. No error: nothing may catch it on the way."""
 
 
-class Passage:
+class Boundary:
     """What is on its way into, and out of, one stage during one forward.
 
     What crosses an edge is the hidden states; or, where the chain has more, a dict: "hidden"; "given", what
@@ -155,38 +155,38 @@ def _skipped(where: str) -> ModelError:
 # first layer's place.
 
 
-class Door(Placeholder):
+class BoundaryPlaceholder(Placeholder):
     """A placeholder that tells the passage when the forward comes by."""
 
-    def __init__(self, layer: nn.Module, form: str, index: int, passage: Passage) -> None:
+    def __init__(self, layer: nn.Module, form: str, index: int, boundary: Boundary) -> None:
         super().__init__(layer, form)
-        self._index, self._passage = index, passage
+        self._index, self._boundary = index, boundary
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.give(*self._passage.go_by(self._index, args, kwargs))
+        return self.give(*self._boundary.go_by(self._index, args, kwargs))
 
 
-class LayerDoor(nn.Module):
+class BoundaryLayer(nn.Module):
     """Mixed into the class of a real layer: it tells the passage when it is called, and what it returns.
 
     Before and after all else that the layer does, hooks too. So activation checkpointing, which stands
     further in, keeps what was received, and calls the layer's inside again, not this.
     """
 
-    passage: Passage
+    boundary: Boundary
     passage_index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        passage, index = self.passage, self.passage_index
-        args, kwargs = passage.arrive(index, args, kwargs)
-        return passage.depart(index, args, kwargs, super().__call__(*args, **kwargs))
+        boundary, index = self.boundary, self.passage_index
+        args, kwargs = boundary.arrive(index, args, kwargs)
+        return boundary.depart(index, args, kwargs, super().__call__(*args, **kwargs))
 
 
-def make_door(layer: nn.Module, index: int, passage: Passage) -> None:
+def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
     """Make the layer, and no other of its class, a door too; everything it holds keeps its name."""
     own = type(layer)
-    layer.__class__ = type(own.__name__, (LayerDoor, own), {"__module__": own.__module__})
-    layer.passage, layer.passage_index = passage, index  # type: ignore[assignment]
+    layer.__class__ = type(own.__name__, (BoundaryLayer, own), {"__module__": own.__module__})
+    layer.boundary, layer.passage_index = boundary, index  # type: ignore[assignment]
 
 
 # ---- What stands on a stage in the place of other stages' modules beside the layers.

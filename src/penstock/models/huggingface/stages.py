@@ -23,7 +23,14 @@ from penstock.batch.padding import ROUTED
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
-from penstock.models.huggingface.boundary import After, Before, Door, Passage, StageDone, make_door
+from penstock.models.huggingface.boundary import (
+    After,
+    Before,
+    Boundary,
+    BoundaryPlaceholder,
+    StageDone,
+    make_boundary_layer,
+)
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, hollow
@@ -37,11 +44,11 @@ def cut(
     Parameters on the meta device stay there. What belongs to other stages is never copied.
     values: whether parameters have theirs; False puts the stage's on the meta device
     """
-    passage = Passage(chain, layers, info)
+    boundary = Boundary(chain, layers, info)
     memo: dict[int, Any] = {} if values else hollow(model)
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
-            memo[id(layer)] = Door(layer, chain.form, index, passage)
+            memo[id(layer)] = BoundaryPlaceholder(layer, chain.form, index, boundary)
     if not info.is_first:
         memo |= _without(model, chain.before, chain.embeds)
     if not info.is_last:
@@ -58,12 +65,12 @@ def cut(
         weight, owner = model.get_parameter(name), stage.get_submodule(path)
         delattr(owner, own)
         owner.register_buffer(own, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
-    stage.passage = passage
+    stage.boundary = boundary
     for index in layers:
         takes = bool(chain.given[index]) and not info.is_first
         enters = index == 0 and not info.is_first
         if takes or enters or (index == layers.stop - 1 and not info.is_last):
-            make_door(stage.get_submodule(f"{chain.layers}.{index}"), index, passage)
+            make_boundary_layer(stage.get_submodule(f"{chain.layers}.{index}"), index, boundary)
     return stage
 
 
@@ -94,7 +101,7 @@ class HFCall:
 
     def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
         self._model = model
-        self._passage: Passage = model.passage
+        self._boundary: Boundary = model.boundary
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
@@ -103,15 +110,15 @@ class HFCall:
         if self._holds_nothing:
             return received[0]
         arguments = {name: value for name, value in microbatch.items() if name not in ("labels", ROUTED)}
-        self._passage.begin(received[0] if received else None)
+        self._boundary.begin(received[0] if received else None)
         try:
             result = self._model(**arguments, use_cache=False)
         except StageDone:
-            return self._passage.end()
+            return self._boundary.end()
         except BaseException:
-            self._passage.begin(None)
+            self._boundary.begin(None)
             raise
-        self._passage.end()
+        self._boundary.end()
         return outcome(self._model, result)
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ModelError
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
-from penstock.models.tracing.provenance import Trail, layers_in, names_in
+from penstock.models.tracing.provenance import Provenance, layers_in, names_in
 
 # ---- Which module list of a Hugging Face model holds its layers, and what stands beside it.
 
@@ -106,7 +106,7 @@ class Seen:
     given: what layers take beside the hidden states, by layer and place; kept, so that ids stay theirs
     """
 
-    trail: Trail = field(default_factory=Trail)
+    trail: Provenance = field(default_factory=Provenance)
     calls: list[int] = field(default_factory=list)
     before: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)
@@ -223,7 +223,7 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
     Of layers that are built alike the first few run: a deep model would take seconds.
     Raises NoChainError where a layer takes something of another one that is not among its arguments.
     """
-    trail, dtypes, met = Trail(), set[torch.dtype](), Counter[object]()
+    trail, dtypes, met = Provenance(), set[torch.dtype](), Counter[object]()
     passing: dict[int, Any] = {}
     for layer in model.get_submodule(layers).children():
         met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
@@ -242,7 +242,7 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _accompany(layer: nn.Module, index: int, trail: Trail, dtypes: set[torch.dtype]) -> None:
+def _accompany(layer: nn.Module, index: int, trail: Provenance, dtypes: set[torch.dtype]) -> None:
     """Look at what comes into the layer and what goes out, and mark the latter as its own."""
     given: set[int] = set()
 

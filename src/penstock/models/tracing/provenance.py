@@ -19,7 +19,7 @@ _OF_SHAPE = frozenset(
 )  # fmt: skip
 
 
-class Trail(TorchDispatchMode):
+class Provenance(TorchDispatchMode):
     """Follows marks by storage, so that what is detached, compared, made without gradients or written in
     place bears them too. Numbers that a model reads out of a tensor do not.
     """

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.runtime.transport.groups import Everyone
+from penstock.runtime.transport.groups import AllProcesses
 
 
 def without_values(tensor: Tensor) -> bool:
@@ -63,7 +63,7 @@ def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     own = dist.get_process_group_ranks(group)
     backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
     limit = backend.options._timeout
-    everyone = Everyone(limit.total_seconds(), device).gather(own)
+    everyone = AllProcesses(limit.total_seconds(), device).gather(own)
     twin: dist.ProcessGroup | None = None
     # all processes make all groups in one order, as torch names groups by how many there are
     for members in sorted({tuple(ranks) for ranks in everyone}):

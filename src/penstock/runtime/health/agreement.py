@@ -40,7 +40,7 @@ def in_words(refusal: InputError | None) -> Words:
     return [type(refusal).__name__, refusal.value, refusal.rule, refusal.remedy]
 
 
-def first_refusal(told: Mapping[int, Words], who: str) -> InputError | None:
+def first_error(told: Mapping[int, Words], who: str) -> InputError | None:
     """The first of those told, and to which ranks that was given, where it was not all. None: nobody refuses.
 
     who: what the numbers are of, "rank" or "process"

@@ -14,7 +14,7 @@ from penstock.schedule.render.drawing import Drawing, Panel
 from penstock.schedule.render.perfetto import perfetto
 
 
-def last_words(error: BaseException, executors: Sequence[Executor], folder: Path | None) -> None:
+def write_post_mortem(error: BaseException, executors: Sequence[Executor], folder: Path | None) -> None:
     """Give `error` an account of the rank that it befell, and write this process's trace into `folder`.
 
     Never raises: whatever goes wrong here must not hide `error`.

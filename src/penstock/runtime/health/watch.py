@@ -36,7 +36,7 @@ class Wait(NamedTuple):
     peer: int | None
 
 
-class Note(NamedTuple):
+class FailureNote(NamedTuple):
     """What a rank tells of itself.
 
     at: by its wall clock, on which the ranks' machines are trusted to agree
@@ -54,7 +54,7 @@ class Note(NamedTuple):
         return f"last reported {self.age:.1f} s ago: {self.account}"
 
 
-class Notes:
+class FailureNotes:
     """The notes of `rank` and of the others in `store`."""
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -68,12 +68,12 @@ class Notes:
             return False
         return True
 
-    def read(self, rank: int) -> Note | None:
+    def read(self, rank: int) -> FailureNote | None:
         text = self._read(f"note/{rank}")
         if text is None:
             return None
         at, account, wait = json.loads(text)
-        return Note(at, account, Wait(*wait) if wait else None)
+        return FailureNote(at, account, Wait(*wait) if wait else None)
 
     def fail(self, rank: int, reason: str, end: End = "failed") -> None:
         """Leave word that `rank` came to such an end; the first word of each kind stays."""
@@ -130,7 +130,7 @@ class Waiting(NamedTuple):
 class Mesh(NamedTuple):
     """What the pipelines of one mesh leave for each other, and this process's number in the job."""
 
-    notes: Notes
+    notes: FailureNotes
     process: int
 
     def tell(self, reason: str, end: End = "failed") -> None:
@@ -141,7 +141,7 @@ class Watch:
     """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
-        self._notes, self._rank, self._ranks, self.timeout = Notes(store, rank), rank, ranks, timeout
+        self._notes, self._rank, self._ranks, self.timeout = FailureNotes(store, rank), rank, ranks, timeout
         self._mesh: Mesh | None = None
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
@@ -158,7 +158,7 @@ class Watch:
 
     def beside(self, store: Store, process: int) -> None:
         """From now on share failures with the other pipelines of the mesh, which have none of its notes."""
-        self._mesh = Mesh(Notes(store, process), process)
+        self._mesh = Mesh(FailureNotes(store, process), process)
 
     def begin(self, what: Message | str, peer: int | None) -> None:
         if self._waiting is None or self._waiting[:2] != (what, peer):  # else it goes on

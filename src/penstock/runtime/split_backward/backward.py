@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.batch.payload import Parcel
+from penstock.batch.payload import Payload
 from penstock.runtime.split_backward.deferred import Deferred, without_autocast
 from penstock.runtime.split_backward.recording import Tape
 
@@ -39,7 +39,7 @@ def can_carry(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def leaves(received: Parcel) -> tuple[Tensor, ...]:
+def leaves(received: Payload) -> tuple[Tensor, ...]:
     """What was received, which no graph holds yet, as the start of one."""
     pairs = zip(received.tensors, received.specs.carrying, strict=True)
     return tuple([tensor.requires_grad_(carries) for tensor, carries in pairs])

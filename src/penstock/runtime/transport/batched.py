@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.runtime.transport.point_to_point import FOREVER, Lane, Work
+from penstock.runtime.transport.point_to_point import FOREVER, P2PGroup, Work
 
 # some builds of torch have it: one tensor at most to and from each of the two neighbours in a ring
 RingExchange = Callable[..., None]
@@ -37,11 +37,11 @@ class Batches:
         self._given: list[Transfer] = []
         self._next = Batch(None)
 
-    def send(self, lane: Lane, tensors: Sequence[Tensor]) -> list[Work]:
+    def send(self, lane: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
         self._given += [Transfer(tensor, True, lane.target, lane.tag) for tensor in tensors]
         return [self._next]
 
-    def receive(self, lane: Lane, buffers: Sequence[Tensor]) -> list[Work]:
+    def receive(self, lane: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
         self._given += [Transfer(buffer, False, lane.source, lane.tag) for buffer in buffers]
         return [self._next]
 

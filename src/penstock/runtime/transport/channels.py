@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.batch.payload import EdgeSpecs, Parcel, TensorSpec, pack_specs, unpack_specs
+from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
 from penstock.errors import RunError
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
@@ -25,7 +25,14 @@ from penstock.runtime.transport.buffers import Moment, Pool, Staging
 from penstock.runtime.transport.emulated import STAMP, Network
 from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import narrowed, on_wire, restored
-from penstock.runtime.transport.point_to_point import Carrier, Lane, OneByOne, Reaper, Sending, Work
+from penstock.runtime.transport.point_to_point import (
+    Carrier,
+    OneByOne,
+    P2PGroup,
+    SendCompletion,
+    Sending,
+    Work,
+)
 
 # of a message whose receiver does not know what it will be: how long its specs are, and the specs if they fit
 _HEADER_BYTES = 1024
@@ -37,24 +44,24 @@ def has_tags(groups: Groups) -> bool:
     return groups.backend == "gloo"
 
 
-def open_lanes(
+def open_p2p_groups(
     groups: Groups, channels: Sequence[Channel], hosts: Sequence[int], batched: bool = False
-) -> dict[Channel, Lane]:
+) -> dict[Channel, P2PGroup]:
     """hosts: by stage, its rank; batched: whether messages go in batches"""
-    lanes: dict[Channel, Lane] = {}
+    lanes: dict[Channel, P2PGroup] = {}
     if batched:
-        return {channel: Lane(groups.whole, hosts[channel.source], hosts[channel.target], tag)
+        return {channel: P2PGroup(groups.whole, hosts[channel.source], hosts[channel.target], tag)
                 for tag, channel in enumerate(channels, start=1)}  # fmt: skip
     if has_tags(groups):
         gradients = groups.new(range(groups.size), "pp gradients")
         for tag, channel in enumerate(channels, start=1):
             group = groups.whole if channel.source < channel.target else gradients
-            lanes[channel] = Lane(group, hosts[channel.source], hosts[channel.target], tag)
+            lanes[channel] = P2PGroup(group, hosts[channel.source], hosts[channel.target], tag)
         return lanes
     for channel in channels:
         source, target = hosts[channel.source], hosts[channel.target]
         group = groups.new((source, target), f"pp channel {channel.source} to {channel.target}")
-        lanes[channel] = Lane(group, int(source > target), int(target > source), 0)
+        lanes[channel] = P2PGroup(group, int(source > target), int(target > source), 0)
     return lanes
 
 
@@ -90,7 +97,7 @@ class Channels:
         batched: bool = False,
         network: Network | None = None,
     ) -> None:
-        self._lanes = open_lanes(groups, channels, hosts, batched)
+        self._lanes = open_p2p_groups(groups, channels, hosts, batched)
         self._carrier: Carrier = Batches(groups.whole, _ring_exchange()) if batched else OneByOne()
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)
@@ -98,7 +105,7 @@ class Channels:
         self._pool = Pool(torch.device("cpu"), pinned=True) if staged else Pool(device)
         self._staging = Staging(device, self._pool) if staged else None
         # none where a send can be asked whether it is over, or is waited for with its batch
-        self._reapers = {channel: Reaper(f"{channel.source}-to-{channel.target}")
+        self._reapers = {channel: SendCompletion(f"{channel.source}-to-{channel.target}")
                          for channel in channels
                          if groups.backend == "gloo" and not batched
                          and hosts[channel.source] == groups.rank}  # fmt: skip
@@ -107,7 +114,7 @@ class Channels:
         self._sending: dict[Message, Sending] = {}
         # by channel, those that were posted and will tell what they are; the first one's header is received
         self._in_line: dict[Channel, deque[Message]] = {}
-        self._early: dict[Message, Parcel] = {}  # received, as they stood in line before another
+        self._early: dict[Message, Payload] = {}  # received, as they stood in line before another
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         if specs is None:
@@ -136,7 +143,7 @@ class Channels:
         except RuntimeError as cause:
             raise self._broken(cause, message, self._hosts[message.op.stage]) from cause
 
-    def receive(self, message: Message) -> Parcel:
+    def receive(self, message: Message) -> Payload:
         line = self._in_line.get(message.channel)
         while line and line[0] != message and message in line:  # taken in another order than sent
             first = line[0]
@@ -144,7 +151,7 @@ class Channels:
         early = self._early.pop(message, None)
         return early if early is not None else self._receive_next(message)
 
-    def _receive_next(self, message: Message) -> Parcel:
+    def _receive_next(self, message: Message) -> Payload:
         works, buffers, specs, stamp = self._posted.pop(message)
         self._posted_bytes -= sum([buffer.nbytes for buffer in buffers])
         self._finish(works, message)
@@ -160,7 +167,7 @@ class Channels:
             self._network.hold_back(stamp, sum([buffer.nbytes for buffer in buffers]))
         if self._staging is not None:
             buffers = self._staging.up(buffers)
-        return Parcel(restored(buffers, specs), specs)
+        return Payload(restored(buffers, specs), specs)
 
     def _told(self, message: Message, header: Tensor) -> EdgeSpecs:
         """What the header tells of the tensors that come after it."""
@@ -171,14 +178,16 @@ class Channels:
             self._finish(self._receive(message, (text,)), message)
         return unpack_specs(_bytes(text))
 
-    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
+    def send(self, message: Message, payload: Payload, told: bool) -> None:
         ahead = [] if self._network is None else [self._network.stamp()]
-        given = narrowed(parcel.tensors, self._wire)
+        given = narrowed(payload.tensors, self._wire)
         tensors = [tensor.contiguous() for tensor in given]
-        copies = sum([new.nbytes for new, old in zip(tensors, parcel.tensors, strict=True) if new is not old])
-        nbytes = copies or (parcel.nbytes if parcel.loose is None else parcel.loose)
+        copies = sum(
+            [new.nbytes for new, old in zip(tensors, payload.tensors, strict=True) if new is not old]
+        )
+        nbytes = copies or (payload.nbytes if payload.loose is None else payload.loose)
         if told:
-            ahead += self._headers(parcel.specs)
+            ahead += self._headers(payload.specs)
         if self._staging is not None:
             tensors, ready = self._staging.down(tensors)
             sending = self._staged([*ahead, *tensors], nbytes, ready, message)

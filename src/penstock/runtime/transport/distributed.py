@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.batch.payload import EdgeSpecs, Parcel
+from penstock.batch.payload import EdgeSpecs, Payload
 from penstock.errors import BatchError
 from penstock.runtime.health.progress import Progress
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Action, Message, channels
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import Groups, Members, Processes, all_gather, gather
+from penstock.runtime.transport.groups import GroupProcesses, Groups, Processes, all_gather, gather
 from penstock.runtime.transport.interface import add_up, spread
 from penstock.schedule import Op, Schedule
 
@@ -94,13 +94,13 @@ class DistributedTransport:
     def arrived(self, message: Message) -> bool:
         return True  # it is waited for
 
-    def receive(self, message: Message) -> Parcel:
+    def receive(self, message: Message) -> Payload:
         return self._opened.receive(message)
 
-    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
+    def send(self, message: Message, payload: Payload, told: bool) -> None:
         if self._agreement is not None:
             self.settle()
-        self._opened.send(message, parcel, told)
+        self._opened.send(message, payload, told)
 
     def start(self, in_line: bool) -> None:
         self._opened.start(in_line)
@@ -150,7 +150,7 @@ class DistributedTransport:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank."""
         return gather(value, lambda vector: self.exchange([vector]))
 
-    def apart(self) -> Members:
+    def apart(self) -> GroupProcesses:
         """These ranks over a group of their own, for another thread than the one that steps: a group is no
         two threads' to use. Every process of the job makes it, at the same point.
 
@@ -158,7 +158,7 @@ class DistributedTransport:
         """
         groups = copy.copy(self._groups)  # the group it makes is still closed with the others
         groups.backend, groups.limit = "gloo", _SLOW
-        return Members(groups.new(range(groups.size), "pp apart"), _SLOW, torch.device("cpu"))
+        return GroupProcesses(groups.new(range(groups.size), "pp apart"), _SLOW, torch.device("cpu"))
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:

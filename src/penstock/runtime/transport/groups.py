@@ -47,7 +47,7 @@ class OneProcess:
 _LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 
 
-class Members:
+class GroupProcesses:
     """Of `group`; each wait for the others takes `limit` at most. device: where the group's tensors are"""
 
     def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Members:
         return everyone
 
 
-class Everyone(Members):
+class AllProcesses(GroupProcesses):
     """All processes of the job, before there is any mesh, and so no watch that could name who is late."""
 
     def __init__(self, timeout: float, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.batch.payload import EdgeSpecs, Parcel, TensorSpec
+from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
 from penstock.runtime.health.progress import Progress
 from penstock.runtime.plan import Action, Exchange, Free, Message, Post
 from penstock.schedule import Op
@@ -35,10 +35,10 @@ class Transport(Protocol):
     def arrived(self, message: Message) -> bool:
         """Whether `receive` would bring it, or wait for it."""
 
-    def receive(self, message: Message) -> Parcel | None:
+    def receive(self, message: Message) -> Payload | None:
         """What the message brings; None means that other ranks of this process must run first."""
 
-    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
+    def send(self, message: Message, payload: Payload, told: bool) -> None:
         """Start sending; never waits for the receiver. What arrives is no part of the sender's graph.
 
         told: whether to tell the receiver what it is
@@ -100,7 +100,7 @@ class LocalTransport:
 
     def __init__(self, wire: torch.dtype | None = None) -> None:
         self._wire = wire
-        self._mail: dict[Message, Parcel] = {}
+        self._mail: dict[Message, Payload] = {}
         self.closers: list[Callable[[], None]] = []
 
     def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
@@ -112,14 +112,14 @@ class LocalTransport:
     def arrived(self, message: Message) -> bool:
         return message in self._mail
 
-    def receive(self, message: Message) -> Parcel | None:
+    def receive(self, message: Message) -> Payload | None:
         return self._mail.pop(message, None)
 
-    def send(self, message: Message, parcel: Parcel, told: bool) -> None:
-        tensors = parcel.tensors
+    def send(self, message: Message, payload: Payload, told: bool) -> None:
+        tensors = payload.tensors
         if self._wire is not None:
-            tensors = restored(narrowed(tensors, self._wire), parcel.specs)
-        self._mail[message] = Parcel(of_their_own(tensors, parcel.specs), parcel.specs)
+            tensors = restored(narrowed(tensors, self._wire), payload.specs)
+        self._mail[message] = Payload(of_their_own(tensors, payload.specs), payload.specs)
 
     def start(self, in_line: bool) -> None:
         """Nothing to do: what was sent is there."""

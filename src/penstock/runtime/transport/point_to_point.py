@@ -45,7 +45,7 @@ class Sending:
         self.nbytes = nbytes
         self._tensors, self._works, self._start = tensors, works, start
         self._over = threading.Event()
-        self._reaper: Reaper | None = None
+        self._reaper: SendCompletion | None = None
         self._error: RuntimeError | None = None
 
     @property
@@ -80,7 +80,7 @@ class Sending:
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         self._let_go()
 
-    def leave_to(self, reaper: Reaper) -> None:
+    def leave_to(self, reaper: SendCompletion) -> None:
         self._reaper = reaper
         reaper.watch(self)
 
@@ -89,7 +89,7 @@ class Sending:
         self._over.set()
 
 
-class Reaper:
+class SendCompletion:
     """Waits for the sends on one channel, in the order in which they were started."""
 
     def __init__(self, name: str) -> None:
@@ -115,7 +115,7 @@ class Reaper:
 # ---- How a channel is addressed, and messages each by itself.
 
 
-class Lane(NamedTuple):
+class P2PGroup(NamedTuple):
     """A channel's way: in `group`, from rank `source` of it to rank `target`, under `tag`."""
 
     group: dist.ProcessGroup
@@ -130,10 +130,10 @@ class Carrier(Protocol):
     Raises RuntimeError where a connection is gone.
     """
 
-    def send(self, lane: Lane, tensors: Sequence[Tensor]) -> Sequence[Work]:
+    def send(self, lane: P2PGroup, tensors: Sequence[Tensor]) -> Sequence[Work]:
         """What to wait for until they are gone."""
 
-    def receive(self, lane: Lane, buffers: Sequence[Tensor]) -> Sequence[Work]:
+    def receive(self, lane: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
         """What to wait for until they are here."""
 
     def start(self, in_line: bool) -> None:
@@ -143,10 +143,10 @@ class Carrier(Protocol):
 class OneByOne:
     """Each tensor is on its way as soon as it is given."""
 
-    def send(self, lane: Lane, tensors: Sequence[Tensor]) -> list[Work]:
+    def send(self, lane: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
         return [lane.group.send([tensor], lane.target, lane.tag) for tensor in tensors]
 
-    def receive(self, lane: Lane, buffers: Sequence[Tensor]) -> list[Work]:
+    def receive(self, lane: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
         return [lane.group.recv([buffer], lane.source, lane.tag) for buffer in buffers]
 
     def start(self, in_line: bool) -> None:

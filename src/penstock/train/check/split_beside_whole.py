@@ -37,7 +37,7 @@ from penstock.pipeline.compare import (
     whole_backward,
 )
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.split_batch import Given
+from penstock.pipeline.split_batch import BatchLike
 from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating, gradients_aside
 from penstock.train.check.differences import (
@@ -109,7 +109,7 @@ def free_on(device: torch.device) -> int | None:
 
 
 def check_split(
-    pipe: Pipeline, whole: Whole, batch: Given, mode: Literal["auto", "always"], free: Free = free_on
+    pipe: Pipeline, whole: Whole, batch: BatchLike, mode: Literal["auto", "always"], free: Free = free_on
 ) -> str:
     """Compare loss, weights and gradients of `pipe` with the whole model's; a line that tells the outcome.
 
@@ -160,7 +160,7 @@ def _passed(report: Report) -> str:
     )
 
 
-def shorten(batch: Given, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
+def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
     """`count` microbatches of one row each: the first ones of `batch`, at most `length` tokens long."""
     if isinstance(batch, Mapping):
         rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
@@ -201,7 +201,7 @@ def skipped(reason: str, mode: str) -> str:
     return f"not checked against the whole model: {reason}"
 
 
-def _split(pipe: Pipeline, batch: Given) -> tuple[float, list[tuple[Place, Digests]]]:
+def _split(pipe: Pipeline, batch: BatchLike) -> tuple[float, list[tuple[Place, Digests]]]:
     """Loss and digests of this process's stages; gradients are laid aside and put back."""
     with gradients_aside(pipe.parameters()):
         with evaluating(*pipe.modules.values()):
