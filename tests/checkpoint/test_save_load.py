@@ -548,7 +548,7 @@ if end == "killed":
 def test_the_end_of_python_finishes_a_write_and_a_kill_leaves_the_older_checkpoint(
     tmp_path: Path, end: str
 ) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
                    "OMP_NUM_THREADS": "1"}  # fmt: skip
     child = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path), end], env=environment, timeout=90, capture_output=True

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
@@ -20,15 +16,6 @@ from penstock.models.partition import LayerCosts
 from penstock.pipeline.options import Options, with_pipeline_axis
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.own_chain import Piece, squares, x_batch
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    """A world of this process alone."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_both_ways_to_a_pipeline_take_the_same_options() -> None:
