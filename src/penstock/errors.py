@@ -10,6 +10,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DifferenceError",
+    "EquivalenceError",
+    "HandshakeError",
+    "InputError",
+    "ModelError",
+    "PartitionError",
+    "PeerError",
+    "PeerLostError",
+    "PenstockError",
+    "RunError",
+    "ScheduleError",
+    "ShapeError",
+    "StalledPeerError",
+    "WorldSizeError",
+]
+
 
 class PenstockError(Exception):
     """Base of every error that penstock raises on purpose.

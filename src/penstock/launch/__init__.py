@@ -1,0 +1,5 @@
+"""Start every rank of a run on this machine, as torchrun does, and say why the first one failed."""
+
+from penstock.launch.start import launch, relaunch, under_torchrun
+
+__all__ = ["launch", "relaunch", "under_torchrun"]
