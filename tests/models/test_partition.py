@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.own_modules import ModuleNames, named_split
+from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import (
     LayerCosts,
     Memory,
@@ -288,7 +288,7 @@ def test_the_names_on_each_stage() -> None:
         ([[*FIRST, "lm_head"], [*MIDDLE, "model.norm"]], "'lm_head': it runs after .* Move it to stage 1"),
         ([FIRST[1:], [*MIDDLE, *LAST, FIRST[0]]], "'model.embed_tokens': it runs before .* stage 0"),
         ([[FIRST[0], *MIDDLE], [FIRST[1], *LAST]], "'model.layers.1': model.layers.0 runs before it"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "no such module. Did you mean 'model.layers.2'"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]], "a part of model.layers.1, which stays together"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]], "Name model.layers.1"),
         ([FIRST, ["model.layers", *LAST]], "it holds modules of several stages. Name each, such"),

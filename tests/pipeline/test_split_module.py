@@ -139,10 +139,10 @@ def test_what_is_taken_away_is_none() -> None:
     [
         (
             [FIRST, LAST],
-            r"names without layers.1.up.weight, .* and 3 more: each parameter stands on one stage",
+            r"modules_per_stage without layers.1.up.weight, .* and 3 more: each parameter stands on one",
         ),
-        ([(*FIRST, "layer.1"), LAST], "stage 0 with 'layer.1': the model has no such module. Did you mean"),
-        ([FIRST, ("layers.1", "layers.2", "layers.0", *LAST)], "stage 0 has 'layers.0' already"),
+        ([(*FIRST, "layer.1"), LAST], "with 'layer.1': the model has no such module. Did you mean"),
+        ([FIRST, ("layers.1", "layers.2", "layers.0", *LAST)], "stage 0 has it already"),
         ([FIRST, ("layers.1", "layers.2", "head.weight", *LAST)], "stage 1 has 'head.weight' already"),
     ],
 )

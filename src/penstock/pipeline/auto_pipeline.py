@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_what_would_not_show
-from penstock.models.own_modules import ModuleNames, named_split
-from penstock.models.partition import LayerCosts, check_ways, partition
+from penstock.models.module_names import ModuleNames, named_split
+from penstock.models.partition import LayerCosts, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import outlined, placed, shadow
@@ -82,7 +82,7 @@ class AutoPipeline(Options):
 
         Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError.
         """
-        check_ways(
+        check_one_description(
             **self._ways(),
             modules_per_stage=self.modules_per_stage,
             module_fqns_per_stage=self.module_fqns_per_stage,

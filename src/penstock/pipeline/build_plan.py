@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.costs import COPIES, parameter_costs, stage_memory, stage_sizes
 from penstock.models.huggingface.stages import Completed, HFEdges, cut
-from penstock.models.own_modules import ModuleNames
+from penstock.models.module_names import ModuleNames
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
 from penstock.models.source import Source
 from penstock.models.stage import StageInfo
@@ -232,7 +232,7 @@ def plan_stage(
 ) -> StagePlan:
     depth = schedule.placement.depth
     info = StageInfo(stage % depth, depth)
-    modules = ModuleNames.of(chain).of_stage(layers, info.is_first, info.is_last)
+    modules = ModuleNames.of(chain).on_stage(layers, info.is_first, info.is_last)
     held = {
         f"{module}.{name}": parameter
         for module in modules

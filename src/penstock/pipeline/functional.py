@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ModelError, PartitionError
 from penstock.models.activation_checkpointing import Checkpointing, install
-from penstock.models.own_modules import ModuleNames, Names, check_names, own_names
+from penstock.models.module_names import ModuleNames, Names, check_names, names_in_order
 from penstock.models.partition import LayerCosts, partition
 from penstock.models.stage import ProvidedCall, Provider, StageInfo, own_layers
 from penstock.models.tracing.chain import find_chain
@@ -123,7 +123,7 @@ def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
     """
     if isinstance(model, PreTrainedModel):
         return ModuleNames.of(find_chain(model))
-    return own_names(model, layers)
+    return names_in_order(model, layers)
 
 
 def names_per_stage(

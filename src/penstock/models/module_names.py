@@ -1,0 +1,225 @@
+"""Stages by the names of their modules: which modules a model has to place, and whether names fit it.
+
+names  = ModuleNames(("embed",), ("layers.0", "layers.1"), ("norm", "head"))
+stages = names.per_stage([range(1), range(1, 2)])     # [("embed", "layers.0"), ("layers.1", "norm", "head")]
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from penstock.errors import ModelError, PartitionError
+from penstock.models.tracing.chain import Chain
+
+Names = Sequence[Sequence[str]]  # for each stage, the modules that it holds
+
+
+class ModuleNames(NamedTuple):
+    """The modules with parameters in the order in which they run: before, in and after the layer list."""
+
+    before: tuple[str, ...]
+    layers: tuple[str, ...]
+    after: tuple[str, ...]
+
+    @classmethod
+    def of(cls, chain: Chain) -> ModuleNames:
+        layers = tuple(f"{chain.layers}.{index}" for index in range(chain.count))
+        return cls(tuple(chain.before), layers, tuple(chain.after))
+
+    def on_stage(self, layers: range, first: bool, last: bool) -> tuple[str, ...]:
+        """The modules of one stage with these layers."""
+        held = self.layers[layers.start : layers.stop]
+        return (*(self.before if first else ()), *held, *(self.after if last else ()))
+
+    def per_stage(self, split: Sequence[range]) -> list[tuple[str, ...]]:
+        """The modules of each stage. split: the layers of each stage"""
+        last = len(split) - 1
+        return [self.on_stage(layers, stage == 0, stage == last) for stage, layers in enumerate(split)]
+
+
+def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[str, bool]) -> list[range]:
+    """The layers of each stage, from the names of all modules that each holds.
+
+    Args:
+        named: for each stage the names, such as model.embed_tokens, model.layers.0, lm_head. Every module
+            with parameters stands there once, a later layer on no earlier stage.
+        stages: how many the schedule has.
+        modules: those of the model that have to be placed.
+        known: every module of the model, and whether it has parameters. Modules without (rotary tables) are
+            on every stage: they may be named anywhere, or nowhere.
+
+    Raises PartitionError with the name at fault.
+    """
+    if len(named) != stages:
+        value = f"modules_per_stage with {len(named)} stages"
+        raise PartitionError(value, f"the schedule has {stages}", f"Give {stages} lists")
+    before, layers, after = modules
+    order = [*before, *layers, *after]
+    for name in (name for names in named for name in names if name in known and name not in order):
+        _check_unit(name, order, has_parameters=known[name])
+    everywhere = {name for name in known if name not in order}
+    where = _stage_of_each([[name for name in names if name not in everywhere] for names in named], order)
+    if missing := [name for name in order if name not in where]:
+        raise _without(missing, "each module with parameters stands on one stage")
+    for at_the_end, stage, rule in (
+        (before, 0, "it runs before the layers, so the first stage holds it"),
+        (after, stages - 1, "it runs after the layers, so the last stage holds it"),
+    ):
+        for name in at_the_end:
+            if where[name] != stage:
+                raise _misplaced(name, where[name], rule, stage)
+    for earlier, later in pairwise(layers):
+        if where[later] < where[earlier]:
+            rule = f"{earlier} runs before it and is on stage {where[earlier]}"
+            raise _misplaced(later, where[later], rule, where[earlier])
+    counts = [sum(where[layer] == stage for layer in layers) for stage in range(stages)]
+    return [range(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def check_names(model: nn.Module, named: Names) -> None:
+    """Check that `named` places every parameter of `model` on one stage.
+
+    named: for each stage the names of modules or parameters
+    Raises PartitionError, and ModelError for a weight that two stages would hold.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    where = _stage_of_each(named, [*dict(model.named_modules()), *parameters])
+    places: dict[int, tuple[str, int]] = {}
+    missing = []
+    for name, parameter in parameters.items():
+        holder = next((prefix for prefix in prefixes(name) if prefix in where), None)
+        if holder is None:
+            missing.append(name)
+            continue
+        first, stage = places.setdefault(id(parameter), (name, where[holder]))
+        if stage != where[holder]:
+            raise ModelError(
+                f"{first} of stage {stage} and {name} of stage {where[holder]}",
+                "they are one weight, and its copies would be trained apart",
+                "Put both on one stage, or untie them",
+            )
+    if missing:
+        raise _without(missing, "each parameter stands on one stage")
+
+
+def _stage_of_each(named: Names, known: Collection[str]) -> dict[str, int]:
+    """The stage of each name. Raises PartitionError for an unknown name, and for one module on two stages."""
+    where: dict[str, int] = {}
+    for stage, names in enumerate(named):
+        for name in names:
+            value = f"modules_per_stage[{stage}] with {name!r}"
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                remedy = (
+                    f"Did you mean {near[0]!r}?"
+                    if near
+                    else f"The modules are {', '.join([*known][:3])}, ..."
+                )
+                raise PartitionError(value, "the model has no such module", remedy)
+            for other, place in where.items():
+                if name == other or is_inside(name, other) or is_inside(other, name):
+                    already = "it" if other == name else repr(other)
+                    rule = f"stage {place} has {already} already, and each module stands on one stage"
+                    raise PartitionError(value, rule, "Take one of them away")
+            where[name] = stage
+    return where
+
+
+def _check_unit(name: str, order: Sequence[str], *, has_parameters: bool) -> None:
+    """Refuse a module that is only a part of one that has to be placed, or holds several of these."""
+    value = f"modules_per_stage with {name!r}"
+    around = next((other for other in order if is_inside(name, other)), None)
+    if around is not None:
+        raise PartitionError(value, f"it is a part of {around}, which stays together", f"Name {around}")
+    if has_parameters:
+        inside = next((other for other in order if is_inside(other, name)), "modules in it")
+        raise PartitionError(value, "it holds modules of several stages", f"Name each, such as {inside}")
+
+
+def _misplaced(name: str, stage: int, rule: str, right: int) -> PartitionError:
+    return PartitionError(f"modules_per_stage[{stage}] with {name!r}", rule, f"Move it to stage {right}")
+
+
+def _without(missing: Sequence[str], rule: str) -> PartitionError:
+    more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+    value = f"modules_per_stage without {', '.join(missing[:5])}{more}"
+    return PartitionError(value, rule, "Name it" if len(missing) == 1 else "Name them")
+
+
+def is_inside(name: str, other: str) -> bool:
+    """Whether the module `name` is within the module `other`."""
+    return name.startswith(f"{other}.")
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """a, a.b, a.b.c of a.b.c"""
+    return accumulate(name.split("."), lambda prefix, last: f"{prefix}.{last}")
+
+
+# ---- The modules of a model that is no transformers model: in the order in which they were assigned.
+
+
+def names_in_order(model: nn.Module, layers: str | None) -> ModuleNames:
+    """The modules in the order of assignment, which is taken for the order in which they run.
+
+    layers: the name of the list of the layers; None where there is but one
+    Raises ModelError.
+    """
+    name = _only_list(model) if layers is None else layers
+    try:
+        listed = model.get_submodule(name)
+    except AttributeError as cause:
+        raise ModelError(f"layers={name!r}", "the model has no such module", "Name its list") from cause
+    prefix = f"{name}." if name else ""
+    before, after = _around(model, name)
+    return ModuleNames(before, tuple(prefix + child for child, _ in listed.named_children()), after)
+
+
+def _only_list(model: nn.Module) -> str:
+    """The name of the outermost list of modules with parameters."""
+
+    def named(kinds: Any) -> set[str]:
+        return {name for name, module in model.named_modules() if isinstance(module, kinds)}
+
+    # a dict may hold layers, and as well the modules around a list of layers
+    found = named(nn.ModuleList | nn.Sequential) or named(nn.ModuleDict)
+    outermost = [name for name in found if found.isdisjoint({"", *prefixes(name)} - {name})]
+    if len(outermost) != 1:
+        listed = ", ".join(map(repr, sorted(outermost)[:5])) or "none"
+        raise ModelError(
+            f"a {type(model).__name__} with the module lists {listed}",
+            "its layers are those of one list",
+            'Name that one, e.g. layers="blocks"',
+        )
+    return outermost[0]
+
+
+def _has_place(module: nn.Module) -> bool:
+    """Whether a module stands on one stage. Tables, which every stage may read, and empty lists do not."""
+    if next(module.parameters(), None) is not None:
+        return True
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return next(module.buffers(), None) is None and not isinstance(module, lists)
+
+
+def _around(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What stands before and after the list, from the outermost module inwards and back.
+
+    A module without parameters, such as an activation, has a place too: else every stage would call it.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    holder, prefix = model, ""
+    for step in layers.split(".") if layers else ():
+        before += [prefix + name for name, _ in holder.named_parameters(recurse=False)]
+        names = [name for name, child in holder.named_children() if name == step or _has_place(child)]
+        at = names.index(step)
+        before += [prefix + name for name in names[:at]]
+        after = [*(prefix + name for name in names[at + 1 :]), *after]
+        holder, prefix = holder.get_submodule(step), f"{prefix}{step}."
+    return tuple(before), tuple(after)
