@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
 
 
 def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reduction would come before W; tests/runtime/test_backward.py has the real one."""
+    """Its reduction would come before W; tests/runtime/split_backward/test_backward.py has the real one."""
     monkeypatch.setattr(Sharding, "reduces_in_backward", property(lambda self: True))
     stage = Stage(0, module := Residual(), module)
     stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)

@@ -192,7 +192,7 @@ def group_per_channel(ranks: int) -> list[str]:
 
 def replicas() -> Any:
     """Values and gradients by stage, loss and norm, of a schedule that keeps two copies of the model."""
-    from runtime.test_replicas import Part, batch, mean_square, schedule
+    from runtime.test_shared_weights import Part, batch, mean_square, schedule
 
     torch.manual_seed(dist.get_rank())
     pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square, timeout=30)
