@@ -56,20 +56,20 @@ def test_every_remedy_for_sizes_works(world: int) -> None:
         axes, full = Axes(*given), None
         offered: list[str] = []
         try:
-            full = axes.filled(ranks, world)
+            full = axes.resolve(ranks, world)
         except (WorldSizeError, ConfigError) as error:
             offered = remedies(error)
         if full is None:
             assert offered
             for remedy in offered:
                 other, other_ranks, other_world = changed(axes, ranks, world, remedy)
-                other.filled(other_ranks, other_world)
+                other.resolve(other_ranks, other_world)
             continue
         open_ended += -1 in given
-        assert ranks * full.beside == world
+        assert ranks * full.ranks_per_stage == world
         assert full.dp_shard * full.cp % full.ep == 0
         assert all(size in (-1, full.sizes[name]) for name, size in axes.sizes.items())
-        assert full.known
+        assert full.resolved
     assert open_ended
 
 
@@ -86,7 +86,7 @@ def test_every_remedy_for_sizes_works(world: int) -> None:
 )  # fmt: skip
 def test_sizes_that_do_not_multiply(axes: Axes, ranks: int, world: int, message: str) -> None:
     with pytest.raises((WorldSizeError, ConfigError), match=message):
-        axes.filled(ranks, world)
+        axes.resolve(ranks, world)
 
 
 @pytest.mark.parametrize(
@@ -256,12 +256,12 @@ BATCHES: list[tuple[str, int, Axes, dict[str, Any], dict[str, str]]] = [
     ("llama", 2, Axes(dp_shard=2), {}, {
         "few rows": "BatchError: a batch of 1 rows, given to process 1, 3: .* Give 2 rows or more",
         "list": "BatchError: a list of 1 microbatches, given to process 0, 2: ",
-        "other data": r"BatchError: process 1: .*; process 3: .* pipe.batch_part tells",
+        "other data": r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
     }),
     ("llama", 1, Axes(dp_shard=2, cp=2), {}, {
         "short": "BatchError: a microbatch of 3 tokens a row, given to process 0, 1: over cp=2 .* 4 tokens",
         "few rows": "BatchError: a batch of 1 rows, given to process 2, 3: ",
-        "other data": "BatchError: process 2: .*; process 3: .* pipe.batch_part tells",
+        "other data": "BatchError: process 2: .*; process 3: .* pipe.batch_part names",
     }),
     ("llama", 2, Axes(tp=2), {"shapes": "padded"}, {
         "other data": "BatchError: process 0: .*; process 1: .*; process 2: .*; process 3: ",
@@ -310,7 +310,7 @@ def test_outputs_are_of_whole_sequences(pool: Pool, ranks: int, axes: Axes, opti
 )
 def test_lengths_that_differ(pool: Pool, ranks: int, axes: Axes, shapes: Any) -> None:
     """Between microbatches, and between parts of the batch, each of which is padded by itself."""
-    parts = jobs.ragged(axes.batches)
+    parts = jobs.ragged(axes.batch_parts)
     model = tiny_model("llama", torch.float64, layers=jobs.LAYERS)
     given = [microbatch for part in parts for microbatch in part]
     loss = ragged_loss(model, given)

@@ -42,8 +42,8 @@ def in_one_process(family: str) -> list[float]:
 def test_a_mesh_draws_what_one_process_does(
     pool: Pool, family: str, ranks: int, axes: Axes | None, options: dict[str, Any]
 ) -> None:
-    parts = 1 if axes is None else axes.batches
-    world = ranks * (1 if axes is None else axes.beside)
+    parts = 1 if axes is None else axes.batch_parts
+    world = ranks * (1 if axes is None else axes.ranks_per_stage)
     expected = in_one_process(family)
     for found in pool.run(world, jobs.losses, family, ranks, axes, WHOLE // parts, options):
         assert found == pytest.approx(expected, rel=1e-9)

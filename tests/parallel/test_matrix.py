@@ -53,7 +53,7 @@ def names(cases: list[tuple[Axes, dict[str, Any]]]) -> list[str]:
 @pytest.mark.parametrize(("axes", "options"), DENSE, ids=names(DENSE))
 def test_dense(eight: Pool, axes: Axes, options: dict[str, Any], schedule: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    world = 2 * axes.beside
+    world = 2 * axes.ranks_per_stage
     compare(eight, "qwen3", 2, axes, SCHEDULES[schedule], {**options, "model": heads}, world)
 
 
@@ -61,5 +61,5 @@ def test_dense(eight: Pool, axes: Axes, options: dict[str, Any], schedule: str) 
 @pytest.mark.parametrize(("axes", "options"), MIXTURE, ids=names(MIXTURE))
 def test_mixture(eight: Pool, axes: Axes, options: dict[str, Any], schedule: str) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    world = 2 * axes.beside
+    world = 2 * axes.ranks_per_stage
     compare(eight, "mixtral", 2, axes, SCHEDULES[schedule], {**options, "model": heads}, world)

@@ -93,7 +93,7 @@ def test_given_choices_in_more_ways(pool: Pool, processes: int, case: Case, leng
 
 
 def check_ragged(pool: Pool, processes: int, case: Case) -> None:
-    parts = 1 if case[2] is None else case[2].batches
+    parts = 1 if case[2] is None else case[2].batch_parts
     for found in pool.run(processes, jobs.ragged, case, parts):
         assert not found["wrong"]
         assert found["loss"] == pytest.approx(found["expected"], rel=1e-10)

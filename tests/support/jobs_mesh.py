@@ -142,7 +142,7 @@ def collectives(axes: Axes, schedule: str, microbatches: int, sharded: Sharded) 
     pipe = AutoPipeline(
         ranks=2, schedule=schedule, microbatches=microbatches, timeout=30, axes=axes, sharded=sharded
     ).build(model)
-    mine = own_part(batch(2 * microbatches * axes.batches), *pipe.batch_part)
+    mine = own_part(batch(2 * microbatches * axes.batch_parts), *pipe.batch_part)
     pipe.step(mine)
     pipe.zero_grad()
     with Collectives() as counted:

@@ -96,14 +96,14 @@ def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], N
 def _random_states(pipe: SplitModel) -> dict[str, dict[str, Tensor]]:
     """By file, of this process and of those beside it. Collective over these."""
     own = {"cpu": torch.get_rng_state()}
-    if pipe.sums.least(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
+    if pipe.reductions.min(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
         own["cuda"] = torch.cuda.get_rng_state()
     files, place = _random_files(pipe)
     states: dict[str, dict[str, Tensor]] = {file: {} for file in files}
     for kind, state in own.items():
         table = torch.zeros(len(files), len(state), dtype=torch.uint8, device=pipe._world.device)
         table[place] = state
-        for file, row in zip(files, pipe.sums.everywhere(table).cpu(), strict=True):
+        for file, row in zip(files, pipe.reductions.sum_over_mesh(table).cpu(), strict=True):
             states[file][kind] = row.clone()
     return states
 
@@ -126,7 +126,7 @@ def set_random_state(held: Mapping[str, Tensor]) -> None:
 
 def _random_files(pipe: SplitModel) -> tuple[list[str], int]:
     """Of this process and of those beside it, which host the same stages; and which of them is its own."""
-    processes, ranks = pipe.processes, sorted(pipe.sums.ranks)
+    processes, ranks = pipe.processes, sorted(pipe.reductions.stage_ranks)
     beside = max(1, len(ranks))  # a pipeline that is all there is has no ranks beside it
     first, count = processes.index * beside + 1, processes.count * beside
     files = [f"random-{first + place:05d}-of-{count:05d}.safetensors" for place in range(beside)]

@@ -219,10 +219,10 @@ class CheckpointWriter:
     def _check_usable(self) -> None:
         """Raises RunError, on all processes: a second write would read the messages of the one given up."""
         pipe = self._pipe
-        if not self._background or (pipe.processes.count == 1 and len(pipe.sums.ranks) <= 1):
+        if not self._background or (pipe.processes.count == 1 and len(pipe.reductions.stage_ranks) <= 1):
             return
         gave_up = any(pipe.processes.gather(self._gave_up))
-        if pipe.sums.agree("it gave up" if gave_up else None):
+        if pipe.reductions.first_problem("it gave up" if gave_up else None):
             raise RunError(
                 "a CheckpointWriter that gave a write up",
                 "its group may still be in that write",

@@ -70,7 +70,7 @@ def train(
             from penstock.cli.plan import show
 
             return show(prepared)
-        ranks = prepared.outline.schedule.ranks * prepared.axes.beside
+        ranks = prepared.outline.schedule.ranks * prepared.axes.ranks_per_stage
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
             command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]

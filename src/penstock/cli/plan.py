@@ -11,8 +11,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from penstock.parallel.mesh import MESH, Axes
-from penstock.parallel.reductions import BATCH, LOSS
+from penstock.parallel.mesh import BATCH, LOSS, MESH, Axes
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.schedule import Costs, render, simulate
 from penstock.train.run import Prepared, largest_microbatch
@@ -90,7 +89,7 @@ def part_of(seat: Seat, axes: Axes) -> int:
 
 
 def _read(seat: Seat, axes: Axes, rows: int | None) -> str:
-    part, parts = part_of(seat, axes), axes.batches
+    part, parts = part_of(seat, axes), axes.batch_parts
     if rows is None:
         read = f"part {part} of {parts}" if parts > 1 else "all rows"
     else:
@@ -141,7 +140,7 @@ def show(prepared: Prepared) -> None:
     console.print(prepared.config.to_yaml(), markup=False, soft_wrap=True)
     console.print(_stages(prepared))
     console.print(_optimizers(prepared))
-    if prepared.axes.beside > 1:
+    if prepared.axes.ranks_per_stage > 1:
         rows = prepared.config.train.batch_size if prepared.config.data.packing == "stream" else None
         console.print(mesh_table(prepared.outline, prepared.axes, rows))
     console.print(render(schedule), markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""FSDP2 around a stage: its weights spread over the ranks that work on other data.
+"""FSDP2 around a stage: its weights are sharded over the ranks that process other data.
 
 Each rank holds a shard of every weight, gathers the whole ones for its first forward of a step, keeps them
 until the stage's last backward, and then reduces the gradients of all microbatches at once. With
@@ -7,7 +7,7 @@ until the stage's last backward, and then reduces the gradients of all microbatc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,19 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from penstock.errors import ModelError
-from penstock.parallel.mesh import own_backend
-from penstock.parallel.reductions import flat, present
+from penstock.parallel.mesh import flattened, job_backend, present
 from penstock.runtime.sharded_weights import groups_of, sharded_parts
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """How weights are spread, as FSDP2 has it.
+    """How FSDP2 shards weights.
 
-    param_dtype: what weights are gathered and computed in; reduce_dtype: what gradients are summed in; None
-        leaves either as the weights are
-    reshard_after_forward: let go of the gathered weights after each forward, and gather them again for its
-        backward: less memory, a gathering for each microbatch
+    param_dtype: the dtype that weights are gathered and computed in; None leaves them as they are
+    reduce_dtype: the dtype that gradients are summed in; None leaves them as the weights are
+    reshard_after_forward: free the gathered weights after each forward, and gather them again for its
+        backward: less memory, one gathering per microbatch
     cpu_offload: keep shards, their gradients and the optimizer's state in host memory
     """
 
@@ -40,6 +39,7 @@ class Sharded:
 
     @property
     def options(self) -> dict[str, Any]:
+        """Keyword arguments of `fully_shard`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
         precision = MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
@@ -51,10 +51,8 @@ class Sharded:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Over which weights are spread: dp_shard x cp, with the copies of dp_replicate in front; None where
-    there are neither. Collective.
-    """
-    shards = flat(mesh, ("dp_shard", "cp"))
+    """dp_shard x cp, with dp_replicate in front, or None where there are neither. Collective."""
+    shards = flattened(mesh, ("dp_shard", "cp"))
     if not present(mesh, ("dp_replicate",)):
         return shards
     if shards is None:
@@ -65,115 +63,103 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 class ExpertMeshes(NamedTuple):
     """The ranks of dp_shard x cp by their experts.
 
-    own: those that hold different experts (`ep`); copies: those that hold the same, with the copies of
-        dp_replicate in front; None where there are no such
+    ep: ranks that hold different experts
+    copies: ranks that hold the same experts, with dp_replicate in front; None where there is one such rank
     """
 
-    own: DeviceMesh
+    ep: DeviceMesh
     copies: DeviceMesh | None
 
 
 def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
     """ep: divides dp_shard x cp. Neighbours hold different experts. Collective."""
-    shards = flat(mesh, ("dp_shard", "cp"))
+    shards = flattened(mesh, ("dp_shard", "cp"))
     assert shards is not None
-    backend = own_backend(mesh.device_type)
-    both = shards._unflatten(
-        0,
-        (shards.size() // ep, ep),
-        ("ep_shard", "ep"),
-        backend_override={"ep_shard": backend, "ep": backend},
-    )
-    replicated = present(mesh, ("dp_replicate",))
-    if both["ep_shard"].size() == 1 and not replicated:
-        return ExpertMeshes(both["ep"], None)
-    copies = both["ep_shard"]
-    return ExpertMeshes(
-        both["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], copies]) if replicated else copies
-    )
+    backend: Any = dict.fromkeys(("ep_shard", "ep"), job_backend(mesh.device_type))
+    grid = shards._unflatten(0, (shards.size() // ep, ep), ("ep_shard", "ep"), backend_override=backend)
+    if present(mesh, ("dp_replicate",)):
+        return ExpertMeshes(grid["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], grid["ep_shard"]]))
+    return ExpertMeshes(grid["ep"], grid["ep_shard"] if grid["ep_shard"].size() > 1 else None)
 
 
-def shard(
+def shard_stage(
     module: nn.Module,
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
-    how: Sharded,
+    sharded: Sharded,
     experts: Sequence[nn.Module] = (),
     copies: DeviceMesh | None = None,
 ) -> StageShards:
-    """Spread a stage's weights in place, layer by layer, the rest together; they may be on the meta device.
+    """Apply FSDP2 to a stage in place, layer by layer, then to the rest; it may be on the meta device.
 
-    experts: modules whose weights are dealt out already, one part of them to each rank; they are spread over
-        `copies`, the ranks that hold the same part, where there are such
+    Args:
+        experts: modules whose weights are distributed already; they are sharded over `copies`
+        copies: the ranks that hold the same experts; None where there is one such rank
     """
     from torch.distributed.fsdp import fully_shard
 
     refuse_scalars(module)
-    dealt = {parameter for part in experts for parameter in part.parameters()}
+    distributed = {parameter for part in experts for parameter in part.parameters()}
     for part in experts if copies is not None else ():
-        fully_shard(part, mesh=copies, shard_placement_fn=lambda _: Shard(1), **how.options)
-    for layer in layers:
-        if layer is module:  # of one's own, which is a single layer
-            continue
-        fully_shard(layer, mesh=mesh, ignored_params=dealt, **how.options)
-    fully_shard(module, mesh=mesh, ignored_params=dealt, **how.options)
-    return StageShards(module, how)
+        fully_shard(part, mesh=copies, shard_placement_fn=lambda _: Shard(1), **sharded.options)
+    for part in (*(layer for layer in layers if layer is not module), module):
+        fully_shard(part, mesh=mesh, ignored_params=distributed, **sharded.options)
+    return StageShards(module, sharded)
 
 
 def refuse_scalars(module: nn.Module) -> None:
-    """Raises ModelError."""
+    """Raise ModelError for a parameter of no dimension."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 0:
             raise ModelError(
                 f"{name}, a parameter of no dimension",
-                "FSDP2 spreads a weight along a dimension",
+                "FSDP2 shards a weight along a dimension",
                 "Make it one of shape (1,), or leave out dp_shard, dp_replicate and cp",
             )
 
 
 class StageShards:
-    """What FSDP2 does with a stage's gradients, and when: once a step, after the stage's last backward."""
+    """Reduces a stage's gradients with FSDP2 once a step, after the stage's last backward."""
 
-    def __init__(self, module: nn.Module, how: Sharded) -> None:
+    def __init__(self, module: nn.Module, sharded: Sharded) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         assert isinstance(module, FSDPModule)
-        self._module, self._reshard = module, how.reshard_after_forward
-        self._widens = how.reduce_dtype is not None
+        self._module, self._reshard = module, sharded.reshard_after_forward
+        self._widens = sharded.reduce_dtype is not None
         self._parts: list[FSDPModule] = sharded_parts(module)
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        self._put_off()
+        self._defer_reduction()
 
     def accumulate(self) -> None:
-        """Add what W has left in the weights' own dtype to the sums in reduce_dtype, as FSDP2 does after a
-        whole backward. Without this the next W would add to it in the narrow one.
+        """Add the gradients that W has left in the weights' dtype to the sums in reduce_dtype.
+
+        FSDP2 does so after a whole backward. Without it the next W would add in the narrower dtype.
         """
         if not self._widens:
             return
-        for part in self._parts:
-            for group in groups_of(part):
-                for parameter in group.fsdp_params:
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter.accumulate_unsharded_grad_if_needed()
-                        parameter.to_accumulated_grad_if_needed()
+        for group in self._groups():
+            for parameter in group.fsdp_params:
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
 
     def reduce(self) -> None:
-        """Sum the gradients of all microbatches over the mesh, each rank its shards; the whole weights go."""
+        """Sum the gradients of all microbatches over the mesh into shards, and free the whole weights."""
         self._module.set_is_last_backward(True)
         self._module.set_reshard_after_backward(True)
         self._module.set_requires_gradient_sync(True)
-        for part in self._parts:
-            for group in groups_of(part):
-                group.post_backward()
+        for group in self._groups():
+            group.post_backward()
         for state in (part._get_fsdp_state() for part in self._parts):
             if state._is_root:
                 state._root_post_backward_final_callback()
-        self._put_off()
+        self._defer_reduction()
 
     def reshard(self) -> None:
-        """Let go of the whole weights, after a step without backwards, or one that failed."""
+        """Free the whole weights after a step without backwards, or one that failed."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         for part in self._parts:
@@ -182,7 +168,11 @@ class StageShards:
                 group._training_state = TrainingState.IDLE
             part.reshard()
 
-    def _put_off(self) -> None:
+    def _groups(self) -> Iterator[Any]:
+        for part in self._parts:
+            yield from groups_of(part)
+
+    def _defer_reduction(self) -> None:
         self._module.set_is_last_backward(False)
         self._module.set_reshard_after_backward(self._reshard)
         self._module.set_requires_gradient_sync(False)

@@ -1,10 +1,10 @@
-"""Where a pipeline runs: which of its ranks this process holds, on which device, and how they talk."""
+"""The world of a pipeline: the ranks that this process hosts, its device, and how ranks communicate."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
 from penstock.parallel.mesh import Axes, init_process_group, pipeline_mesh
-from penstock.parallel.reductions import MeshReductions, NoReductions, Reductions
+from penstock.parallel.reductions import Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.transport.distributed import DistributedTransport, clock_offset
 from penstock.runtime.transport.emulated import Network
@@ -23,71 +23,12 @@ from penstock.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class World:
-    """ranks: those of this process; clock_offset: what makes this process's clock rank 0's, in seconds
-
-    batched: whether what a rank sends and receives between two ops goes together
-    mesh: where the pipeline's ranks, and those beside them, come from; None where all live in this process
-    sums: what is summed over the ranks beside the pipeline
-    """
-
-    ranks: tuple[int, ...]
-    device: torch.device
-    transport: Transport
-    processes: Processes
-    clock_offset: float = 0.0
-    batched: bool = False
-    mesh: DeviceMesh | None = None
-    sums: Reductions = field(default_factory=NoReductions)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other process has a part in what this one does."""
-        return self.mesh is None or self.mesh.size() == 1
-
-    def closed_on_error(self) -> AbstractContextManager[None]:
-        """While a pipeline is made in it: one that is refused lets go of its threads and process groups."""
-        return _closed_on_error(self.transport)
-
-
-def one_rank_per_process(mesh: DeviceMesh | None) -> bool:
-    """Whether this process is one rank of many: a mesh was given, or torchrun's environment is there."""
-    return mesh is not None or dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
-
-
-def ranks_left(link: WorldOptions) -> int:
-    """How many ranks a pipeline has that takes all processes which the axes beside it leave (ranks=-1).
-
-    Raises ConfigError, WorldSizeError where there is no such number.
-    """
-    if link.transport == "local" or not one_rank_per_process(link.mesh):
-        raise ConfigError(
-            "ranks=-1 in one process",
-            "it takes the processes that are left, and no others were started",
-            "Give a number, or start the ranks with torchrun",
-        )
-    if link.mesh is not None and "pp" in (link.mesh.mesh_dim_names or ()):
-        return link.mesh["pp"].size()
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
-    return (link.axes or Axes()).leave(world)
-
-
-@dataclass(frozen=True)
 class WorldOptions:
-    """How ranks talk.
+    """The options of a pipeline that say how its ranks communicate.
 
-    mesh: a DeviceMesh with an axis `pp`; None takes all processes for the pipeline
-    device: None takes the GPU of this process, or the CPU
-    timeout: seconds that a rank waits for another before it gives up
-    transport: "nccl"; "gloo", which goes by way of host memory where tensors are on a GPU, so that ranks can
-        share one; "local", all ranks in this process; None takes what fits
-    wire: what floating-point tensors travel as; None leaves them as they are
-    exchange: "channels", where each message goes by itself as soon as it can; or "batched", where what a rank
-        sends and receives between two ops goes in one exchange with all its neighbours
-    network: one to emulate, slower than what there is, for experiments
-    axes: the mesh's other axes, where it is to be made; None takes what `mesh` has, or none
-    overlap: whether pairs of ops that the schedule marks run side by side; on a GPU they do not, as both
-        ops' kernels go to one stream
+    `penstock.pipeline.options.Options` describes them. Here `mesh` has an axis `pp`, and `overlap` is whether
+    pairs of ops that the schedule marks run side by side; on a GPU they do not, as the kernels of both ops go
+    to one stream.
     """
 
     mesh: DeviceMesh | None = None
@@ -110,13 +51,19 @@ class WorldOptions:
         return self.mesh is None or self.axes is not None
 
     @property
+    def one_process(self) -> bool:
+        """Whether all ranks live in this process: no mesh, and no environment of torchrun."""
+        started = dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
+        return self.transport == "local" or (self.mesh is None and not started)
+
+    @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks."""
-        return {"exchange": self.exchange, "network": str(self.network), "axes": str(self.axes),
-                "overlap": str(self.overlap)}  # fmt: skip
+        names = ("exchange", "network", "axes", "overlap")
+        return {name: str(getattr(self, name)) for name in names}
 
     def check(self) -> None:
-        """Raises ConfigError."""
+        """Raise ConfigError for a value that no world takes."""
         if self.wire is not None and not self.wire.is_floating_point:
             rule = "activations and gradients are of floating point"
             raise ConfigError(f"wire_dtype={self.wire}", rule, "Take torch.bfloat16")
@@ -131,51 +78,99 @@ class WorldOptions:
             raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'channels'")
 
 
-def open_world(schedule: Schedule, link: WorldOptions, facts: Mapping[str, str] | None = None) -> World:
-    """Join the pipeline's other processes, or hold all ranks in this one.
+@dataclass(frozen=True)
+class World:
+    """An open world.
 
-    facts: what has to be the same on all ranks, by name. Raises WorldSizeError, ConfigError, HandshakeError.
+    ranks: the pipeline's ranks that this process hosts
+    processes: the pipeline's processes
+    clock_offset: seconds to add to this process's clock to get rank 0's
+    batched: whether what a rank sends and receives between two ops goes together
+    mesh: None where all ranks live in this process
+    reductions: sums and agreement over the rest of the mesh
     """
-    link.check()
-    device = torch.device(link.device) if link.device is not None else _default_device()
+
+    ranks: tuple[int, ...]
+    device: torch.device
+    transport: Transport
+    processes: Processes
+    clock_offset: float = 0.0
+    batched: bool = False
+    mesh: DeviceMesh | None = None
+    reductions: Reductions = field(default_factory=Reductions)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other process takes part."""
+        return self.mesh is None or self.mesh.size() == 1
+
+
+def remaining_ranks(options: WorldOptions) -> int:
+    """Number of ranks of a pipeline with ranks=-1: all processes that the other axes leave.
+
+    Raises ConfigError, WorldSizeError where there is no such number.
+    """
+    if options.one_process:
+        raise ConfigError(
+            "ranks=-1 in one process",
+            "it takes the processes that are left, and no others were started",
+            "Give a number, or start the ranks with torchrun",
+        )
+    if options.mesh is not None and "pp" in (options.mesh.mesh_dim_names or ()):
+        return options.mesh["pp"].size()
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    return (options.axes or Axes()).pipeline_ranks(world)
+
+
+def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, str] | None = None) -> World:
+    """Join the pipeline's other processes, or host all ranks in this one. Collective.
+
+    Args:
+        facts: what has to be the same on all ranks, by name
+
+    Raises WorldSizeError, ConfigError, HandshakeError.
+    """
+    options.check()
+    device = torch.device(options.device) if options.device is not None else _default_device()
     if device == torch.device("cuda"):
         device = _default_device()  # the one of this process
-    if link.transport == "nccl" and device.type != "cuda":
+    if options.transport == "nccl" and device.type != "cuda":
         raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
-    if link.network is not None and device.type != "cpu":
-        rule = f"when an op has ended is known at once on the CPU only, and the device is {device}"
-        raise ConfigError(f"network={link.network}", rule, "Take device='cpu', or leave network out")
-    overlap = link.overlap and bool(schedule.overlaps) and device.type == "cpu"
-    if link.transport == "local" or not one_rank_per_process(link.mesh):
-        _check_alone(link)
-        here = LocalTransport(link.wire)
-        here.overlap = overlap
-        return World(tuple(range(schedule.ranks)), device, here, OneProcess(), batched=link.batched)
+    if options.network is not None and device.type != "cpu":
+        rule = f"the end of an op is known at once on the CPU only, and the device is {device}"
+        raise ConfigError(f"network={options.network}", rule, "Take device='cpu', or leave network out")
+    overlap = options.overlap and bool(schedule.overlaps) and device.type == "cpu"
+    if options.one_process:
+        _check_one_process(options)
+        local = LocalTransport(options.wire)
+        local.overlap = overlap
+        return World(tuple(range(schedule.ranks)), device, local, OneProcess(), batched=options.batched)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    init_process_group(device, link.timeout, link.transport)
-    common = {**facts_of_process(), **facts_of_schedule(schedule), **link.facts, **(facts or {})}
-    if link.takes_all:  # before any group is made: ranks that differ would hang in making them
-        shake_hands(AllProcesses(link.timeout, device), common)
-    mesh = pipeline_mesh(link.mesh, schedule.ranks, device, link.axes)
-    groups = Groups(mesh, link.timeout, link.transport)
-    transport = DistributedTransport(groups, device, link.timeout)
+    init_process_group(device, options.timeout, options.transport)
+    common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
+    if options.takes_all:  # before any group is made: ranks that differ would hang in making them
+        shake_hands(AllProcesses(options.timeout, device), common)
+    mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
+    groups = Groups(mesh, options.timeout, options.transport)
+    transport = DistributedTransport(groups, device, options.timeout)
     transport.overlap = overlap
-    with _closed_on_error(transport):
-        if not link.takes_all:
+    with close_on_error(transport):
+        if not options.takes_all:
             shake_hands(transport, common)
-        transport.open(schedule, link.wire, batched=link.batched, network=link.network)
+        transport.open(schedule, options.wire, batched=options.batched, network=options.network)
         offset = clock_offset(transport)
-        sums: Reductions = NoReductions()
-        if link.axes is not None:
-            sums = beside = MeshReductions(mesh, transport.watch, groups.limit)
-            transport.closers.append(beside.close)
-            transport.beside(beside.token())
-    return World((transport.rank,), device, transport, transport, offset, link.batched, mesh, sums)
+        reductions = Reductions()
+        if options.axes is not None:
+            reductions = Reductions.over(mesh, transport.watch, groups.limit)
+            transport.closers.append(reductions.close)
+            transport.beside(reductions.shared_token())
+    return World((transport.rank,), device, transport, transport, offset, options.batched, mesh, reductions)
 
 
 @contextmanager
-def _closed_on_error(transport: Transport) -> Iterator[None]:
+def close_on_error(transport: Transport) -> Iterator[None]:
+    """Close `transport` if the block fails: a pipeline that is refused frees its threads and groups."""
     try:
         yield
     except BaseException:
@@ -183,23 +178,23 @@ def _closed_on_error(transport: Transport) -> Iterator[None]:
         raise
 
 
-def _check_alone(link: WorldOptions) -> None:
+def _check_one_process(options: WorldOptions) -> None:
     count = int(os.environ.get("WORLD_SIZE", "1"))
-    if link.transport == "local" and count > 1:
+    if options.transport == "local" and count > 1:
         raise ConfigError(
             "transport='local'",
             f"it holds all ranks in one process, and {count} were started",
             "Start one process, or leave transport out",
         )
-    if link.network is not None:
+    if options.network is not None:
         raise ConfigError(
-            f"network={link.network}",
+            f"network={options.network}",
             "it delays messages between processes, and all ranks are in this one",
             "Start the ranks with torchrun, or simulate() the schedule with these costs",
         )
-    if link.transport in ("gloo", "nccl"):
+    if options.transport in ("gloo", "nccl"):
         raise ConfigError(
-            f"transport={link.transport!r}",
+            f"transport={options.transport!r}",
             "it joins processes, and this one was started alone",
             "Start the ranks with torchrun, or leave transport out",
         )

@@ -27,7 +27,7 @@ from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import Routed
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan, check_model
-from penstock.parallel.world import World, open_world
+from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.build_plan import BuildPlan, plan_stage, shared_weights
 from penstock.pipeline.built import BuiltStages, names_in
 from penstock.pipeline.checks import check_fits, check_options
@@ -116,7 +116,7 @@ class AutoPipeline(Options):
             for stage in range(schedule.stages)
         )
         outline = BuildPlan(schedule, proof, stages, source, chain, routed)
-        if self.axes is None or self.axes.known:
+        if self.axes is None or self.axes.resolved:
             outline.recomputed(self.checkpointing(), self.axes)  # for its refusals
         return outline
 
@@ -131,7 +131,7 @@ class AutoPipeline(Options):
         """
         outline = self.outline(model)
         world = open_world(outline.schedule, self.link(), {**self.facts(), **self._facts_of(outline)})
-        with world.closed_on_error():
+        with close_on_error(world.transport):
             return Pipeline(self._parts(outline, world))
 
     def _parts(self, outline: BuildPlan, world: World) -> BuiltStages:
@@ -166,7 +166,7 @@ class AutoPipeline(Options):
             {index: outline.own_layers(module, index) for index, module in modules.items()},
             None
             if self.shapes == "exchanged" or not outline.chain.plain
-            else HFEdges(source.model, outline.chain, None if beside is None else beside.computed),
+            else HFEdges(source.model, outline.chain, None if beside is None else beside.param_dtype),
             self.loss(),
             self.splitter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
             shared=shared_weights(outline, ties, modules),
@@ -207,16 +207,16 @@ class AutoPipeline(Options):
         """Laid out over the mesh while it is on the meta device, so that no rank ever holds all of it."""
         given = outlined(part)
         placed(part, device)
-        beside.share_out(part)
-        if beside.computed is not None:
-            compute_in(part, beside.computed)
+        beside.parallelize(part)
+        if beside.param_dtype is not None:
+            compute_in(part, beside.param_dtype)
 
         def fill() -> None:
             give_storage(part, device)
             self._fill(given, outline.source, ties)
 
         def spread(module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
-            shards = beside.spread(module, layers)
+            shards = beside.fully_shard(module, layers)
             if self.parallelize_fn is None:
                 fill()
             return shards
@@ -261,7 +261,7 @@ class AutoPipeline(Options):
 
         The durations are those of Costs(). None where only a real run can tell. Not with axes of -1.
         """
-        how, shape = self.checkpointing(), (self.axes or Axes()).part(shape)
+        how, shape = self.checkpointing(), (self.axes or Axes()).local_shape(shape)
         if how is None:
             return outline.sizes(shape)
         sizes = outline.sizes_either_way(how, shape)

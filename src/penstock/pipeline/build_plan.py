@@ -145,7 +145,7 @@ class BuildPlan:
             return recomputed_places(self.schedule, how)
         assert how.shape is not None
         axes = axes or Axes()
-        sizes = self.sizes_either_way(how, axes.part(how.shape))
+        sizes = self.sizes_either_way(how, axes.local_shape(how.shape))
         if sizes is None:
             raise ConfigError(
                 f"memory_limit for {type(self.source.model).__name__}",

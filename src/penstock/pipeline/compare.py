@@ -142,7 +142,7 @@ class Comparable(Protocol):
     @property
     def processes(self) -> Processes: ...
     @property
-    def sums(self) -> Reductions: ...
+    def reductions(self) -> Reductions: ...
     def step(self, batch: BatchLike) -> StepResult: ...
     def microbatches(self, batch: BatchLike) -> list[Microbatch]: ...
 
@@ -169,7 +169,7 @@ def compare(
     with gradients_aside([*(p for _, p in own), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = pipe.step(batch).loss
-            expected = whole_gradients(model, pipe.microbatches(batch), loss, pipe.sums)
+            expected = whole_gradients(model, pipe.microbatches(batch), loss, pipe.reductions)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [_gradient(at, _gathered(p.grad), whole[at[0]].grad, tolerance, largest) for at, p in own]
     return Report.of((found, expected), everywhere(pipe, gradients), tolerance)
@@ -197,15 +197,15 @@ def _gathered(gradient: Tensor | None) -> Tensor | None:
 
 
 def whole_gradients(
-    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, sums: Reductions
+    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, reductions: Reductions
 ) -> float:
     """As `whole_backward`, of all parts of the batch: each pipeline of a mesh has one. Collective."""
-    weight = sums.items(sum(loss.weight(microbatch) for microbatch in microbatches))
+    weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
     total = torch.tensor([whole_backward(model, microbatches, loss, weight)], dtype=torch.float64)
     for parameter in model.parameters():
         if parameter.grad is not None:
-            sums.parts(parameter.grad)
-    return float(sums.parts(total.to(next(model.parameters()).device)))
+            reductions.sum_over_batch(parameter.grad)
+    return float(reductions.sum_over_batch(total.to(next(model.parameters()).device)))
 
 
 def whole_backward(

@@ -93,7 +93,7 @@ class Evaluations:
             everyone = to_all(found, self._parts.world)
         except ShapeError as error:
             refusal = error
-        self._parts.world.sums.accepted(self._count, True, refusal)
+        self._parts.world.reductions.all_accept(self._count, True, refusal)
         if refusal is not None:
             raise refusal
         return everyone
@@ -116,7 +116,7 @@ class Evaluations:
                 count = 1
         else:
             count = len(given)
-        return self._parts.world.sums.least(max(count, 1))
+        return self._parts.world.reductions.min(max(count, 1))
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:
@@ -200,7 +200,7 @@ def chosen_experts(
         found: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
         for number, (places, chosen, length) in sorted(found.items()):
             if length is not None and isinstance(splitter, MeshBatchSplitter):
-                chosen = splitter.beside.whole(chosen, length)
+                chosen = splitter.beside.gather_sequence(chosen, length)
             mine[index * microbatches + number] = list(places), chosen
     parts: dict[int, list[tuple[list[int], Tensor]]] = {}
     for key, part in to_all(mine, world).items():

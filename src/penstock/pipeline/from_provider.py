@@ -13,7 +13,7 @@ from torch import nn
 from penstock.errors import ConfigError, ModelError
 from penstock.models.stage import Provider, StageInfo, provided_edges
 from penstock.parallel.mesh import Axes
-from penstock.parallel.world import World, open_world
+from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.built import BuiltStages
 from penstock.pipeline.checks import check_options
 from penstock.pipeline.functional import layers_of, make_stage, own_stages
@@ -82,7 +82,7 @@ def provided_parts(provider: Provider, options: Options) -> BuiltStages:
         )
     check_options(options.axes or Axes(), options.sharded, options.loss())
     world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
-    with world.closed_on_error():
+    with close_on_error(world.transport):
         return _parts_in(world, provider, options, schedule)
 
 
@@ -104,7 +104,7 @@ def _parts_in(world: World, provider: Provider, options: Options, schedule: Sche
             checkpointing=how,
             parallelize_fn=options.parallelize_fn,
             place=index % depth,
-            spread=None if beside is None else beside.spread,
+            spread=None if beside is None else beside.fully_shard,
         )
         for index, module in built.items()
     ]

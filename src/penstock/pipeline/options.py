@@ -22,7 +22,7 @@ from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
-from penstock.parallel.world import World, WorldOptions, ranks_left
+from penstock.parallel.world import World, WorldOptions, remaining_ranks
 from penstock.pipeline.split_batch import BatchSplitter, MeshBatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
@@ -53,7 +53,7 @@ class Options:
     device: None takes the GPU of this process, or the CPU
     timeout: seconds that a rank waits for another before it gives up
     transport: "nccl", "gloo", "local", or None for what fits; exchange: "channels", or "batched" (see
-        penstock.parallel.world.Link)
+        penstock.parallel.world.WorldOptions)
     wire_dtype: what floating-point tensors travel as; None leaves them as they are. Anything narrower than
         the model's dtype changes the gradients
     network: a penstock.runtime.transport.emulated.Network to emulate, slower than what there is; for
@@ -120,7 +120,7 @@ class Options:
         link = self.link()
         link.check()
         self.padding()
-        ranks = ranks_left(link) if self.ranks == -1 else self.ranks
+        ranks = remaining_ranks(link) if self.ranks == -1 else self.ranks
         schedule = chosen_schedule(self.schedule, ranks, self.microbatches)
         if self.exchange == "batched":
             self._check_batched(schedule)
@@ -201,9 +201,9 @@ class Options:
         if self.axes is None:
             return None
         if world.mesh is None:
-            self.axes.alone(len(world.ranks))
+            self.axes.resolve_in_one_process(len(world.ranks))
             return None
-        axes = self.axes.filled(world.mesh["pp"].size(), world.mesh.size())
+        axes = self.axes.resolve(world.mesh["pp"].size(), world.mesh.size())
 
         def directions(experts: DeviceMesh) -> Directions:
             # separate groups where two threads exchange tokens at once

@@ -46,19 +46,19 @@ def global_norm(gradients: Sequence[Tensor], world: World) -> float:
     for holders, each in _held(gradients, world).items():
         norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(each)])
         squares += norms.double().square().sum() / holders
-    squares = world.sums.everywhere(squares)
+    squares = world.reductions.sum_over_mesh(squares)
     vectors = [squares if place == 0 else torch.zeros_like(squares) for place in range(len(world.ranks))]
     return float(torch.stack(world.transport.exchange(vectors)).sum().sqrt())
 
 
 def _held(gradients: Sequence[Tensor], world: World) -> dict[int, list[Tensor]]:
     """What this rank holds of them, by the number of ranks beside the pipeline that hold the very same."""
-    beside = max(1, len(world.sums.ranks))
+    beside = max(1, len(world.reductions.stage_ranks))
     held: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
             held.setdefault(beside, []).append(gradient)
-        elif world.sums.ranks.issuperset(gradient.device_mesh.mesh.flatten().tolist()):
+        elif world.reductions.stage_ranks.issuperset(gradient.device_mesh.mesh.flatten().tolist()):
             held.setdefault(beside // _parts(gradient), []).append(gradient.to_local())
         else:  # of a mesh of the user's own
             held.setdefault(beside, []).append(whole(torch.linalg.vector_norm(gradient)))
@@ -161,12 +161,12 @@ class SplitModel:
 
         More than one where the mesh has ranks on dp_replicate and dp_shard: each works on its own.
         """
-        return self._world.sums.part
+        return self._world.reductions.batch_part
 
     @property
-    def sums(self) -> Reductions:
+    def reductions(self) -> Reductions:
         """What is summed over the ranks of the mesh beside this pipeline's."""
-        return self._world.sums
+        return self._world.reductions
 
     @property
     def processes(self) -> Processes:
@@ -183,7 +183,7 @@ class SplitModel:
     @property
     def writes(self) -> bool:
         """Whether this process's pipeline is the one of the mesh that writes files."""
-        return self._world.sums.first
+        return self._world.reductions.is_first
 
     @property
     def is_spread(self) -> bool:
@@ -231,7 +231,9 @@ class SplitModel:
             made.append(work())
         except Exception as error:
             failure = error
-        told = self._world.sums.agree(None if failure is None else f"{type(failure).__name__}: {failure}")
+        told = self._world.reductions.first_problem(
+            None if failure is None else f"{type(failure).__name__}: {failure}"
+        )
         if failure is not None:
             raise failure
         if told is not None:
@@ -256,7 +258,7 @@ class SplitModel:
 
     def _check_whole(self) -> None:
         """Raises CheckpointError, on every rank, where a weight is spread over ranks of another mesh."""
-        ours = self._world.sums.ranks
+        ours = self._world.reductions.stage_ranks
         mine = min(
             (
                 name

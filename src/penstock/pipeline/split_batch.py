@@ -99,20 +99,20 @@ class MeshBatchSplitter(BatchSplitter):
 
     @classmethod
     def around(cls, splitter: BatchSplitter, beside: MeshPlan) -> MeshBatchSplitter:
-        made = cls(*splitter[:3], beside.cut)
+        made = cls(*splitter[:3], beside.local)
         made.beside = beside
         return made
 
     def cut(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
         """As BatchSplitter has it."""
         microbatches = super().cut(given, count, world)
-        self.beside.prepare(microbatches)
+        self.beside.split_sequences(microbatches)
         return microbatches
 
     def joining(self, collect: Collect) -> Collect:
         """Given outputs of whole sequences."""
 
         def joined(output: Any, number: int) -> Any:
-            return collect(self.beside.joined(output, number), number)
+            return collect(self.beside.gather_output(output, number), number)
 
         return joined

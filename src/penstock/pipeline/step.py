@@ -123,7 +123,7 @@ class StepRunner:
                     _tell_apart(executor, step.weight)
             told = transport.exchange([report.report(executor, changed) for executor in executors])
             reports = [vector.tolist() for vector in told]
-            loss = self._world.sums.loss(report.total_loss(reports))
+            loss = self._world.reductions.sum_loss(report.total_loss(reports))
             transport.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
@@ -143,13 +143,13 @@ class StepRunner:
             weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
             self._foresee(microbatches, schedule.placement.depth)
         if counts:
-            weight = self._world.sums.items(weight)
+            weight = self._world.reductions.sum_tokens(weight)
         if self._world.mesh is not None:
             parts = [given] if isinstance(given, Mapping) else given
             transport.follow(_progress_of(executors[0]))
             told = fingerprint(parts, len(microbatches), number)
             transport.agree(*told)
-            self._world.sums.alike(*told)
+            self._world.reductions.all_equal(*told)
         if weight == 0:
             transport.settle()  # or a rank that was given another batch would wait for this one
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
@@ -178,7 +178,7 @@ class StepRunner:
         training = any(part.training for stage in self._stages.values() for part in stage.module.modules())
         mine = torch.tensor([foreseen() if training else 0], dtype=torch.float64)
         told = world.transport.exchange([mine] * len(world.ranks))  # after all ranks took the batch
-        seed = world.sums.most(int(max(told)))  # one for all, whatever each was seeded with
+        seed = world.reductions.max(int(max(told)))  # one for all, whatever each was seeded with
         if not seed:
             return nullcontext()
         drawn()
@@ -200,7 +200,7 @@ class StepRunner:
             yield
         except InputError as error:
             refusal = error
-        self._world.sums.accepted(count, scored, refusal)
+        self._world.reductions.all_accept(count, scored, refusal)
         if refusal is None:
             return
         if agreed:
@@ -211,7 +211,7 @@ class StepRunner:
 
     def _foresee(self, microbatches: Sequence[Microbatch], depth: int) -> None:
         """Learn what goes over the edges where parts of a batch may differ in it: one may be refused."""
-        if depth == 1 or self._world.sums.part[1] == 1:
+        if depth == 1 or self._world.reductions.batch_part[1] == 1:
             return
         if self._edges is not None and not isinstance(self._edges, DeclaredEdges):
             for microbatch in microbatches:

@@ -85,7 +85,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     check_prompt(config.output, tokenizer, outline.source.model.config)
     flash = "flash" in str(outline.source.model.config._attn_implementation)  # as transformers itself asks
     padding = make_padding(config.pipeline)
-    data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash, parts=axes.batches)
+    data = load_data(config, tokenizer, vocabulary, padding=padding, flash=flash, parts=axes.batch_parts)
     notes = start.notes + _padding_note(config, data)
     begun = (start.checkpoint, start.done, start.skipped)
     return Prepared(config, auto, model, outline, tokenizer, data, *begun, notes, muons)
@@ -116,7 +116,7 @@ def run(prepared: Prepared) -> None:
     if metrics:
         tell(outcome, pipe.schedule, config, output)
     pipe.processes.gather(None)  # nobody leaves while process 0 still writes
-    if dist.is_initialized() and prepared.axes.beside > 1:
+    if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
         dist.barrier()  # nor does another pipeline
     pipe.close()
     if dist.is_initialized():
@@ -142,7 +142,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     """The pipeline's settings, as the library takes them."""
     pipeline, model, section, axes = config.pipeline, config.model, config.train, axes_of(config)
     ranks = ranks_of(config)
-    if pipeline.transport == "local" and (count := ranks * axes.beside) > 1:
+    if pipeline.transport == "local" and (count := ranks * axes.ranks_per_stage) > 1:
         rule = f"it holds all ranks in one process, and {count} would be started"
         raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
     if pipeline.transport == "nccl" and not torch.cuda.is_available():
@@ -184,7 +184,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
 def _traces(config: TrainConfig, axes: Axes) -> Path:
     """Where the ranks of this pipeline leave their traces: those of another one have the same numbers."""
     folder = Path(config.output.folder).expanduser() / "stalled"
-    return folder / f"pipeline-{pipeline_number(axes)}" if axes.beside > 1 else folder
+    return folder / f"pipeline-{pipeline_number(axes)}" if axes.ranks_per_stage > 1 else folder
 
 
 def make_padding(section: PipelineSection) -> Padding | None:
@@ -204,7 +204,7 @@ def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
     """Rows and sequence, with what the pipeline adds to them."""
-    rows = -(-config.train.batch_size // (config.pipeline.microbatches * axes_of(config).batches))
+    rows = -(-config.train.batch_size // (config.pipeline.microbatches * axes_of(config).batch_parts))
     padding, length = make_padding(config.pipeline), config.data.sequence_length
     return rows, padding.lengths(length).full if padding else length
 

@@ -26,7 +26,7 @@ def ranks_of(config: TrainConfig) -> int:
         return ranks
     if world is None:
         raise _not_started("pipeline.ranks")
-    return config.parallel.axes.leave(world)
+    return config.parallel.axes.pipeline_ranks(world)
 
 
 def axes_of(config: TrainConfig) -> Axes:
@@ -38,15 +38,15 @@ def axes_of(config: TrainConfig) -> Axes:
     ranks, axes, world = ranks_of(config), config.parallel.axes, started()
     if world is None:
         _check_sizes_given(axes)
-        world = ranks * axes.beside
+        world = ranks * axes.ranks_per_stage
     if axes == Axes() and world != ranks:
         raise WorldSizeError(
             f"pipeline.ranks={ranks}",
             f"each rank is one process and torchrun started {world}",
             f"Start it with {ranks} processes, or set pipeline.ranks={world}",
         )
-    full = axes.filled(ranks, world)
-    if few := too_few_rows(config.train.batch_size, config.pipeline.microbatches, full.batches):
+    full = axes.resolve(ranks, world)
+    if few := too_few_rows(config.train.batch_size, config.pipeline.microbatches, full.batch_parts):
         rule, remedy = few
         value, _, rest = rule.partition(" rows ")
         raise ConfigError(value, f"its rows {rest}", remedy[0].upper() + remedy[1:])
@@ -55,13 +55,13 @@ def axes_of(config: TrainConfig) -> Axes:
 
 def processes(config: TrainConfig) -> int:
     """How many a run takes. Raises what `axes_of` raises."""
-    return ranks_of(config) * axes_of(config).beside
+    return ranks_of(config) * axes_of(config).ranks_per_stage
 
 
 def pipeline_number(axes: Axes) -> int:
     """Which of the mesh's pipelines this process is in, from 0: `pp` is the outermost axis."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank % axes.beside
+    return rank % axes.ranks_per_stage
 
 
 def is_first() -> bool:
@@ -71,7 +71,7 @@ def is_first() -> bool:
 
 def check_not_alone(axes: Axes) -> None:
     """Raises WorldSizeError for a process that would be all of a mesh."""
-    if axes.beside > 1 and started() is None:
+    if axes.ranks_per_stage > 1 and started() is None:
         raise WorldSizeError(
             f"parallel {axes} in one process",
             "only the pipeline's ranks may share a process",

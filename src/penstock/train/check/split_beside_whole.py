@@ -121,7 +121,7 @@ def check_split(
     microbatches = pipe.microbatches(short)
     device = microbatches[0]["input_ids"].device
     refusal = pipe.processes.gather(_short_of_memory(whole, free(device), mode))[0]
-    if refusal := pipe.sums.agree(refusal if pipe.sums.first and refusal else None):
+    if refusal := pipe.reductions.first_problem(refusal if pipe.reductions.is_first and refusal else None):
         return skipped(refusal, mode)
     if not any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in short):
         return skipped(f"the first {whole.tokens} tokens of its rows hold none that the loss counts", "auto")
@@ -129,9 +129,9 @@ def check_split(
         loss, digests = _split(pipe, short)
         everyone = pipe.processes.gather(digests)
         told: Any = None
-        if pipe.processes.index == 0 and pipe.sums.first:
+        if pipe.processes.index == 0 and pipe.reductions.is_first:
             told = json.dumps(_beside(whole, device, microbatches, loss, received(everyone)))
-    outcome = json.loads(pipe.sums.agree(pipe.processes.gather(told)[0]) or "null")
+    outcome = json.loads(pipe.reductions.first_problem(pipe.processes.gather(told)[0]) or "null")
     if isinstance(outcome, str):
         return skipped(outcome, mode)
     report, near, tokens = _report(outcome["report"]), outcome["near"], outcome["tokens"]
