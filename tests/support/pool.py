@@ -1,6 +1,10 @@
-"""One pool of worker processes, reused over all tests: starting torch is the slow part.
+"""One pool of worker processes, reused by all tests: starting torch is the slow part.
 
-A job runs on the first few workers as ranks of a fresh gloo world of its own.
+A job runs on the first few workers as the ranks of a gloo world that lives for this job only. It is any
+function at the top of a module, in tests/support or next to the test itself.
+
+The workers are forked from a server process that has imported `PRELOADED` once, so that they start in
+a fraction of a second and share its memory.
 """
 
 from __future__ import annotations
@@ -16,8 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-JOB_TIMEOUT = 90.0
+JOB_TIMEOUT = 90.0  # seconds
 MOST_THREADS = 48
+PRELOADED = [
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "penstock.train.run",
+    "support.jobs", "transformers.models.llama.modeling_llama", "transformers.generation",
+]  # fmt: skip
 
 
 class JobError(AssertionError):
@@ -25,15 +33,21 @@ class JobError(AssertionError):
 
 
 class Pool:
+    """`size` worker processes, started by the first job and again after a job that failed."""
+
     def __init__(self, size: int, folder: Path, timeout: float = JOB_TIMEOUT) -> None:
         self._size, self._timeout = size, timeout
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
         self._folder = folder
         self._jobs = 0
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(self, ranks: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `job(*args)` returned on each rank. Fails with the tracebacks of those that failed."""
+        """Run `job(*args)` on each of `ranks` ranks and return the results by rank.
+
+        Raises JobError with the tracebacks of the ranks that failed, or when one takes too long.
+        """
         if not self._workers:
             self._workers = [self._start(index) for index in range(self._size)]
         self._jobs += 1
@@ -49,8 +63,10 @@ class Pool:
             good, value = connection.recv()
             (results if good else failures).append(value if good else f"rank {rank}:\n{value}")
         if failures:
-            self.close()  # what a failed job left in its processes is not to be trusted
+            self.close()  # a failed job may leave anything behind in its processes
             raise JobError("\n".join(failures))
+        for _, connection in self._workers[:ranks]:
+            connection.send(None)  # all have answered: none breaks a connection that another still opens
         return results
 
     def _start(self, index: int) -> tuple[Any, Connection]:
@@ -66,6 +82,15 @@ class Pool:
             process.kill()
             process.join()
         self._workers = []
+
+
+def alive(pid: int) -> bool:
+    """Does this process run? A zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
 
 
 def _work(connection: Connection) -> None:
@@ -88,18 +113,24 @@ def _work(connection: Connection) -> None:
             answer: tuple[bool, Any] = (True, job(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-                _forget_meshes()
-                if len(os.listdir("/proc/self/task")) > MOST_THREADS:
-                    _let_groups_go()
         connection.send(answer)
+        try:
+            connection.recv()
+        except EOFError:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+            _forget_meshes()
+            if len(os.listdir("/proc/self/task")) > MOST_THREADS:
+                _free_process_groups()
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers ways between placements by meshes, and a later mesh of the same ranks is equal: it
-    would be given the process groups of one that is gone."""
+    """Clear DTensor's caches of redistributions.
+
+    Their keys are meshes, and a later mesh of the same ranks is equal: DTensor would use the process groups
+    of a mesh that is gone.
+    """
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
@@ -107,10 +138,12 @@ def _forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-def _let_groups_go() -> None:
-    """What was built holds process groups in circles, and torch's caches hold meshes; each group has threads
-    that poll, and a few hundred of them slow every test down."""
-    for each in gc.get_objects():  # not isinstance: of a weak proxy it asks what may be gone
+def _free_process_groups() -> None:
+    """Free process groups that reference cycles and torch's caches keep.
+
+    Each group has threads that poll, and a few hundred of them slow every test down.
+    """
+    for each in gc.get_objects():  # not isinstance, which asks a weak proxy for an object that may be gone
         if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed."):
             each.cache_clear()
     gc.collect()
