@@ -13,7 +13,7 @@ import pytest
 
 from penstock.errors import ConfigError, PeerLostError
 from penstock.launch.start import describe, exit_code, launch, under_torchrun
-from support.processes import alive
+from support.pool import alive
 
 PRELUDE = """
 import os, sys, time, signal

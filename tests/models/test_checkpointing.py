@@ -35,8 +35,8 @@ from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.stage import Stage
 from support.families import FAMILIES, ragged_batch, tiny_model
-from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
-from support.splitting import ORDERS, assert_exact, gradients_of, plain, split
+from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_step
+from support.splitting import ORDERS, assert_exact, plain, split
 
 FULL, SELECTIVE = Checkpointing(), Checkpointing(save=("matmul", "attention"))
 WAYS = {"full": FULL, "every second": Checkpointing(every=2), "selective": SELECTIVE}

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.loss import NextToken
-from penstock.errors import BatchError, ModelError
+from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
 from penstock.pipeline.compare import whole_backward
 from penstock.pipeline.functional import names_per_stage, provider_of
-from support import jobs_own_loop
 from support.families import ragged_batch, tiny_model
 from support.own_chain import Piece, made, squares, x_batch
 from support.pool import Pool
@@ -421,7 +420,7 @@ def test_an_evaluation_between_steps_changes_nothing() -> None:
 @pytest.mark.parametrize(("schedule", "owner"), [("1f1b", 1), ("zb_v", 0), ("dualpipe", None)])
 def test_evaluation_over_processes(pool: Pool, schedule: str, owner: int | None) -> None:
     """owner: the rank of the last stage; None where each has one of its own"""
-    answers = pool.run(2, jobs_own_loop.evaluated, schedule)
+    answers = pool.run(2, evaluated, schedule)
     model, batch = tiny_model("llama"), ragged_batch()
     loss, _ = plain_step(model, batch)
     logits = model(batch["input_ids"], use_cache=False).logits.detach()
@@ -455,7 +454,7 @@ def test_a_loop_over_processes(pool: Pool, schedule: str) -> None:
         plain.step()
         plain.zero_grad()
     held: dict[str, Tensor] = {}
-    for rank in pool.run(2, jobs_own_loop.trained, schedule):
+    for rank in pool.run(2, trained, schedule):
         held |= rank
     assert held.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - (
         {"lm_head.weight"} if "lm_head.weight" not in held else set()
@@ -488,6 +487,76 @@ def test_the_costs_of_layers_balance_the_model() -> None:
 
 
 def test_the_costs_are_the_same_on_all_ranks(pool: Pool) -> None:
-    answers = pool.run(2, jobs_own_loop.measured)
+    answers = pool.run(2, measured)
     assert answers[0] == answers[1]
     assert len(answers[0][0]) == 1  # the stages' one layer each, both numbered 0
+
+
+def compiled(part: nn.Module) -> nn.Module:
+    """Each layer by itself, in place."""
+    for module in part.modules():
+        if type(module).__name__ == "LlamaDecoderLayer":
+            module.compile(backend="eager")
+    return part
+
+
+def trained(schedule: str) -> dict[str, torch.Tensor]:
+    """This rank's weights after three steps, each of two that are accumulated, with compiled layers."""
+    pipe = AutoPipeline(
+        ranks=2, schedule=schedule, microbatches=4, timeout=30, parallelize_fn=compiled
+    ).build(tiny_model("llama", torch.float64, tied=True))
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    for step in range(3):
+        for half in range(2):
+            pipe.step(ragged_batch(8, 10 + 2 * step + half))
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in pipe.named_parameters(remove_duplicate=False)}
+
+
+def evaluated(schedule: str) -> list[Any]:
+    """As this rank sees them: logits on their owner and on all, a callback's results, and without labels."""
+    pipe = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=30).build(tiny_model("llama"))
+    batch = ragged_batch()
+    unlabelled = {"input_ids": batch["input_ids"]}
+
+    def best(logits: torch.Tensor, number: int) -> dict[str, Any]:
+        return {"number": number, "best": logits.argmax(-1), "above": logits[:, 0] > 0}
+
+    alone: Any
+    try:
+        alone = pipe.evaluate(batch, outputs=True)
+    except ConfigError as error:
+        alone = str(error)
+    return [
+        alone,
+        pipe.evaluate(batch, outputs=True, everywhere=True),
+        pipe.evaluate(batch, outputs=best, everywhere=True),
+        pipe.evaluate(unlabelled, outputs=True, everywhere=True),
+        refused(pipe),
+        [facts[1:] for facts in pipe.info],
+        str(pipe),
+    ]
+
+
+def refused(pipe: Pipeline) -> str:
+    """What cannot be sent is refused by all ranks, and the next evaluation goes well."""
+    try:
+        pipe.evaluate(ragged_batch(), outputs=lambda logits, number: {1, 2}, everywhere=True)
+    except PenstockError as error:
+        assert pipe.evaluate(ragged_batch(), outputs=True, everywhere=True).outputs is not None
+        return str(error)
+    return "no error"
+
+
+def measured() -> Any:
+    """Costs of the layers, the same on every rank, and gradients that are left as they were."""
+    pipe = Pipeline.from_provider(
+        Piece, schedule="1f1b", ranks=2, microbatches=4, loss_fn=squares, timeout=30
+    )
+    pipe.step(x_batch())
+    before = [parameter.grad for parameter in pipe.parameters()]
+    costs = pipe.layer_costs(x_batch())
+    assert all(p.grad is grad for p, grad in zip(pipe.parameters(), before, strict=True))
+    return costs.layers, costs.embedding, costs.head

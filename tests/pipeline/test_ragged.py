@@ -18,8 +18,15 @@ from penstock.models.activation_checkpointing import Checkpointing
 from support import jobs
 from support.families import FAMILIES, tiny_model
 from support.pool import Pool
-from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
-from support.reference import TOLERANCE, Gradients, assert_gradients
+from support.ragged import Microbatches, apart, documents, packed, ragged
+from support.reference import (
+    TOLERANCE,
+    Gradients,
+    assert_every_gradient,
+    assert_gradients,
+    gradients_of,
+    plain_steps,
+)
 from support.schedules import FORMS
 
 SHAPES = {
@@ -45,11 +52,7 @@ def assert_step(
     """One step's loss and every gradient of every stage, of copies too."""
     pipe.zero_grad()
     assert pipe.step(given).loss == pytest.approx(loss, rel=max(tolerance, 1e-12))
-    for module in pipe.modules.values():
-        held = dict(module.named_parameters())
-        found = {name: p.grad for name, p in held.items() if p.grad is not None}
-        assert len(found) == len(held)
-        assert_gradients(found, expected, tolerance)
+    assert_every_gradient(pipe.modules.values(), expected, tolerance)
     assert pipe.timeline.peak_live == pipe.proof.peak_live
 
 
@@ -162,7 +165,7 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
         found = pipe.step(batch)
         assert found.loss == pytest.approx(loss, rel=1e-10)
         assert_gradients(
-            {n: p.grad for n, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None},
+            gradients_of(pipe),
             expected,
             1e-10,
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -15,7 +14,7 @@ from penstock import AutoPipeline
 from penstock.errors import ModelError
 from penstock.models.tracing.chain import Chain, find_chain
 from support import zoo
-from support.reference import TOLERANCE, Gradients, assert_gradients
+from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_steps
 
 MICROBATCHES = 2
 
@@ -57,9 +56,7 @@ def judge(
     loss, gradients = plain(model, batch)
     for pipe, result in zip(pipes, results, strict=True):
         assert abs(result.loss - loss) <= TOLERANCE[dtype] * max(1.0, abs(loss)), (result.loss, loss)
-        found = {
-            name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
-        }
+        found = gradients_of(pipe)
         held = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
         assert all(held.intersection(names) for names in names_of(model)), "a stage lacks a weight"
         assert found.keys() == held & gradients.keys(), "a gradient is missing, or one too many"
@@ -83,29 +80,7 @@ def microbatches(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def plain(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Gradients]:
     """Microbatch by microbatch: an auxiliary loss is a mean over each."""
-    model.zero_grad()
-    parts = microbatches(batch)
-    valid = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-    total = 0.0
-    for part, count in zip(parts, valid, strict=True):
-        output = model(input_ids=part["input_ids"], use_cache=False)
-        logits, labels = output.logits[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
-        loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        if getattr(output, "aux_loss", None) is not None:
-            loss = loss + coefficient(model) * output.aux_loss * count
-        share = loss / sum(valid)
-        share.backward()  # type: ignore[no-untyped-call]
-        total += float(share.detach())
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)
-                 if p.grad is not None}  # fmt: skip
-    model.zero_grad()
-    return total, gradients
-
-
-def coefficient(model: PreTrainedModel) -> float:
-    return float(
-        getattr(model, "aux_loss_coef" if model.config.model_type == "jetmoe" else "router_aux_loss_coef")
-    )
+    return plain_steps(model, microbatches(batch))
 
 
 @torch.no_grad()

@@ -6,8 +6,10 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -23,88 +25,85 @@ from penstock.models.stage import StageInfo
 from penstock.runtime.transport import channels
 from penstock.schedule.choose import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
-from support.ragged import Microbatches, apart, documents, packed, plain_steps, ragged
-from support.reference import TOLERANCE, assert_gradients, plain_step
+from support.ragged import Microbatches, apart, documents, packed, ragged
+from support.reference import (
+    TOLERANCE,
+    assert_every_gradient,
+    assert_gradients,
+    gradients_of,
+    plain_step,
+    plain_steps,
+)
 
 Case = tuple[ScheduleLike, int]  # schedule, microbatches
 
 
+@contextmanager
+def noting(wrong: list[str], case: str) -> Iterator[None]:
+    """Append a failed assertion to `wrong` and go on with the next case."""
+    try:
+        yield
+    except AssertionError as difference:
+        wrong.append(f"{case}: {difference}")
+
+
 def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case], layers: int = 4) -> list[str]:
-    """Each case's gradients on this rank beside those of a plain process; what went wrong."""
-    model = tiny_model(family, tied=tied, layers=layers)
-    batch = ragged_batch()
+    """Compare each case's gradients on this rank with those of a plain process; return what went wrong."""
+    model, batch = tiny_model(family, tied=tied, layers=layers), ragged_batch()
     loss, expected = plain_step(model, batch)
-    wrong = []
+    wrong: list[str] = []
     for schedule, microbatches in cases:
         pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches, timeout=30).build(
             model
         )
         result = pipe.step(batch)
-        try:
+        with noting(wrong, f"{family} tied={tied} P={ranks} {schedule} m={microbatches}"):
             assert abs(result.loss - loss) < 1e-5
-            for module in pipe.modules.values():
-                held = dict(module.named_parameters())
-                found = {name: p.grad for name, p in held.items() if p.grad is not None}
-                assert len(found) == len(held)
-                assert_gradients(found, expected, TOLERANCE[torch.float32])
+            assert_every_gradient(pipe.modules.values(), expected, TOLERANCE[torch.float32])
             assert pipe.timeline.peak_live == pipe.proof.peak_live
-            own = [span.op for span in pipe.timeline.of_rank(dist.get_rank())]
-            assert tuple(own) == pipe.schedule.programs[dist.get_rank()]
-        except AssertionError as difference:
-            wrong.append(f"{family} tied={tied} P={ranks} {schedule} m={microbatches}: {difference}")
+            ran = tuple(span.op for span in pipe.timeline.of_rank(dist.get_rank()))
+            assert ran == pipe.schedule.programs[dist.get_rank()]
         pipe.close()
     return wrong
 
 
 def any_shape(ranks: int, schedules: Sequence[ScheduleLike], shapes: Any, layers: int) -> list[str]:
-    """Ragged microbatches, packed documents, and both checkpointed, of each schedule; what went wrong."""
+    """Ragged microbatches, packed documents, and checkpointed layers in each schedule; what went wrong."""
     model, rows = tiny_model("llama", layers=layers, tied=True), documents(8)
     cases: list[tuple[str, Microbatches, Microbatches, bool | Checkpointing]]
     cases = [("ragged", ragged(8), ragged(8), False), ("packed", packed(rows), apart(rows), False),
              ("checkpointed", ragged(8, 1), ragged(8, 1), Checkpointing(in_flight=2))]  # fmt: skip
     plain = {name: plain_steps(model, alone) for name, _, alone, _ in cases}
-    wrong = []
-    for schedule in schedules:
-        for name, given, _, how in cases:
-            loss, expected = plain[name]
-            pipe = AutoPipeline(
-                ranks=ranks, schedule=schedule, microbatches=8, timeout=30, shapes=shapes,
-                activation_checkpointing=how,
-            ).build(model)  # fmt: skip
-            try:
-                for _ in range(2):
-                    pipe.zero_grad()
-                    assert abs(pipe.step(given).loss - loss) < 1e-5
-                for module in pipe.modules.values():
-                    held = dict(module.named_parameters())
-                    found = {key: p.grad for key, p in held.items() if p.grad is not None}
-                    assert len(found) == len(held)
-                    assert_gradients(found, expected, TOLERANCE[torch.float32])
-            except AssertionError as difference:
-                wrong.append(f"{name} P={ranks} {schedule}: {difference}")
-            pipe.close()
+    wrong: list[str] = []
+    for schedule, (name, microbatches, _, checkpointing) in product(schedules, cases):
+        loss, expected = plain[name]
+        pipe = AutoPipeline(
+            ranks=ranks, schedule=schedule, microbatches=8, timeout=30, shapes=shapes,
+            activation_checkpointing=checkpointing,
+        ).build(model)  # fmt: skip
+        with noting(wrong, f"{name} P={ranks} {schedule}"):
+            for _ in range(2):
+                pipe.zero_grad()
+                assert abs(pipe.step(microbatches).loss - loss) < 1e-5
+            assert_every_gradient(pipe.modules.values(), expected, TOLERANCE[torch.float32])
+        pipe.close()
     return wrong
 
 
 def shapes(ranks: int) -> list[str]:
-    """Steps and an evaluation of other shapes one after the other; what went wrong on this rank."""
+    """Steps and an evaluation of different shapes one after the other; what went wrong on this rank."""
     model = tiny_model("llama")
     pipe = AutoPipeline(ranks=ranks, microbatches=4, timeout=30).build(model)
-    wrong = []
+    wrong: list[str] = []
     for rows, length in ((8, 10), (5, 7), (9, 16), (8, 10)):
         batch = ragged_batch(rows, length)
         loss, expected = plain_step(model, batch)
         pipe.zero_grad()
-        found = pipe.step(batch).loss
-        gradients = {
-            name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
-        }
-        try:
-            assert abs(found - loss) < 1e-5
+        with noting(wrong, f"{rows} rows of {length}"):
+            assert abs(pipe.step(batch).loss - loss) < 1e-5
+            gradients = gradients_of(pipe)
             assert abs(pipe.evaluate(ragged_batch(3, length)).loss) > 0
             assert_gradients(gradients, expected, TOLERANCE[torch.float32])
-        except AssertionError as difference:
-            wrong.append(f"{rows} rows of {length}: {difference}")
     return wrong
 
 
@@ -167,10 +166,7 @@ def two_pipelines(dp: int, sliced: bool) -> list[Any]:
     result = pipe.step(batch)
     loss, expected = plain_step(model, batch)
     assert abs(result.loss - loss) < 1e-5
-    gradients = {
-        name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
-    }
-    assert_gradients(gradients, expected, 1e-5)
+    assert_gradients(gradients_of(pipe), expected, 1e-5)
     return pipe.processes.gather([result.loss, dist.get_rank()])
 
 
@@ -236,8 +232,7 @@ def frozen_copies() -> list[str]:
     pipe.zero_grad()
     pipe.step(batch)
     _, expected = plain_step(model, batch)
-    gradients = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
-    assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+    assert_gradients(gradients_of(pipe), expected, TOLERANCE[torch.float32])
     pipe.close()
     return [str(at_build.value), *found]
 

@@ -14,6 +14,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,8 +24,8 @@ from typing import Any
 JOB_TIMEOUT = 90.0  # seconds
 MOST_THREADS = 48
 PRELOADED = [
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "penstock.train.run",
-    "support.jobs", "transformers.models.llama.modeling_llama", "transformers.generation",
+    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.generation",
+    "transformers.models.llama.modeling_llama", "penstock.train.run", "support.jobs",
 ]  # fmt: skip
 
 
@@ -53,7 +54,7 @@ class Pool:
         self._jobs += 1
         store = str(self._folder / f"store-{self._jobs}")
         for rank, (_, connection) in enumerate(self._workers[:ranks]):
-            connection.send((store, rank, ranks, job, args))
+            connection.send_bytes(pickle.dumps((store, rank, ranks, job, args)))
         results: list[Any] = []
         failures: list[str] = []
         for rank, (_, connection) in enumerate(self._workers[:ranks]):
@@ -66,7 +67,9 @@ class Pool:
             self.close()  # a failed job may leave anything behind in its processes
             raise JobError("\n".join(failures))
         for _, connection in self._workers[:ranks]:
-            connection.send(None)  # all have answered: none breaks a connection that another still opens
+            connection.send_bytes(
+                b"over"
+            )  # all have answered: none breaks a connection that another still opens
         return results
 
     def _start(self, index: int) -> tuple[Any, Connection]:
@@ -104,10 +107,11 @@ def _work(connection: Connection) -> None:
     transformers.logging.set_verbosity_error()
     while True:
         try:
-            store, rank, ranks, job, args = connection.recv()
+            content = connection.recv_bytes()
         except EOFError:
             return
         try:
+            store, rank, ranks, job, args = pickle.loads(content)
             dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks,
                                     timeout=datetime.timedelta(seconds=60))  # fmt: skip
             answer: tuple[bool, Any] = (True, job(*args))
@@ -115,7 +119,7 @@ def _work(connection: Connection) -> None:
             answer = (False, traceback.format_exc())
         connection.send(answer)
         try:
-            connection.recv()
+            connection.recv_bytes()
         except EOFError:
             return
         if dist.is_initialized():

@@ -1,17 +1,14 @@
-"""Microbatches that differ in rows and length, and packed documents, with their plain process."""
+"""Microbatches that differ in rows and length, and packed documents."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from penstock.batch.packing import metadata
-from support.reference import Gradients
 
 Microbatches = list[dict[str, Any]]
 
@@ -64,23 +61,3 @@ def packed(rows: Sequence[Sequence[Tensor]]) -> Microbatches:
 def apart(rows: Sequence[Sequence[Tensor]]) -> Microbatches:
     """The same documents, each in a microbatch of its own."""
     return [{"input_ids": document[None], "labels": document[None]} for row in rows for document in row]
-
-
-def plain_steps(
-    model: PreTrainedModel, microbatches: Sequence[Mapping[str, Tensor]]
-) -> tuple[float, Gradients]:
-    """Loss and gradients of the mean over all valid tokens of all microbatches, one after the other."""
-    model.zero_grad()
-    weight = sum(int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches)
-    loss = torch.zeros((), dtype=torch.float64)
-    for microbatch in microbatches:
-        inputs = {name: value for name, value in microbatch.items() if name != "labels"}
-        logits = model(**inputs, use_cache=False).logits[:, :-1]
-        labels = microbatch["labels"][:, 1:]
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        (total / weight).backward()  # type: ignore[no-untyped-call]
-        loss += total.detach().double() / weight
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)
-                 if p.grad is not None}  # fmt: skip
-    model.zero_grad()
-    return float(loss), gradients

@@ -17,14 +17,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 class Named(Protocol):
     """A module or a pipeline."""
 
-    def named_parameters(
-        self, *, remove_duplicate: bool = True
-    ) -> Iterable[tuple[str, nn.Parameter]]: ...
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, nn.Parameter]]: ...
 
 
 def gradients_of(named: Named) -> Gradients:
-    """The gradients by parameter name, a shared weight under each of its names."""
-    return {name: p.grad for name, p in named.named_parameters(remove_duplicate=False) if p.grad is not None}
+    """Copies of the gradients by parameter name, a shared weight under each of its names."""
+    parameters = named.named_parameters(remove_duplicate=False)
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 def plain_step(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Gradients]:
@@ -50,9 +49,9 @@ def plain_steps(
         if getattr(output, "aux_loss", None) is not None:
             total = total + _auxiliary_coefficient(model) * output.aux_loss * count
         share = total / sum(valid)
-        share.backward()
+        share.backward()  # type: ignore[no-untyped-call]
         loss += float(share.detach())
-    gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
+    gradients = gradients_of(model)
     model.zero_grad()
     return loss, gradients
 

@@ -27,7 +27,7 @@ from penstock.train.check.whole import TOKENS, Whole
 from penstock.train.config.sections import PipelineSection, TrainConfig
 from penstock.train.run import Prepared, preflight, run
 from penstock.train.start import NEWEST
-from support import jobs_check as jobs
+from support import jobs_train as jobs
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3
 from support.tiny import config as plain_config
@@ -247,7 +247,7 @@ def test_over_processes(pool: Pool, tmp_path: Path) -> None:
     for number, (ranks, schedule) in enumerate([(2, "1f1b"), (4, "zb_h1")]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        told = pool.run(ranks, jobs.checked, str(folder), schedule)
+        told = pool.run(ranks, jobs.checked_on_ranks, str(folder), schedule)
         assert all(passed.startswith("checked in") for passed, _, _ in told)
         assert {short for _, short, _ in told} == {told[0][1]}
         assert "free to process 0" in told[0][1]
@@ -259,7 +259,7 @@ def test_over_processes(pool: Pool, tmp_path: Path) -> None:
 
 def test_rounding_that_grows_with_depth_is_no_difference(pool: Pool) -> None:
     """At this depth some gradients differ by more than the tolerance, and none by more than rounding."""
-    (told,) = set(pool.run(4, jobs.deep, 24)[:1])
+    (told,) = set(pool.run(4, jobs.checked_when_deep, 24)[:1])
     assert told.startswith("checked in ")
     found = re.search(r"tolerance 3e-02; (\d+) by up to \d\.\de-02, no more than rounding\)$", told)
     assert found, told

@@ -10,8 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
-from penstock.errors import HandshakeError
+from penstock import AutoPipeline, Axes
+from penstock.errors import HandshakeError, PenstockError
+from penstock.runtime.health import agreement as handshake
 from penstock.runtime.health.agreement import (
     differences,
     facts_of_process,
@@ -22,7 +27,7 @@ from penstock.runtime.health.agreement import (
 )
 from penstock.runtime.transport.groups import OneProcess
 from penstock.schedule import build
-from support import jobs_handshake
+from support.families import tiny_config, tiny_model
 from support.pool import Pool
 
 
@@ -124,7 +129,7 @@ def test_other_facts() -> None:
 )
 def test_real_ranks_that_differ(pool: Pool, what: str, line: str) -> None:
     """Before any group is made: with other numbers of channels the ranks would hang in making them."""
-    told = pool.run(3, jobs_handshake.differ, what)
+    told = pool.run(3, differ, what)
     assert told[0] == told[1] == told[2]
     assert line in [text.strip().removesuffix(".") for text in told[0].splitlines()]
     assert told[0].startswith("HandshakeError: ")
@@ -160,7 +165,7 @@ FOLLOWS = {  # from what differs
 def test_ranks_that_differ_beside_the_pipeline(pool: Pool) -> None:
     """0.5.0: they were compared along the pipeline only, so that process 0 and 2 of 2 x 2 noticed nothing of
     what was wrong with 3, and hung in the first gathering of weights."""
-    told = pool.run(4, jobs_handshake.differ_on_mesh, [*MESH], 3)
+    told = pool.run(4, differ_on_mesh, [*MESH], 3)
     assert all(said == told[0] for said in told)
     for (what, lines), said in zip(MESH.items(), told[0], strict=True):
         assert said.startswith("HandshakeError: "), (what, said)
@@ -174,24 +179,129 @@ def test_models_with_other_values(pool: Pool) -> None:
     """0.5.0: copies that began apart were trained apart, gradients summed. Process 2 has the last stage,
     as 3 has, and nothing of the first one."""
     last, first = "model.layers.3.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    found = pool.run(4, jobs_handshake.other_values, last)
+    found = pool.run(4, other_values, last)
     assert len(set(found)) == 1
     assert found[0].startswith("HandshakeError: ranks that were given models with other values: ")
     assert re.search(rf"sum of {last}: \w+ on rank 2; \w+ on rank 3\. \n", found[0])
-    assert pool.run(4, jobs_handshake.other_values, first) == ["no error"] * 4
+    assert pool.run(4, other_values, first) == ["no error"] * 4
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_copies_of_a_weight_with_other_values(pool: Pool, schedule: str) -> None:
     """0.5.0: a tied embedding and its head, or the two copies of DualPipe, began apart and stayed so."""
-    found = pool.run(2, jobs_handshake.other_copies, schedule)
+    found = pool.run(2, other_copies, schedule)
     assert len(set(found)) == 1
     assert re.search(r"sum of model\.embed_tokens\.weight: \w+ on rank 0; \w+ on rank 1", found[0])
-    untied = pool.run(2, jobs_handshake.other_copies, schedule, False)
+    untied = pool.run(2, other_copies, schedule, False)
     assert (untied == ["no error"] * 2) == (schedule == "1f1b")
 
 
 def test_a_process_that_never_comes(pool: Pool) -> None:
     message = r"StalledPeerError: process \d waiting for the handshake of all 4: some of them .* within 1 s"
-    for words in pool.run(4, jobs_handshake.late)[:3]:
+    for words in pool.run(4, late)[:3]:
         assert re.match(message, words), words
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "microbatches": {"microbatches": 5},
+    "schedule": {"schedule": "gpipe"},
+    "placement": {"schedule": "interleaved_1f1b", "microbatches": 6},
+    "dtype": {"dtype": torch.bfloat16},
+    "model": {},
+    "version": {},
+}
+
+
+ON_MESH: dict[str, dict[str, Any]] = {
+    "learning": {"common": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}},
+    "microbatches": {"microbatches": 5},
+    "stages": {"schedule": "interleaved_1f1b"},
+    "ranks": {"ranks": 4, "axes": Axes()},
+    "sizes": {"axes": Axes(dp_replicate=2)},
+    "none": {"axes": None},
+    "dtype": {"dtype": torch.float64},
+    "seed": {"seed": 1},
+    "split": {"layers_per_stage": [1, 3]},
+    "entries": {"sharding": {"labels": 1}},
+    "model": {},
+}
+
+
+def differ_on_mesh(whats: list[str], differing: int) -> list[str]:
+    """The same of 2 x 2 processes, of which `differing` alone is another: by thing, the error in words."""
+    said = []
+    for what in whats:
+        options: dict[str, Any] = {
+            "ranks": 2, "schedule": "1f1b", "microbatches": 4, "dtype": torch.float32, "timeout": 20,
+            "axes": Axes(dp_shard=2), "common": {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}},
+        }  # fmt: skip
+        other = dist.get_rank() == differing
+        size = 48 if what == "model" and other else 24
+        auto = AutoPipeline(**{**options, **(ON_MESH[what] if other else {})})
+        try:
+            auto.build(tiny_config("llama", layers=4, intermediate_size=size))
+            said.append("no error")
+        except PenstockError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def other_values(parameter: str) -> str:
+    """What 2 x 2 processes say of models of which that of process 2 has another value in one parameter."""
+    model = tiny_model("llama", torch.float64, layers=4)
+    if dist.get_rank() == 2:
+        with torch.no_grad():
+            model.get_parameter(parameter).view(-1)[1] += 1e-3
+    auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=20, axes=Axes(dp_replicate=2))
+    try:
+        auto.build(model).close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def other_copies(schedule: str, tied: bool = True) -> str:
+    """What a pipeline says whose ranks were given models that each made by itself."""
+    torch.manual_seed(dist.get_rank())
+    model = AutoModelForCausalLM.from_config(tiny_config("llama", layers=2, tied=tied))
+    auto = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=20)
+    try:
+        auto.build(model).close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def late() -> str:
+    """What three of four processes are told where the last one never comes; it stays till they have been."""
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        store.wait([f"said-{rank}" for rank in range(last)])
+        return ""
+    auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=4, timeout=1, axes=Axes(dp_shard=2))
+    try:
+        auto.build(tiny_config("llama", layers=2))
+        return "no error"
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        store.set(f"said-{dist.get_rank()}", "")
+
+
+def differ(what: str) -> str:
+    """The typed error that a pipeline of 3 ranks ends in where rank 1 differs in `what`, in words."""
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "dtype": torch.float32}
+    size = 24
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            options |= OTHER[what]
+            if what == "model":
+                size = 48
+            if what == "version":
+                patch.setattr(handshake, "version", lambda name: "0.1.0")
+        auto = AutoPipeline(ranks=3, timeout=10, **options)
+        try:
+            auto.build(tiny_config("llama", layers=6, intermediate_size=size))
+        except PenstockError as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"

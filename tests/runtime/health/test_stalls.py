@@ -23,7 +23,7 @@ import pytest
 from penstock.schedule import Schedule, build
 from support import jobs_stalls
 from support.jobs_stalls import MICROBATCHES, Case
-from support.processes import alive
+from support.pool import alive
 
 pytestmark = pytest.mark.xdist_group("stalls")  # one fixture for all
 

@@ -13,7 +13,7 @@ from penstock.runtime.split_backward.backward import Live, hold, input_backward,
 from penstock.runtime.split_backward.deferred import Deferred
 from penstock.runtime.split_backward.recording import Tape, deferring
 from support.pool import Pool
-from support.split_jobs import sharded
+from support.splitting import sharded
 
 ROWS, WIDTH = 5, 4
 SIZE = ROWS * WIDTH * 4  # bytes of one activation in float32

@@ -7,8 +7,7 @@ from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b, microbatch_groups
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.ops import loop
-from support.orders import drawn_and_built, grid
-from support.torch_loops import torch_interleaved, torch_takes
+from support.orders import drawn_and_built, grid, torch_interleaves, torch_order
 
 SIZES = [(ranks, m, v) for ranks in range(1, 8) for m in range(1, 18) for v in (2, 3)]
 GROUPED = [
@@ -125,8 +124,8 @@ def test_its_bubble_is_smaller_than_1f1bs_from_m_equal_p_on() -> None:
 
 def test_where_torch_has_it_it_is_torchs_order() -> None:
     for ranks, microbatches, stages_per_rank in SIZES:
-        if torch_takes(ranks, microbatches):
-            torchs = torch_interleaved(ScheduleInterleaved1F1B, ranks, microbatches, stages_per_rank)
+        if torch_interleaves(ranks, microbatches):
+            torchs = torch_order(ScheduleInterleaved1F1B, ranks, microbatches, stages_per_rank)
             assert interleaved_1f1b(ranks, microbatches, stages_per_rank).programs == torchs.programs
 
 

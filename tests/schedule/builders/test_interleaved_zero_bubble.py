@@ -7,8 +7,7 @@ from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b
 from penstock.schedule.builders.zero_bubble import interleaved_zero_bubble
 from penstock.schedule.ops import loop
-from support.orders import drawn_and_built, grid
-from support.torch_loops import torch_interleaved, torch_takes
+from support.orders import drawn_and_built, grid, torch_interleaves, torch_order
 
 SIZES = [(ranks, m, v) for ranks in range(1, 8) for m in range(1, 18) for v in (1, 2, 3)]
 
@@ -92,8 +91,8 @@ def test_it_is_faster_than_interleaved_1f1b_and_holds_no_more() -> None:
 def test_where_torch_has_it_it_is_torchs_order() -> None:
     """So it takes as long and holds as much, at P = 4, m = 16 and v = 2 among others."""
     for ranks, microbatches, stages_per_rank in [*SIZES, (4, 16, 2)]:
-        if torch_takes(ranks, microbatches):
-            torchs = torch_interleaved(ScheduleInterleavedZeroBubble, ranks, microbatches, stages_per_rank)
+        if torch_interleaves(ranks, microbatches):
+            torchs = torch_order(ScheduleInterleavedZeroBubble, ranks, microbatches, stages_per_rank)
             assert interleaved_zero_bubble(ranks, microbatches, stages_per_rank).programs == torchs.programs
 
 
