@@ -215,7 +215,7 @@ def slow_sends(
     loose: set[int] = set()
     open_p2p_groups, free, send = channels.open_p2p_groups, channels.Channels.free, channels.Channels.send
 
-    def slow_lanes(*args: Any) -> dict[Any, P2PGroup]:
+    def slow_groups(*args: Any) -> dict[Any, P2PGroup]:
         return {channel: lane._replace(group=SlowGroup(lane.group, seconds, sends))  # type: ignore[arg-type]
                 for channel, lane in open_p2p_groups(*args).items()}  # fmt: skip
 
@@ -229,7 +229,7 @@ def slow_sends(
         send(self, message, payload, told)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "open_lanes", slow_lanes)
+        patch.setattr(channels, "open_p2p_groups", slow_groups)
         patch.setattr(channels.Channels, "free", noted_free)
         patch.setattr(channels.Channels, "send", noted_send)
         found = step(schedule, ranks, microbatches, last=last, seconds=compute, steps=2)

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-# what runs for which microbatch; B is a whole backward after a forward that could have been split
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +17,7 @@ from penstock.runtime.split_backward.deferred import Deferred
 from penstock.runtime.split_backward.recording import deferring
 from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of
 
+# what runs for which microbatch; B is a whole backward after a forward that could have been split
 ORDERS = {
     "at once": "F0 I0 W0 F1 I1 W1 F2 I2 W2",
     "interleaved": "F0 F1 I0 F2 I1 W0 I2 W1 W2",

@@ -226,7 +226,7 @@ def test_a_wrong_split_ends_the_run_before_its_first_step(
     initialise = initial.initialise
 
     def other(stage: Any, whole: Any, ties: Any, seed: int) -> None:
-        initialise(stage, whole, ties, seed + (type(stage) is type(whole) and hasattr(stage, "passage")))
+        initialise(stage, whole, ties, seed + (type(stage) is type(whole) and hasattr(stage, "boundary")))
 
     monkeypatch.setattr(initial, "initialise", other)
     with pytest.raises(EquivalenceError, match=r"^weight .* and \d+ more: the split model gives"):
