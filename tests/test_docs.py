@@ -15,7 +15,7 @@ import pytest
 
 from penstock.schedule import build, render, simulate, verify
 from penstock.schedule.builders import BUILDERS
-from penstock.train.config.sections import load_config
+from penstock.train.config.load import load_config
 
 _ROW = re.compile(r"rank +\d+ \|")
 ROOT = Path(__file__).parent.parent

@@ -89,7 +89,7 @@ BAD = {
     "an unknown key": ({}, ["train.stps=3"], "train.stps=3: section train has no such key. Did you mean"),
     "a wrong type": ({}, ["train.steps=many"], "train.steps='many': it should be a valid integer. Write"),
     "more stages than layers": ({}, ["pipeline.ranks=5"], "layers"),
-    "a batch that cannot be split": ({}, ["train.batch_size=1"], "train.batch_size=1 rows cannot be split"),
+    "a batch that cannot be split": ({}, ["train.batch_size=1"], "train.batch_size=1: its rows cannot be"),
     "no data": ({}, ["data.path=/nowhere"], "data.path=/nowhere: there is no such file or folder. Give"),
     "empty data": ({}, ["data.path=/dev/null"], "data.path=/dev/null: it holds no text. Give"),
     "data of another field": ({}, ["data.kind=jsonl"], "line 1: it is not JSON"),

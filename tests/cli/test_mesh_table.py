@@ -11,19 +11,19 @@ from rich.console import Console
 
 from penstock import Axes
 from penstock.cli.main import main
-from penstock.cli.plan import mesh_table, neighbours, part_of, seats, summed_with
+from penstock.cli.mesh_table import Grid, mesh_table, neighbours, part_of, summed_with
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight
 from support.tiny import config_file, tree
 
 
-def outline(folder: Path, ranks: int = 2, schedule: str = "1f1b") -> BuildPlan:
+def build_plan(folder: Path, ranks: int = 2, schedule: str = "1f1b") -> BuildPlan:
     made = tree(folder)
     made["model"]["config"] = {**made["model"]["config"], "num_hidden_layers": 4}
     made["pipeline"] |= {"ranks": ranks, "schedule": schedule, "microbatches": 2 * ranks}
     made["train"]["batch_size"] = 8
-    return preflight(TrainConfig.model_validate(made)).outline
+    return preflight(TrainConfig.model_validate(made)).plan
 
 
 def shown(table: Any) -> str:
@@ -34,7 +34,7 @@ def shown(table: Any) -> str:
 
 
 def test_the_table(tmp_path: Path) -> None:
-    text = shown(mesh_table(outline(tmp_path), Axes(dp_shard=2, cp=2), 5))
+    text = shown(mesh_table(build_plan(tmp_path), Axes(dp_shard=2, cp=2), 5))
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines()]
     rows = [row for row in cells if row[0].isdigit()]
     assert rows == [
@@ -48,15 +48,15 @@ def test_the_table(tmp_path: Path) -> None:
         ["7", "1", "1", "1", "1", "2-3", "3", "4, 5, 6", "rows 3-4, part 1 of 2 of each"],
     ]
     assert "each holds 1/4 of its stages' weights" in text
-    assert "part 1 of 2" in shown(mesh_table(outline(tmp_path), Axes(dp_replicate=2), None))
+    assert "part 1 of 2" in shown(mesh_table(build_plan(tmp_path), Axes(dp_replicate=2), None))
 
 
 def test_ranks_of_tp_read_the_same_and_sum_nothing(tmp_path: Path) -> None:
     axes = Axes(dp_replicate=2, tp=2)
-    everyone = seats(2, axes)
-    assert [part_of(seat, axes) for seat in everyone] == [0, 0, 1, 1] * 2
-    assert summed_with(everyone, everyone[1]) == [3]
-    assert neighbours(outline(tmp_path), everyone, everyone[3]) == [7]
+    grid = Grid(2, axes)
+    assert [part_of(grid, process) for process in range(8)] == [0, 0, 1, 1] * 2
+    assert summed_with(grid, 1) == [3]
+    assert neighbours(build_plan(tmp_path), grid, 3) == [7]
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,12 @@ def test_ranks_of_tp_read_the_same_and_sum_nothing(tmp_path: Path) -> None:
     [("1f1b", [[2], [0, 4], [2, 6], [4]]), ("dualpipe", [[2], [0, 4], [2, 6], [4]])],
 )
 def test_neighbours_follow_the_stages(tmp_path: Path, schedule: str, expected: list[list[int]]) -> None:
-    everyone = seats(4, Axes(dp_shard=2))
-    of = outline(tmp_path, 4, schedule)
-    assert [neighbours(of, everyone, seat) for seat in everyone[::2]] == expected
+    grid, plan = Grid(4, Axes(dp_shard=2)), build_plan(tmp_path, 4, schedule)
+    assert [neighbours(plan, grid, process) for process in range(0, 8, 2)] == expected
 
 
 def test_large_meshes_are_cut_short(tmp_path: Path) -> None:
-    text = shown(mesh_table(outline(tmp_path), Axes(dp_shard=64), 64))
+    text = shown(mesh_table(build_plan(tmp_path), Axes(dp_shard=64), 64))
     assert "and 64 more" in text
     assert "1-63" in text
 

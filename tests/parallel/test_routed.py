@@ -10,8 +10,8 @@ import pytest
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import ConfigError, ModelError
-from penstock.train.config.sections import load_config
-from penstock.train.run import make_auto
+from penstock.train.config.load import load_config
+from penstock.train.settings import make_auto
 from support import jobs_routed as jobs
 from support import zoo
 from support.families import tiny_model

@@ -12,7 +12,7 @@ import torch
 from penstock import AutoPipeline
 from penstock.errors import DifferenceError, EquivalenceError
 from penstock.pipeline.compare import Compared, Report, compare
-from penstock.train.check.split_beside_whole import free_memory
+from penstock.train.check.memory import free_memory
 from support.families import ragged_batch, tiny_model
 
 

@@ -14,8 +14,8 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.models.partition import LayerCosts
 from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
 from penstock.schedule import Op, Schedule, loop
-from penstock.train.config.sections import load_config
-from penstock.train.run import make_auto
+from penstock.train.config.load import load_config
+from penstock.train.settings import make_auto
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, plain_step
 

@@ -18,8 +18,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import EquivalenceError, PenstockError
 from penstock.runtime import sharded_weights as spread
 from penstock.train import loop
-from penstock.train.check.split_beside_whole import check_split
-from penstock.train.check.whole import Whole
+from penstock.train.check.before_training import Reference, check_split
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight, run
 from support.families import tiny_config
@@ -126,14 +125,14 @@ def checked_on_ranks(folder: str, schedule: str) -> list[str]:
         patch.setenv("WORLD_SIZE", str(ranks))
         prepared = preflight(made.model_copy(update={"pipeline": section}))
     pipe = prepared.auto.build(prepared.model)
-    whole = Whole(prepared.outline.source, prepared.auto.seed, prepared.auto.loss())
+    reference = Reference(prepared.plan.source, prepared.auto.seed, prepared.auto.loss())
     batch = prepared.data.batch(1).content
-    told = [check_split(pipe, whole, batch, "auto")]
-    told.append(check_split(pipe, whole, batch, "auto", lambda _: None if dist.get_rank() else 1000))
+    told = [check_split(pipe, reference, batch, "auto")]
+    told.append(check_split(pipe, reference, batch, "auto", lambda _: None if dist.get_rank() else 1000))
     if dist.get_rank() == 1:
         spoil(next(p for name, p in pipe.named_parameters() if name.endswith("q_proj.weight")))
     try:
-        check_split(pipe, whole, batch, "auto")
+        check_split(pipe, reference, batch, "auto")
     except EquivalenceError as error:
         told.append(str(error))
     pipe.close()
@@ -148,8 +147,8 @@ def checked_when_deep(layers: int) -> str:
     auto = AutoPipeline(ranks=2, microbatches=2, axes=axes, dtype=torch.bfloat16)
     pipe = auto.build(config)
     tokens = torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(1))
-    whole = Whole(auto.outline(config).source, auto.seed, auto.loss(), axes=axes)
-    told = check_split(pipe, whole, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
+    reference = Reference(auto.outline(config).source, auto.seed, auto.loss(), axes=axes)
+    told = check_split(pipe, reference, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
     pipe.close()
     return told
 

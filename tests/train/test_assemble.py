@@ -25,11 +25,12 @@ from penstock.errors import (
 )
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.weights.folder import check_folder
+from penstock.train.checkpoints import NEWEST, _with_defaults, changes
 from penstock.train.config.sections import ModelSection, PipelineSection, TrainConfig
 from penstock.train.config.values import CheckpointingSection
 from penstock.train.data.rows import Batch, DocumentRows
-from penstock.train.run import make_auto, preflight, run
-from penstock.train.start import NEWEST, _changes, _with_defaults
+from penstock.train.run import preflight, run
+from penstock.train.settings import make_auto
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 
 
@@ -104,7 +105,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, model: dict[str, Any]
     (checkpoints / "step-00000006" / "model.safetensors.index.json").write_text("torn")
     (checkpoints / ".step-00000006.writing-abcd").mkdir()
     resumed = preflight(config(tmp_path / "parts", model, steps=6, checkpoint_every=2), NEWEST)
-    assert resumed.done == 4
+    assert resumed.start.done == 4
     assert "passed over" in resumed.notes[0]
     assert "never finished" in resumed.notes[0]
     assert "model.safetensors.index.json" in resumed.notes[1]
@@ -401,5 +402,5 @@ def test_a_checkpoint_older_than_a_key_meant_its_default(tmp_path: Path) -> None
     checkpoint = tmp_path / "out" / "checkpoints" / "step-00000004"
     state = json.loads((checkpoint / "state.json").read_text())
     del state["config"]["data"]["packing"], state["config"]["pipeline"]["shapes"]
-    changed = [*_changes(_with_defaults(state["config"]), config(tmp_path, steps=6).model_dump(mode="json"))]
+    changed = [*changes(_with_defaults(state["config"]), config(tmp_path, steps=6).model_dump(mode="json"))]
     assert changed == ["train.steps=6 (was 4)"]

@@ -13,10 +13,9 @@ from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import RunError
 from penstock.models.weights.folder import MANIFEST, check_folder, leftovers, write_folder
 from penstock.runtime.transport.groups import OneProcess
-from penstock.train.checkpoints import checkpoint_folder, newest, prune
+from penstock.train.checkpoints import NEWEST, checkpoint_folder, newest_checkpoint, prune
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.run import preflight, run
-from penstock.train.start import NEWEST
 from support.tiny import config
 
 
@@ -103,8 +102,8 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_whole(
             prune(written, KeepSection(last=1))
     assert standing(tmp_path) == [2]
     assert len(leftovers(written.parent)) == 1
-    assert newest(tmp_path).path == written
-    assert newest(tmp_path).torn == ()  # it was finished once, and is wanted no more
+    assert newest_checkpoint(tmp_path) == (written, [])
+    # it was finished once, and is wanted no more
     prune(written, KeepSection(last=1))
     assert [path.name for path in written.parent.iterdir()] == ["step-00000002"]
 
@@ -115,7 +114,7 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
     for folder in (unfinished, written.parent / ".notes.writing-0a1b2c3d"):
         folder.mkdir()
         (folder / "model.safetensors").write_text("torn")
-    assert newest(tmp_path).torn == (f"{unfinished} was never finished",)
+    assert newest_checkpoint(tmp_path)[1] == [f"{unfinished} was never finished"]
     prune(written, KeepSection(last=1))
     left = {path.name for path in written.parent.iterdir()}
     assert left == {"step-00000002", ".notes.writing-0a1b2c3d"}
@@ -125,12 +124,12 @@ def test_what_a_killed_replacement_left_is_removed_where_the_new_one_stands(tmp_
     """0.5.0 kept it for ever, and said at every resume that it was never finished."""
     replaced = write(tmp_path, 2).rename(tmp_path / "checkpoints" / ".step-00000002.replaced-0a1b2c3d")
     written = write(tmp_path, 1, 3)
-    told = (f"{written.with_name('step-00000002')} was being replaced: {replaced} holds the older one",)
-    assert newest(tmp_path).torn == told
+    told = [f"{written.with_name('step-00000002')} was being replaced: {replaced} holds the older one"]
+    assert newest_checkpoint(tmp_path)[1] == told
     prune(written, KeepSection(last=2))
     check_folder(replaced)
     write(tmp_path, 2)
-    assert newest(tmp_path).torn == ()
+    assert newest_checkpoint(tmp_path)[1] == []
     (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
     prune(written, KeepSection(last=2))
     check_folder(replaced)
@@ -165,7 +164,7 @@ def test_a_run_keeps_what_it_was_told_to_and_goes_on_from_it(tmp_path: Path) -> 
     assert standing(tmp_path / "out") == [3, 5, 6]
     shutil.rmtree(checkpoint_folder(tmp_path / "out", 6))
     resumed = preflight(kept(tmp_path, last=1), NEWEST)
-    assert resumed.done == 5
+    assert resumed.start.done == 5
     run(resumed)
     assert standing(tmp_path / "out") == [6]
 
@@ -183,7 +182,7 @@ def test_a_failed_write_leaves_all_that_stood_before(tmp_path: Path, monkeypatch
     with pytest.raises(RunError, match="step-00000003: it could not be written in the background"):
         run(preflight(made))
     assert standing(tmp_path / "out") == [2]
-    assert newest(tmp_path / "out").torn == ()
+    assert newest_checkpoint(tmp_path / "out")[1] == []
 
 
 def test_the_background_changes_nothing(tmp_path: Path) -> None:

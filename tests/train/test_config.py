@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.train.config.sections import MuonSection, TrainConfig, load_config
+from penstock.train.config.load import load_config
+from penstock.train.config.sections import MuonSection, TrainConfig
 from penstock.train.config.values import CheckpointingSection
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -126,7 +127,10 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("model.path=there", "exactly one of model.path and model.config is given, and here both"),
         ("model.config=null", "here neither is"),
         ("model.config={hidden_size: 3}", "names its model_type"),
-        ("train.batch_size=3", "train.batch_size=3 rows cannot be split into pipeline.microbatches=4"),
+        (
+            "train.batch_size=3",
+            "config: train.batch_size=3: its rows cannot be split into pipeline.microbatch",
+        ),
         ("optimizer.warmup_steps=101", "optimizer.warmup_steps=101 is more than train.steps=100"),
         ("data.tokenizer=null", "data.tokenizer is missing"),
         ("data.path=null", "data.path=None: it should be a valid string. Write text"),

@@ -13,12 +13,11 @@ import torch
 from penstock import Pipeline
 from penstock.errors import CheckpointError
 from penstock.train import loop
-from penstock.train.checkpoints import check_fits, newest
+from penstock.train.checkpoints import NEWEST, check_fits, newest_checkpoint
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data
 from penstock.train.data.rows import Batch
 from penstock.train.run import preflight, run
-from penstock.train.start import NEWEST
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, tree
@@ -159,16 +158,16 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
 def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) -> None:
     """Its files do not tell the optimizer, so that it passed for Muon's."""
     made = of_muon(tmp_path)
-    muons = preflight(TrainConfig.model_validate(made)).muons
+    muons = preflight(TrainConfig.model_validate(made)).muon_names
     prepared = preflight(TrainConfig.model_validate({**made, "optimizer": {}}))
     run(prepared)
-    path = newest(tmp_path / "out").path
+    path = newest_checkpoint(tmp_path / "out")[0]
     assert path is not None
     for file in path.glob("optimizer-*.json"):
         file.unlink()
-    check_fits(path, prepared.outline.source.model, ())
+    check_fits(path, prepared.plan.source.model, ())
     with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here it is by Muon"):
-        check_fits(path, prepared.outline.source.model, (), muons)
+        check_fits(path, prepared.plan.source.model, (), muons)
 
 
 @pytest.mark.parametrize(

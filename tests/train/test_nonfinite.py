@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import RunError
-from penstock.train.checkpoints import read_state
+from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Data
 from penstock.train.data.rows import Batch
 from penstock.train.loop import IN_A_ROW, Skips
 from penstock.train.run import preflight, run
-from penstock.train.start import NEWEST
 from support.jobs_train import poison
 from support.tiny import config
 
@@ -30,23 +29,23 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
 def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
     with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
-        Skips("stop").leaves_out(3, loss=loss, grad_norm=norm)
+        Skips("stop").skip(3, loss=loss, grad_norm=norm)
     skips = Skips("skip", count=2)
-    assert skips.leaves_out(3, loss=loss, grad_norm=norm)
-    assert not skips.leaves_out(4, loss=1.0, grad_norm=1.0)
+    assert skips.skip(3, loss=loss, grad_norm=norm)
+    assert not skips.skip(4, loss=1.0, grad_norm=1.0)
     assert (skips.count, skips.in_a_row) == (3, 0)
 
 
 def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
     skips = Skips("skip")
     for step in range(3 * IN_A_ROW):
-        skips.leaves_out(step, loss=NAN if step % 2 else 1.0)
+        skips.skip(step, loss=NAN if step % 2 else 1.0)
     assert skips.count == 1.5 * IN_A_ROW
-    skips.leaves_out(30, loss=1.0)
+    skips.skip(30, loss=1.0)
     for step in range(31, 30 + IN_A_ROW):
-        assert skips.leaves_out(step, loss=NAN)
+        assert skips.skip(step, loss=NAN)
     with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan at the last: 10 steps in a row"):
-        skips.leaves_out(40, loss=NAN)
+        skips.skip(40, loss=NAN)
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, None])
@@ -91,12 +90,12 @@ def test_a_resumed_run_remembers_how_many_were_left_out(
     half = tmp_path / "out" / "checkpoints" / "step-00000003"
     assert read_state(half)["skipped"] == 1
     resumed = preflight(config(tmp_path, **options), str(half))
-    assert (resumed.done, resumed.skipped) == (3, 1)
+    assert (resumed.start.done, resumed.start.skipped) == (3, 1)
     run(resumed)
     for row, other in zip(steps(tmp_path), whole, strict=True):
         assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
     assert steps(tmp_path)[-1]["skipped_steps"] == 1
-    assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).skipped == 1
+    assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
 
 
 def test_broken_weights_end_a_run_that_leaves_steps_out(

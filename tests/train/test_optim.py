@@ -14,7 +14,7 @@ from penstock.cli.plan import memory, optimizers
 from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.sections import AdamWKeys, AdamWSection, MuonSection, TrainConfig
-from penstock.train.optimizer import by_muon, learning_rate, make_optimizers, set_learning_rates
+from penstock.train.optimizer import learning_rate, make_optimizers, muon_parameters, set_learning_rates
 from penstock.train.run import preflight
 from support import zoo
 from support.families import FAMILIES, tiny_model
@@ -99,13 +99,13 @@ def test_muon_is_for_the_matrices_inside_of_layers(family: str) -> None:
     found = matrices(model, layers)
     assert found == {f"{layers}.{at}.{name}" for at in range(2) for name in MATRICES[family]}
     model.get_parameter(sorted(found)[0]).requires_grad_(False)
-    assert by_muon(MuonSection(), model, layers) == found - {sorted(found)[0]}
-    assert by_muon(AdamWSection(), model, layers) == frozenset()
+    assert muon_parameters(MuonSection(), model, layers) == found - {sorted(found)[0]}
+    assert muon_parameters(AdamWSection(), model, layers) == frozenset()
 
 
 def test_a_model_without_matrices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer\.name=muon: LlamaForCausalLM has no matrix inside of"):
-        by_muon(MuonSection(), tiny_model("llama", layers=2).requires_grad_(False), "model.layers")
+    with pytest.raises(ConfigError, match=r"^optimizer\.name=muon: LlamaForCausalLM has no matrix inside"):
+        muon_parameters(MuonSection(), tiny_model("llama", layers=2).requires_grad_(False), "model.layers")
 
 
 def test_the_rate_rises_in_a_line_and_falls_along_a_cosine_to_its_floor() -> None:
@@ -127,14 +127,14 @@ def test_a_dry_run_tells_which_parameters_go_where(tmp_path: Path) -> None:
     made = tree(tmp_path)
     plain = preflight(TrainConfig.model_validate(made))
     muon = preflight(TrainConfig.model_validate({**made, "optimizer": {"name": "muon"}}))
-    parameters = sum(p.numel() for p in plain.outline.source.model.parameters())
+    parameters = sum(p.numel() for p in plain.plan.source.model.parameters())
     assert {name: trained.parameters for name, trained in optimizers(plain).items()} == {"AdamW": 25}
     found = optimizers(muon)
     assert {name: trained.parameters for name, trained in found.items()} == {"Muon": 14, "AdamW": 11}
     assert sum(trained.entries for trained in found.values()) == parameters
     assert set(found["Muon"].names) == LLAMA
     assert {"model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"} < {*found["AdamW"].names}
-    matrices = sum(plain.outline.source.model.get_parameter(name).nbytes for name in muon.muons)
+    matrices = sum(plain.plan.source.model.get_parameter(name).nbytes for name in muon.muon_names)
     saved = sum(m.moments for m in memory(plain)) - sum(m.moments for m in memory(muon))
     assert saved == matrices  # one of AdamW's two
 

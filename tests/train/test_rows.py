@@ -161,7 +161,7 @@ def test_a_whole_batch_is_held_out_however_small_the_share(tmp_path: Path, packi
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_too_few_rows_are_refused(tmp_path: Path, packing: str) -> None:
+def test_check_rows_are_refused(tmp_path: Path, packing: str) -> None:
     with pytest.raises(DataError, match="rows of at most 16, and a batch of 2 to train on and one held out"):
         load(tmp_path / "a.jsonl", ["ab", "cd", "ef"], packing)
     with pytest.raises(DataError, match="it gives 0 rows"):

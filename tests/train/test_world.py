@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline, Axes, Sharded
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
-from penstock.train.config.sections import TrainConfig, too_few_rows
-from penstock.train.run import make_auto, preflight, run
-from penstock.train.world import axes_of, pipeline_number, processes, ranks_of
+from penstock.train.config.load import load_config
+from penstock.train.config.sections import TrainConfig, check_rows
+from penstock.train.run import preflight, run
+from penstock.train.settings import axes_of, make_auto, pipeline_number, ranks_of
 from support.tiny import tree
 
 
@@ -30,9 +31,8 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -
 
 
 def test_ranks_times_the_axes_are_started(tmp_path: Path) -> None:
-    assert processes(config(tmp_path)) == 2
-    assert processes(config(tmp_path, dp_shard=2, dp_replicate=2)) == 8
-    assert processes(config(tmp_path, dp_shard=2, cp=2, ep=-1, tp=3)) == 24
+    assert axes_of(config(tmp_path)) == Axes()
+    assert axes_of(config(tmp_path, dp_shard=2, cp=2, ep=-1, tp=3)).ranks_per_stage == 12
     assert axes_of(config(tmp_path, dp_shard=2, cp=2, ep=-1)) == Axes(dp_shard=2, cp=2, ep=4)
 
 
@@ -54,8 +54,8 @@ def test_the_pipeline_takes_all_that_are_left(tmp_path: Path, monkeypatch: pytes
     made = with_ranks(config(tmp_path, dp_shard=2, ep=1), -1)
     assert refused(made).startswith("pipeline.ranks=-1: it takes the processes that are left")
     under_torchrun(monkeypatch, 4)
-    assert (ranks_of(made), processes(made)) == (2, 4)
-    assert preflight(made).outline.schedule.ranks == 2
+    assert ranks_of(made) == 2
+    assert preflight(made).plan.schedule.ranks == 2
     assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all that are left" in refused(
         with_ranks(config(tmp_path, dp_shard=-1), -1)
     )
@@ -104,10 +104,13 @@ def test_what_does_not_fit_is_refused_with_what_would(
         ({"dp_shard": 0}, "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
         (
             {"pp": 2},
-            "parallel: pp=2 is the pipeline's own axis, which has a section of its own. Write pipeline.r",
+            "parallel: pp=2 is the pipeline's axis, which has a section of its own. Write pipeline.r",
         ),
         ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most takes all that are left"),
-        ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 with whole weights: it is of weights that FSDP2"),
+        (
+            {"param_dtype": "bfloat16"},
+            "param_dtype=bfloat16 configures the weights that FSDP2 shards, and",
+        ),
         (
             {"dp_shard": 8},
             "rows cannot be split into pipeline.microbatches=2 for each of 8 parts",
@@ -115,8 +118,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
     ],
 )
 def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
-    from penstock.train.config.sections import load_config
-
     file = tmp_path / "config.yaml"
     file.write_text(config(tmp_path).to_yaml())
     with pytest.raises(ConfigError) as caught:
@@ -125,12 +126,15 @@ def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], me
 
 
 def test_rows_that_are_enough() -> None:
-    assert too_few_rows(8, 4, 2) is None
-    assert too_few_rows(3, 4, 1) is not None
-    assert too_few_rows(7, 4, 2) == (
-        "train.batch_size=7 rows cannot be split into pipeline.microbatches=4 for each of 2 parts "
-        "(parallel.dp_replicate x parallel.dp_shard)",
-        "give 8 rows or more, or pipeline.microbatches=3 or fewer",
+    check_rows(8, 4, 2)
+    with pytest.raises(ConfigError, match="Give each microbatch at least one row"):
+        check_rows(3, 4, 1)
+    with pytest.raises(ConfigError) as caught:
+        check_rows(7, 4, 2)
+    assert str(caught.value) == (
+        "train.batch_size=7: its rows cannot be split into pipeline.microbatches=4 for each of 2 parts "
+        "(parallel.dp_replicate x parallel.dp_shard). Give 8 rows or more, or pipeline.microbatches=3 or "
+        "fewer"
     )
 
 
@@ -150,7 +154,7 @@ def test_settings_reach_the_library(tmp_path: Path) -> None:
 
 
 def test_a_mesh_in_one_process_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorldSizeError, match=r"parallel dp_shard=2 in one process"):
+    with pytest.raises(WorldSizeError, match=r"dp_shard=2 in one process: only the pipeline"):
         run(preflight(config(tmp_path, dp_shard=2)))
 
 

@@ -1,4 +1,7 @@
-"""The command ``penstock``: parse, call, exit code."""
+"""The command ``penstock``: its commands and options, and the exit codes.
+
+torch takes seconds to import, so the commands import what does their work when they run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ app.add_typer(schedule_commands.app, name="schedule")
 
 
 def main() -> None:
-    """Run the command and exit: 0, 2 for what the user can mend, 1 for a failed run, 130 after Ctrl-C."""
+    """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 130 after Ctrl-C."""
     try:
         app(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
@@ -61,8 +64,7 @@ def train(
 ) -> None:
     """Train a Hugging Face model through a pipeline.
 
-    Started plainly it starts one process a rank, for each place on the other axes of `parallel`; started
-    under torchrun each process is one rank.
+    Started plainly it starts every rank, one process each; started under torchrun each process is one rank.
     """
     try:
         prepared = _prepare(config, arguments or [], resume)
@@ -70,7 +72,7 @@ def train(
             from penstock.cli.plan import show
 
             return show(prepared)
-        ranks = prepared.outline.schedule.ranks * prepared.axes.ranks_per_stage
+        ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
             command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]
@@ -81,7 +83,7 @@ def train(
 
 
 class Dtype(Enum):
-    """What `check` can compute in."""
+    """The dtypes that `check` computes in."""
 
     FLOAT32 = "float32"
     FLOAT64 = "float64"
@@ -129,41 +131,41 @@ def check(
 
     Example: penstock check models/Qwen3-0.6B --ranks 4 --schedule zb_v
     """
-    from_file = bool(Path(schedule).suffix or "/" in schedule)  # it has numbers of its own
-    if not from_file:
+    if not (Path(schedule).suffix or "/" in schedule):  # a file has its own numbers
         ranks = 4 if ranks is None else ranks
         microbatches = 2 * ranks if microbatches is None else microbatches
     options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
-    from penstock.cli.check import Asked
-    from penstock.cli.check import check as compare_models
+    chosen = Choice(schedule, ranks, microbatches, options).schedule()
+    from penstock.cli.check import check as compare
 
-    choice = Choice(schedule, ranks, microbatches, options)
-    asked = Asked(folder, choice, layout, dtype.value, rows, length, tolerance)
-    if not compare_models(asked):
+    passed = compare(
+        folder, chosen, layout=layout, dtype=dtype.value, rows=rows, length=length, tolerance=tolerance
+    )
+    if not passed:
         raise typer.Exit(1)
 
 
 def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
     launch.follow_parent()
     overrides, checkpoint = _sort_arguments(arguments, resume)
-    from penstock.train.config.sections import load_config
+    from penstock.train.config.load import load_config
     from penstock.train.run import preflight
 
     try:
         return preflight(load_config(config, overrides), checkpoint)
     except Exception as error:
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
-            # every rank of this machine finds the same, and one of them says so
+            # every rank of this machine finds the same error, and one of them reports it
             launch.fail(error, quiet=True)
         raise
 
 
 def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str | None]:
-    """The overrides, and what to resume from: a path, the word for the newest, or None."""
+    """The overrides, and the checkpoint to resume from: a path, the word for the newest, or None."""
     overrides = [argument for argument in arguments if re.match(r"\w+(\.\w+)+=", argument)]
     others = [argument for argument in arguments if argument not in overrides]
     if not resume or len(others) > 1:
-        return arguments, None  # others among the overrides are refused there, by name
+        return arguments, None  # load_config refuses the others by name
     return overrides, others[0] if others else "newest"
 
 
@@ -174,14 +176,12 @@ def _train(prepared: Prepared) -> None:
         run(prepared)
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
-    if (
-        launch.under_torchrun()
-    ):  # all is written: a thread of torch that wakes up as Python ends aborts the rank
-        launch.leave(0)
+    if launch.under_torchrun():
+        launch.leave(0)  # a thread of torch that wakes up while Python shuts down would abort the rank
 
 
 def _end(error: BaseException) -> None:
-    """Say what went wrong, once, and exit with its code."""
+    """Report the error, once, and exit with its code."""
     if launch.under_torchrun():
         launch.fail(error)
     if isinstance(error, KeyboardInterrupt):

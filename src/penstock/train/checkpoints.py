@@ -1,7 +1,7 @@
-"""Checkpoints of `penstock train`: where they lie, which one is whole, whether it fits, and which are kept.
+"""Checkpoints of `penstock train`: where they lie, how a run resumes from one, which of them are kept.
 
-``<output>/checkpoints/step-00000100/`` is one of penstock.checkpoint.save_load, with the tokenizer beside
-the weights, and step, config and versions as its state.
+<output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
+                                        the weights, and step, config and versions as its state
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.optimizer_state import Stored, unfit
 from penstock.checkpoint.save_load import check_config
-from penstock.errors import CheckpointError
-from penstock.models.weights.files import Ties
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
     check_folder,
     displaced,
@@ -35,31 +36,105 @@ from penstock.models.weights.folder import (
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
 
-
-@dataclass(frozen=True)
-class Found:
-    """path: the newest whole checkpoint, if any; torn: what was passed over, in words"""
-
-    path: Path | None
-    torn: tuple[str, ...]
+NEWEST = "newest"  # in place of a checkpoint's path
 
 
 def checkpoint_folder(output: Path, step: int) -> Path:
+    """The folder of the checkpoint of `step`."""
     return output / "checkpoints" / f"step-{step:08d}"
 
 
 def state_after(step: int, config: TrainConfig, skipped: int = 0) -> dict[str, Any]:
-    """What read_state reads. The place in the data and random numbers follow from the step, the learning rate
-    from the step less those that were skipped.
+    """The state that `read_state` reads back.
+
+    The place in the data and all random numbers follow from the step, and the learning rate from the step
+    less the `skipped` ones.
     """
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
-    return {
-        "step": step, "skipped": skipped, "config": config.model_dump(mode="json"), "versions": versions
-    }  # fmt: skip
+    return {"step": step, "skipped": skipped, "config": config.model_dump(mode="json"), "versions": versions}
 
 
-def newest(output: Path) -> Found:
-    """The checkpoint of the highest step under `output` that is whole."""
+def read_state(path: Path) -> dict[str, Any]:
+    """step, skipped, config and versions of a complete checkpoint. Raises CheckpointError."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        return {
+            "step": int(state["step"]),
+            "skipped": int(state.get("skipped", 0)),  # versions up to 0.4.0 skip no step
+            "config": dict(state["config"]),
+            "versions": state["versions"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: {STATE}",
+            "a run goes on from its step and config, and they cannot be read",
+            "Give a checkpoint that penstock train wrote",
+        ) from error
+
+
+# ---- Resuming
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        checkpoint: None for a fresh start
+        done: the steps before, `skipped` of which changed no weight
+        notes: lines to show
+    """
+
+    checkpoint: Path | None = None
+    done: int = 0
+    skipped: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def find_start(
+    config: TrainConfig, model: PreTrainedModel, resume: str | None, muon_names: Collection[str] = ()
+) -> Start:
+    """Find the checkpoint to resume from, and check that it fits. Reads headers, and no tensor.
+
+    Args:
+        model: the whole model, on the meta device
+        resume: a checkpoint's path, NEWEST for the newest complete one in the output folder, None for none
+        muon_names: the parameters that Muon trains
+
+    Raises: CheckpointError; ConfigError where no step is left to do.
+    """
+    if resume is None:
+        return Start()
+    notes: list[str] = []
+    if resume == NEWEST:
+        newest, torn = newest_checkpoint(config.output.path)
+        notes = [f"penstock: warning: passed over {each}" for each in torn]
+        if newest is None:
+            passed = "".join(f"\n  passed over {each}" for each in torn)
+            raise CheckpointError(
+                f"--resume with output.folder={config.output.path}",
+                f"it holds no complete checkpoint{passed}",
+                "Start without --resume, or give the path of a checkpoint",
+            )
+        path = newest
+    else:
+        path = Path(resume).expanduser()
+        check_folder(path)
+    state = read_state(path)
+    check_fits(path, model, tied_names(model), muon_names)
+    if state["step"] >= config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps}",
+            f"the checkpoint {path} is of step {state['step']}, so nothing is left to do",
+            f"Set train.steps above {state['step']}, or start without --resume",
+        )
+    changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
+    notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
+    return Start(path, state["step"], state["skipped"], tuple(notes))
+
+
+def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
+    """The complete checkpoint of the highest step under `output`, and a line for each one passed over."""
     folder = output / "checkpoints"
     torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
     torn += [
@@ -72,69 +147,19 @@ def newest(output: Path) -> Found:
         except CheckpointError as error:
             torn.append(str(error))
         else:
-            return Found(path, tuple(torn))
-    return Found(None, tuple(torn))
+            return path, torn
+    return None, torn
 
 
-def prune(written: Path, keep: KeepSection) -> None:
-    """Remove those older than `written`, the checkpoint that was just published, that no rule keeps.
+def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muon_names: Collection[str] = ()) -> None:
+    """Check that the checkpoint has the model's config and parameters, and state of the same optimizers.
 
-    Left alone, and not counted: later steps, which another run wrote, and what is not whole. A checkpoint
-    into which somebody put files of their own stays. To be called on one process, while nothing is written
-    to the folder. Cut short it leaves hidden folders, which the next call removes, as it does those of runs
-    that were killed in a write; but not an older checkpoint that was about to be replaced and never was.
-    """
-    if keep.last is None:
-        return
-    for path in (*leftovers(written.parent, "step-*"), *unfinished(written.parent, "step-*")):
-        remove_hidden(path)
-    last = int(written.name.removeprefix("step-"))
-    older = sorted(((step, path) for step, path in _standing(written.parent) if step < last), reverse=True)
-    for step, path in older[keep.last - 1 :]:
-        if keep.every is None or step % keep.every:
-            with suppress(CheckpointError):
-                remove_folder(path)
-
-
-def _standing(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Step and path of each checkpoint of ours that is whole, as far as can be told without reading it."""
-    for path in folder.glob("step-*"):
-        named = re.fullmatch(r"step-(\d{8,})", path.name)
-        if named is None or path.is_symlink() or not (path / STATE).is_file():
-            continue
-        if looks_whole(path):
-            yield int(named[1]), path
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """state.json of a whole checkpoint: step, skipped, config, versions. Raises CheckpointError."""
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return {
-            "step": int(state["step"]),
-            "skipped": int(state.get("skipped", 0)),  # none could be, up to 0.4.0
-            "config": dict(state["config"]),
-            "versions": state["versions"],
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE}",
-            "a run goes on from its step and config, and they cannot be read",
-            "Give a checkpoint that penstock train wrote",
-        ) from error
-
-
-def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muons: Collection[str] = ()) -> None:
-    """Raise CheckpointError unless the checkpoint is one of `model`: same config, same parameters, trained by
-    the same optimizers.
-
-    model: the whole model, on the meta device; muons: names of the parameters that Muon trains. Headers are
-    read and no tensor.
+    Raises: CheckpointError.
     """
     check_config(path, model.config)
     stored = Stored(path, ties)
     for name, parameter in model.named_parameters():
-        kind, part = ("Muon", "momentum_buffer") if name in muons else ("AdamW", "exp_avg")
+        kind, part = ("Muon", "momentum_buffer") if name in muon_names else ("AdamW", "exp_avg")
         found = stored.find(name)
         if parameter.requires_grad and found is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
@@ -143,3 +168,50 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muons: Collection
         shape = stored.shape(name, part)
         if shape is not None and shape != list(parameter.shape):
             raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
+
+
+def _with_defaults(written: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's config; keys that it is too old for have their defaults, as that is how it ran."""
+    with suppress(ValidationError):
+        return TrainConfig.model_validate(written).model_dump(mode="json")
+    return written
+
+
+def changes(before: object, now: object, name: str = "") -> list[str]:
+    """The keys whose values differ, with both values."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*now, *(key for key in before if key not in now)]
+        nested = (changes(before.get(key), now.get(key), f"{name}.{key}".lstrip(".")) for key in keys)
+        return [change for found in nested for change in found]
+    return [] if before == now else [f"{name}={now} (was {before})"]
+
+
+# ---- Keeping
+
+
+def prune(written: Path, keep: KeepSection) -> None:
+    """Remove the checkpoints before `written`, which was just published, that no rule keeps.
+
+    Later steps, which another run wrote, and incomplete folders are neither removed nor counted. A checkpoint
+    that holds somebody else's files stays. Call it on one process, while nothing is written to the folder. A
+    removal that is cut short leaves hidden folders, which the next call removes, together with those of runs
+    killed in a write. An older checkpoint that was to be replaced and never was stays.
+    """
+    if keep.last is None:
+        return
+    for path in (*leftovers(written.parent, "step-*"), *unfinished(written.parent, "step-*")):
+        remove_hidden(path)
+    last = int(written.name.removeprefix("step-"))
+    older = sorted(((step, path) for step, path in _complete(written.parent) if step < last), reverse=True)
+    for step, path in older[keep.last - 1 :]:
+        if keep.every is None or step % keep.every:
+            with suppress(CheckpointError):
+                remove_folder(path)
+
+
+def _complete(folder: Path) -> Iterator[tuple[int, Path]]:
+    """Step and path of each checkpoint of ours that looks complete, judged without reading its tensors."""
+    for path in folder.glob("step-*"):
+        named = re.fullmatch(r"step-(\d{8,})", path.name)
+        if named and not path.is_symlink() and (path / STATE).is_file() and looks_whole(path):
+            yield int(named[1]), path

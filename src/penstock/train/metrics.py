@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""The numbers of a run: written to metrics.jsonl, and shown as a progress bar or as lines of a log."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-# ---- metrics.jsonl: one JSON object a line, written as it happens.
-
 
 Row = dict[str, Any]
 
 
 class Metrics:
-    """Appends rows to `path`.
+    """metrics.jsonl: one JSON object a line, written as it happens.
 
-    resumed_at: the step that a resumed run goes on from; rows after it, which that run repeats, are dropped.
-    None starts the file anew.
+    Args:
+        path: the file
+        resumed_at: the step that a resumed run goes on from; later rows, which that run repeats, are dropped.
+            None starts the file anew.
     """
 
     def __init__(self, path: Path, resumed_at: int | None = None) -> None:
@@ -33,7 +31,7 @@ class Metrics:
         self._path = path
 
     def write(self, row: Row) -> None:
-        # a NaN would not be JSON; the loop writes none of it
+        """Append a row. Raises ValueError for a NaN, which JSON has no word for."""
         line = json.dumps(row, allow_nan=False) + "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
@@ -50,36 +48,23 @@ def _rows_until(path: Path, step: int) -> list[str]:
     return kept
 
 
-class Display(Protocol):
-    """A context: what is shown live is shown inside it."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def step(self, row: Row) -> None:
-        """One training step's metrics."""
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-
-
-class Silent:
-    """For every process but the first."""
+class Display:
+    """Shows nothing: for every process but the first. Live displays run between enter and exit."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        return None
 
-    def step(self, row: Row) -> None: ...
+    def step(self, row: Row) -> None:
+        """Show one training step's metrics."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
 
 
-class Lines(Silent):
+class Lines(Display):
     """For a log: a line every `every` steps."""
 
     def __init__(self, steps: int, every: int) -> None:
@@ -95,8 +80,8 @@ class Lines(Silent):
         print(text, flush=True)
 
 
-class Bar(Silent):
-    """For a terminal."""
+class Bar(Display):
+    """For a terminal: a progress bar."""
 
     def __init__(self, steps: int, done: int) -> None:
         self._progress = Progress(
@@ -124,9 +109,9 @@ class Bar(Silent):
 
 
 def make_display(first: bool, steps: int, done: int, every: int) -> Display:
-    """The one for this process, if it is the first of all: a bar where stdout is a terminal."""
+    """The display of this process; `first` says whether it is the one that shows anything."""
     if not first:
-        return Silent()
+        return Display()
     return Bar(steps, done) if sys.stdout.isatty() else Lines(steps, every)
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
 from penstock.models.source import ModelLike, open_source
 from penstock.train.config.sections import ModelSection
 
-# keys that older config.json files bear and transformers still reads, and one that no config.json bears
+# keys of older config.json files that transformers still reads, and one that no config.json has
 _MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")
 
 
 def named_model(section: ModelSection) -> ModelLike:
-    """A folder whose weights are to be read, or a config. Raises ConfigError, ModelError; reads no weight."""
+    """A folder whose weights are to be read, or a config. Reads no weight. Raises ConfigError, ModelError."""
     if section.config is not None:
         return inline_config(section.config)
     assert section.path is not None
@@ -34,46 +36,35 @@ def positions(config: PretrainedConfig) -> int | None:
     return longest
 
 
-def inline_config(given: dict[str, Any]) -> PretrainedConfig:
-    """The transformers config with these keys. Raises ConfigError for a key that its class does not have.
+def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
+    """The transformers config with these keys, `model_type` among them.
 
-    transformers itself keeps an unknown key as it is and takes the default for the one that was meant.
+    Raises: ConfigError for a key that the config's class does not have; transformers would keep it, and take
+        the default for the key that was meant.
     """
-    keys = dict(given)
-    model_type = keys.pop("model_type")
+    model_type, keys = keys["model_type"], {key: keys[key] for key in keys if key != "model_type"}
     try:
         known = AutoConfig.for_model(model_type)
     except (ValueError, KeyError):
         raise ConfigError(
             f"model.config.model_type={model_type!r}",
             "transformers knows no such model type",
-            _suggest(model_type, _model_types(), "Take the model_type of some config.json"),
+            _suggest(model_type, CONFIG_MAPPING_NAMES, "Take the model_type of some config.json"),
         ) from None
+    kind = type(known).__name__
     names = {*known.to_dict(), *known.attribute_map, *_MORE_KEYS}
     for key, value in keys.items():
         if key not in names:
-            raise ConfigError(
-                f"model.config.{key}={value}",
-                f"{type(known).__name__} has no such key",
-                _suggest(key, names, f"See the keys of {type(known).__name__} in transformers"),
-            )
+            remedy = _suggest(key, names, f"See the keys of {kind} in transformers")
+            raise ConfigError(f"model.config.{key}={value}", f"{kind} has no such key", remedy)
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **keys)
-    except Exception as error:  # each config class checks its keys in a way of its own
-        raise ConfigError(
-            f"model.config of type {model_type}",
-            f"transformers refuses it: {' '.join(str(error).split())}",
-            "Mend the key that it names",
-        ) from error
+    except Exception as error:  # each config class checks its keys in its own way
+        rule = f"transformers refuses it: {' '.join(str(error).split())}"
+        raise ConfigError(f"model.config of type {model_type}", rule, "Mend the key that it names") from error
     return config
 
 
-def _model_types() -> list[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-
-    return list(CONFIG_MAPPING_NAMES)
-
-
-def _suggest(name: str, known: Any, otherwise: str) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
+def _suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
     return f"Did you mean {near[0]}?" if near else otherwise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -15,44 +16,51 @@ from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.sections import AdamWKeys, AdamWSection, MuonSection
 
-FULL = "initial_lr"  # a group's full rate, by the name that torch's own schedulers give it
+AnyOptimizer = AdamWSection | MuonSection
+FULL = "initial_lr"  # a group's full rate, by the name that torch's schedulers use
 
 
-def by_muon(section: AdamWSection | MuonSection, model: PreTrainedModel, layers: str) -> frozenset[str]:
-    """Names of the parameters that Muon trains; none where AdamW trains all.
+def muon_parameters(
+    section: AdamWSection | MuonSection, model: PreTrainedModel, layers: str
+) -> frozenset[str]:
+    """The names of the parameters that Muon trains; none where AdamW trains all.
 
-    model: the whole one, which may be on the meta device; layers: the name of its layers' list
-    Raises ConfigError where Muon is asked for and the model has none.
+    Args:
+        model: the whole model, which may be on the meta device
+        layers: the name of its list of layers
+
+    Raises: ConfigError where Muon is asked for and the model has no matrix for it.
     """
     if isinstance(section, AdamWSection):
         return frozenset()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = frozenset(name for name in matrices(model, layers) if parameters[name].requires_grad)
     if not names:
-        raise ConfigError(
-            "optimizer.name=muon",
-            f"{type(model).__name__} has no matrix inside of its layers that Muon is for",
-            "Set optimizer.name=adamw",
-        )
+        rule = f"{type(model).__name__} has no matrix inside its layers that Muon could train"
+        raise ConfigError("optimizer.name=muon", rule, "Set optimizer.name=adamw")
     return names
 
 
 def make_optimizers(
-    section: AdamWSection | MuonSection, named: Iterable[tuple[str, nn.Parameter]], muons: Collection[str]
+    section: AdamWSection | MuonSection,
+    named: Iterable[tuple[str, nn.Parameter]],
+    muon_names: Collection[str],
 ) -> list[Optimizer]:
-    """Those of one process; it may hold no parameter of one kind.
+    """The optimizers of one process.
 
-    named: its parameters, by the whole model's names; muons: the names of those that Muon trains
+    Args:
+        named: its parameters, by the whole model's names; frozen ones are left out
+        muon_names: those that Muon trains
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    rest = [(name, parameter) for name, parameter in trained if name not in muons]
-    hidden = [parameter for name, parameter in trained if name in muons]
+    rest = [(name, parameter) for name, parameter in trained if name not in muon_names]
     if isinstance(section, AdamWSection):
         return [_adamw(section, rest)]
-    made: list[Optimizer] = [_muon(section, hidden)] if hidden else []
+    hidden = [parameter for name, parameter in trained if name in muon_names]
+    optimizers: list[Optimizer] = [_muon(section, hidden)] if hidden else []
     if rest or not hidden:
-        made.append(_adamw(section.adamw, rest))
-    return made
+        optimizers.append(_adamw(section.adamw, rest))
+    return optimizers
 
 
 def _muon(section: MuonSection, parameters: list[nn.Parameter]) -> Muon:
@@ -68,35 +76,31 @@ def _muon(section: MuonSection, parameters: list[nn.Parameter]) -> Muon:
 
 
 def _adamw(section: AdamWKeys, named: Iterable[tuple[str, nn.Parameter]]) -> AdamW:
-    """With weight decay on matrices only: on norms and biases it would pull a scale to zero.
+    """AdamW with weight decay on matrices only: on norms and biases it would pull a scale to zero.
 
-    Biases are known by their names, too: those of experts that stand together (gpt_oss) have two dimensions.
-
-    Parameters of another mesh have groups of their own: AdamW computes on those of a group together, and
-    DTensors of two meshes, or beside plain tensors, cannot be.
+    Biases are found by their names too, as those of stacked experts (gpt_oss) have two dimensions. Parameters
+    of different meshes have groups of their own: AdamW computes on a group's tensors together, and torch
+    does not mix DTensors of two meshes, or DTensors and plain tensors.
     """
-    many: dict[Any, list[nn.Parameter]] = {}
-    vectors: dict[Any, list[nn.Parameter]] = {}
+    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in named:
         matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        (many if matrix else vectors).setdefault(mesh, []).append(parameter)
-    nothing = [{"params": [nn.Parameter()]}]  # a stage may be empty, and AdamW asks for a parameter
-    groups = [
-        {"params": group, "weight_decay": decay, FULL: section.learning_rate}
-        for kind, decay in ((many, section.weight_decay), (vectors, 0.0))
-        for group in kind.values()
+        groups[not matrix, mesh].append(parameter)
+    made = [
+        {
+            "params": groups[key],
+            "weight_decay": 0.0 if key[0] else section.weight_decay,
+            FULL: section.learning_rate,
+        }
+        for key in sorted(groups, key=lambda key: key[0])  # matrices first: a checkpoint's order of groups
     ]
-    return AdamW(
-        groups or nothing,
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-    )
+    empty = [{"params": [nn.Parameter()]}]  # a stage may hold nothing, and AdamW wants a parameter
+    return AdamW(made or empty, lr=section.learning_rate, betas=section.betas, eps=section.eps)
 
 
-def learning_rate(section: AdamWSection | MuonSection, full: float, steps: int, step: int) -> float:
-    """What step `step` of 1 to `steps` takes: up in a line to the `full` rate, then down a cosine.
+def learning_rate(section: AnyOptimizer, full: float, steps: int, step: int) -> float:
+    """The rate of step `step` of 1 to `steps`: a linear warm-up to `full`, then a cosine down.
 
     The last step takes `final_fraction` of the full rate.
     """
@@ -108,8 +112,7 @@ def learning_rate(section: AdamWSection | MuonSection, full: float, steps: int, 
     return full * (section.final_fraction + (1 - section.final_fraction) * cosine)
 
 
-def set_learning_rates(
-    section: AdamWSection | MuonSection, optimizers: Sequence[Optimizer], steps: int, step: int
-) -> None:
+def set_learning_rates(section: AnyOptimizer, optimizers: Sequence[Optimizer], steps: int, step: int) -> None:
+    """Set every group's rate for step `step` of `steps`."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group["lr"] = learning_rate(section, group.get(FULL, section.learning_rate), steps, step)

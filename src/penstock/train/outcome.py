@@ -1,7 +1,8 @@
-"""What a finished run tells: where things lie, how well the bubble was predicted, and a sample."""
+"""What a finished run reports: where things lie, how well the bubble was predicted, and a sample."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,16 +10,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
 from penstock.errors import ConfigError
-from penstock.schedule import Costs, Schedule, render, simulate
+from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.config.sections import OutputSection, TrainConfig
+from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.loop import Outcome
 from penstock.train.model import positions
 
 
-def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path) -> None:
-    """Draw the last step's timeline into `output` and print the summary. On process 0 alone."""
-    measured = outcome.timeline
+@dataclass(frozen=True)
+class Outcome:
+    """The last checkpoint, the last step's timeline, all batches' fill, and the number of skipped steps."""
+
+    checkpoint: Path
+    timeline: Timeline
+    fill: Fill
+    skipped: int = 0
+
+
+def report_outcome(outcome: Outcome, schedule: Schedule, config: TrainConfig) -> None:
+    """Draw the last step's timeline into the output folder and print a summary. On process 0 only."""
+    measured, output = outcome.timeline, config.output.path
     predicted = simulate(schedule, Costs.measured(measured))
     picture = output / "timeline.svg"
     render(measured, picture, predicted=predicted)
@@ -29,17 +40,15 @@ def tell(outcome: Outcome, schedule: Schedule, config: TrainConfig, output: Path
         print(f"padding     {outcome.fill.padding:.1%} of the tokens, over all steps")
     if outcome.skipped:
         print(f"skipped     {outcome.skipped} steps, whose loss or gradients were not finite")
-    print(
-        f"bubble of the last step  predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}",
-        flush=True,
-    )
+    shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
+    print(f"bubble of the last step  {shares}", flush=True)
     if config.output.sample_prompt is not None:
         text = sample(outcome.checkpoint, config.output, config.train.seed)
         print(f"sample from the checkpoint, by plain transformers:\n{text}", flush=True)
 
 
 def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: PretrainedConfig) -> None:
-    """Before training: raises ConfigError for a prompt that no model with this config can continue."""
+    """Raise ConfigError for a prompt that no model with this config can continue."""
     if section.sample_prompt is None:
         return
     value, ids = f"output.sample_prompt={section.sample_prompt!r}", tokenizer.prompt(section.sample_prompt)
@@ -55,12 +64,12 @@ def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: Pretrained
 
 
 def sample(checkpoint: Path, section: OutputSection, seed: int) -> str:
-    """The prompt and what the saved model makes of it: plain `generate`, at a low temperature.
+    """The prompt and its continuation by the saved model: transformers' `generate` at a low temperature.
 
-    It ends where the model's positions do: with a table of them there is nothing for more.
+    It ends where the model's positions end, as a model with a table of positions has no row for more.
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    logging.disable_progress_bar()  # "Loading weights", in the middle of the summary
+    logging.disable_progress_bar()  # "Loading weights" in the middle of the summary
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     logging.enable_progress_bar()
     encoded = tokenizer(section.sample_prompt, return_tensors="pt")

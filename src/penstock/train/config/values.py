@@ -1,8 +1,10 @@
-"""What a key of the config may hold, where that is more than a plain type."""
+"""The types of the config's values, where they are more than a plain type."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -16,11 +18,22 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.errors import ConfigError
+
 
 class Section(BaseModel):
     """Unknown keys are errors, and so is a value of another type: nothing is guessed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+@contextmanager
+def as_finding() -> Iterator[None]:
+    """Turn a ConfigError into a ValueError "rule; remedy", the only exception that pydantic collects."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(f"{error.value}: {error.rule}; {error.remedy}") from error
 
 
 def _ranks(number: int) -> int:
@@ -31,37 +44,38 @@ def _ranks(number: int) -> int:
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
 Ranks = Annotated[int, AfterValidator(_ranks)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def _layers_per_stage(value: object) -> object:
-    """Checked here: of a union of types pydantic would complain once for each."""
-    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    if not all(type(number) is int and number >= 0 for number in numbers) or value in (0, [], ()):
-        raise ValueError(
-            f"{value!r} is neither a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]"
-        )
-    return tuple(value) if isinstance(value, list) else value
+def _one_or_several(expected: str, refused: tuple[object, ...]) -> Callable[[object], object]:
+    """Accept a number from 0 on, a list of them, or None. For a union pydantic complains once a member."""
+
+    def check(value: object) -> object:
+        numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
+        if not all(type(number) is int and number >= 0 for number in numbers) or value in refused:
+            raise ValueError(f"{value!r} is neither {expected}")
+        return tuple(value) if isinstance(value, list) else value
+
+    return check
 
 
-def _in_flight(value: object) -> object:
-    numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
-    if not all(type(number) is int and number >= 0 for number in numbers) or value in ([], ()):
-        raise ValueError(
-            f"{value!r} is neither a number of microbatches nor a list of one for each rank; "
-            "write 2, or [2, 1, 0, 0]"
-        )
-    return tuple(value) if isinstance(value, list) else value
-
-
+_layers_per_stage = _one_or_several(
+    "a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]", (0, [], ())
+)
+_in_flight = _one_or_several(
+    "a number of microbatches nor a list of one for each rank; write 2, or [2, 1, 0, 0]", ([], ())
+)
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
 
 
 def _bytes(value: object) -> object:
-    """A number of bytes, such as 8 GiB: a number itself, or text with its unit."""
+    """Bytes from a number, or from text with a unit, such as 8 GiB."""
     number = value
     if isinstance(value, str) and (found := _BYTES.fullmatch(value)):
         base = 1024 if found[3] else 1000
@@ -73,17 +87,6 @@ def _bytes(value: object) -> object:
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 
-def _checkpointing(value: object) -> object:
-    """`none` is the word for false; what is neither a mode nor a mapping is refused here, once."""
-    if isinstance(value, bool | dict | CheckpointingSection) or value in _CHECKPOINTING_MODES:
-        return False if value == "none" else value
-    raise ValueError(
-        f"{value!r} is no way to recompute activations; write true, false, none, full, selective, "
-        "or a mapping such as {every: 2}"
-    )
-
-
-_CHECKPOINTING_MODES = ("none", "full", "selective")
 LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
 InFlight = Annotated[int | tuple[int, ...] | None, BeforeValidator(_in_flight)]
 Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]
@@ -93,8 +96,8 @@ class CheckpointingSection(Section):
     """Which activations are computed again in the backward: of every `every`-th layer, all but `save`."""
 
     every: Count = 1  # 2: every second one
-    save: Patterns = ()  # what is held all the same: matmul, attention, or names of torch's ops
-    in_flight: InFlight = None  # of a rank's microbatches in flight the first so many; a list: of each rank
+    save: Patterns = ()  # what is kept all the same: matmul, attention, or names of torch's ops
+    in_flight: InFlight = None  # only the first so many of a rank's microbatches in flight; a list: by rank
     memory_limit: Bytes = None  # a rank's, which chooses in_flight: bytes, or text like 8 GiB
 
     @model_validator(mode="after")
@@ -104,8 +107,18 @@ class CheckpointingSection(Section):
         return self
 
 
+def _checkpointing(value: object) -> object:
+    """`none` is the word for false; what is neither a mode nor a mapping is refused here, once."""
+    if isinstance(value, bool | dict | CheckpointingSection) or value in ("none", "full", "selective"):
+        return False if value == "none" else value
+    raise ValueError(
+        f"{value!r} is no way to recompute activations; write true, false, none, full, selective, "
+        "or a mapping such as {every: 2}"
+    )
+
+
 Checkpointing = Annotated[
-    # tagged, so that of a mapping what is wrong in it is told, and not that it is no mode
+    # tagged, so that an error in a mapping names its key, and not all the modes that it is not
     Annotated[bool | Literal["full", "selective"], Tag("mode")]
     | Annotated[CheckpointingSection, Tag("settings")],
     Discriminator(lambda value: "settings" if isinstance(value, dict | CheckpointingSection) else "mode"),

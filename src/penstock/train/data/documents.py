@@ -14,7 +14,7 @@ Document = tuple[str, bytes]  # a name for errors, and the text
 
 
 def documents(section: DataSection) -> Iterator[Document]:
-    """Every document in a fixed order. Raises DataError for what is missing, unreadable or empty."""
+    """Every document, in a fixed order. Raises DataError for what is missing, unreadable or empty."""
     path = Path(section.path).expanduser()
     if not path.exists():
         raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
@@ -33,7 +33,7 @@ def _kind(path: Path) -> str:
 
 
 def _folder(path: Path, section: DataSection) -> Iterator[Document]:
-    """Files below `path`, sorted by their path's parts so that every machine sees one order."""
+    """Files below `path`, sorted by the parts of their paths, so that every machine has the same order."""
     excluded = set(section.exclude)
     names = (file.relative_to(path) for file in path.rglob("*"))
     chosen = sorted(

@@ -1,9 +1,8 @@
-"""What a run trains on, and what it is measured on.
+"""The data of a run: rows to train on, and rows held out.
 
 Documents become rows: cut from one stream of tokens, or each alone or packed (penstock.train.data.packing).
-The last are held out. Which rows a step trains on is a pure function of the step, so a resumed run needs no
-state, and every rank knows the whole batch without asking: on any mesh it is the same, and where several
-pipelines work side by side each takes its part of it.
+The last ones are held out. The rows of a step are a pure function of the step, so a resumed run needs no
+state, and every rank knows the whole batch, which is the same on any mesh, and takes its pipeline's part.
 """
 
 from __future__ import annotations
@@ -25,16 +24,18 @@ from penstock.train.data.packing import PACKINGS, Numbers, Pieces, cut
 from penstock.train.data.rows import Batch, DocumentRows, Fill, Rows, StreamRows
 from penstock.train.data.tokenizer import Ids, Tokenizer
 
-_AT_ONCE = 1000  # documents encoded together, which fast tokenizers like
-_LOOKED_AT = 100  # steps whose padding stands for the run's
+_AT_ONCE = 1000  # documents; fast tokenizers encode many in parallel
+_SAMPLED = 100  # steps, from which the padding of a run is estimated
 
 
 @dataclass(frozen=True)
 class Data:
-    """Order follows from `seed`; rows that are held out are never trained on.
+    """The batches of a run, in an order that follows from `seed`.
 
-    part, parts: which part of each batch is made here, from 0, of how many. What is told of its fill is of
-        the whole batch.
+    Attributes:
+        rows, held_out: to train on, and to evaluate on
+        batch_size: rows of a whole batch
+        part, parts: batches hold this part, from 0, of so many. Their fill is the whole batch's
     """
 
     rows: Rows
@@ -45,40 +46,44 @@ class Data:
     parts: int = 1
 
     def of(self, part: int) -> Data:
-        """The same batches, and another part of each."""
+        """The same batches, with another part of each."""
         return replace(self, part=part)
 
     def batch(self, step: int) -> Batch:
-        """What step `step`, from 1, trains on here.
+        """The batch of step `step`, from 1.
 
-        Every row is seen once an epoch, in an order of its own; a batch may reach from one epoch into the
-        next.
+        An epoch takes every row once, in an order of its own; a batch may reach into the next epoch.
         """
-        return self._own(self.rows, self._chosen(step))
+        return self._part(self.rows, self._chosen(step))
 
     def held_out_batches(self, count: int) -> list[Batch]:
         """At most `count` batches, spread evenly over the held-out rows."""
         held, size = len(self.held_out), self.batch_size
         rows = min(count, held // size) * size
         spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
-        return [self._own(self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
+        return [self._part(self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
-        """How much of the batches is text, over the first of `steps` steps."""
-        looked_at = range(1, min(steps, _LOOKED_AT) + 1)
-        return sum((self._fill(self.rows, self._chosen(step)) for step in looked_at), Fill())
+        """The fill of the first batches of a run of `steps` steps."""
+        sampled = range(1, min(steps, _SAMPLED) + 1)
+        return sum((self._fill(self.rows, self._chosen(step)) for step in sampled), Fill())
 
-    def _own(self, rows: Rows, chosen: list[int]) -> Batch:
-        own = rows.deal(chosen, self.parts)[self.part]
-        return Batch(rows.batch(own).content, self._fill(rows, chosen))
+    def _part(self, rows: Rows, chosen: list[int]) -> Batch:
+        part = rows.deal(chosen, self.parts)[self.part]
+        return Batch(rows.batch(part).content, self._fill(rows, chosen))
 
     def _fill(self, rows: Rows, chosen: list[int]) -> Fill:
         return sum((rows.fill(part) for part in rows.deal(chosen, self.parts)), Fill())
 
     def _chosen(self, step: int) -> list[int]:
         first, count = (step - 1) * self.batch_size, len(self.rows)
-        span = range(first, first + self.batch_size)
-        return [int(_order(self.seed, at // count, count)[at % count]) for at in span]
+        places = range(first, first + self.batch_size)
+        return [int(_order(self.seed, place // count, count)[place % count]) for place in places]
+
+
+@lru_cache(maxsize=2)  # a batch touches two epochs at most
+def _order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def load_data(
@@ -90,11 +95,15 @@ def load_data(
     flash: bool = False,
     parts: int = 1,
 ) -> Data:
-    """Read everything that the config names; `vocabulary` is the model's number of token ids.
+    """Read everything that the config names. At least one whole batch is held out.
 
-    padding: what the pipeline does to a step's microbatches, if anything; flash: whether the model's
-    attention is a flash attention; parts: how many pipelines each work on a part of a batch.
-    At least one whole batch is held out. Raises DataError.
+    Args:
+        vocabulary: the model's number of token ids
+        padding: how the pipeline pads a step's microbatches, if it does
+        flash: whether the model has a flash attention
+        parts: how many pipelines each work on a part of a batch
+
+    Raises: DataError.
     """
     section = config.data
     text = _join(documents(section), tokenizer)
@@ -111,62 +120,23 @@ def load_data(
         rows, held_out = _stream_rows(config, text, padding)
     else:
         rows, held_out = _document_rows(config, text, padding, flash)
-    return Data(rows, held_out, config.train.batch_size, config.train.seed, parts=parts)
+    size = config.train.batch_size
+    if min(len(rows), len(held_out)) < size:
+        most = "" if section.packing == "stream" else "at most "
+        raise DataError(
+            f"{value} of {len(text.tokens)} tokens",
+            f"it gives {len(rows) + len(held_out)} rows of {most}{section.sequence_length}, and a batch of "
+            f"{size} to train on and one held out need more",
+            "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
+        )
+    return Data(rows, held_out, size, config.train.seed, parts=parts)
 
 
 class _Text(NamedTuple):
-    """tokens: of all documents end to end, each with the separator after it; lengths: of each, with it"""
+    """tokens: of all documents end to end, with a separator after each; lengths: of each, with it"""
 
     tokens: Ids
     lengths: Numbers
-
-
-def _stream_rows(config: TrainConfig, text: _Text, padding: Padding | None) -> tuple[Rows, Rows]:
-    section, size = config.data, config.train.batch_size
-    count = len(text.tokens) // section.sequence_length
-    held_out = max(size, round(count * section.held_out))
-    if count - held_out < size:
-        raise _too_little(config, text, count)
-    rows = text.tokens[: count * section.sequence_length].reshape(count, section.sequence_length)
-    return StreamRows(rows[: count - held_out], padding), StreamRows(rows[count - held_out :], padding)
-
-
-def _document_rows(
-    config: TrainConfig, text: _Text, padding: Padding | None, flash: bool
-) -> tuple[Rows, Rows]:
-    """The last documents are held out, and packed by themselves: best_fit's last rows hold the shortest."""
-    section, size = config.data, config.train.batch_size
-    pieces = cut(text.lengths, section.sequence_length)
-
-    def rows(first: int, end: int) -> DocumentRows:
-        own = Pieces(pieces.starts[first:end], pieces.lengths[first:end])
-        packing = PACKINGS[section.packing](own.lengths, section.sequence_length)
-        microbatches = config.pipeline.microbatches
-        return DocumentRows(text.tokens, own, packing, microbatches, padding, flash)
-
-    count = len(pieces.lengths)
-    ends = np.cumsum(pieces.lengths)
-    share = (1 - section.held_out) * (ends[-1] if count else 0)
-    held = max(count - int(np.searchsorted(ends, share, side="right")), min(size, count))
-    held_out = rows(count - held, count)
-    while len(held_out) < size and held < count:  # a row may take many documents
-        held = min(count, max(held + 1, held * size // len(held_out)))
-        held_out = rows(count - held, count)
-    trained = rows(0, count - held)
-    if min(len(trained), len(held_out)) < size:
-        raise _too_little(config, text, len(trained) + len(held_out))
-    return trained, held_out
-
-
-def _too_little(config: TrainConfig, text: _Text, rows: int) -> DataError:
-    section, size = config.data, config.train.batch_size
-    most = "" if section.packing == "stream" else "at most "
-    return DataError(
-        f"data.path={section.path} of {len(text.tokens)} tokens",
-        f"it gives {rows} rows of {most}{section.sequence_length}, and a batch of {size} to train on and one "
-        "held out need more",
-        "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
-    )
 
 
 def _join(found: Iterator[Document], tokenizer: Tokenizer) -> _Text:
@@ -184,6 +154,32 @@ def _join(found: Iterator[Document], tokenizer: Tokenizer) -> _Text:
     return _Text(tokens, np.array(lengths, dtype=np.int64))
 
 
-@lru_cache(maxsize=2)  # a batch touches two epochs at most
-def _order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(count)
+def _stream_rows(config: TrainConfig, text: _Text, padding: Padding | None) -> tuple[Rows, Rows]:
+    length = config.data.sequence_length
+    count = len(text.tokens) // length
+    trained = max(count - max(config.train.batch_size, round(count * config.data.held_out)), 0)
+    rows = text.tokens[: count * length].reshape(count, length)
+    return StreamRows(rows[:trained], padding), StreamRows(rows[trained:], padding)
+
+
+def _document_rows(
+    config: TrainConfig, text: _Text, padding: Padding | None, flash: bool
+) -> tuple[Rows, Rows]:
+    """The last documents are held out, and packed separately: best_fit's last rows hold the shortest ones."""
+    section, size = config.data, config.train.batch_size
+    pieces = cut(text.lengths, section.sequence_length)
+
+    def rows(first: int, end: int) -> DocumentRows:
+        chosen = Pieces(pieces.starts[first:end], pieces.lengths[first:end])
+        packing = PACKINGS[section.packing](chosen.lengths, section.sequence_length)
+        return DocumentRows(text.tokens, chosen, packing, config.pipeline.microbatches, padding, flash)
+
+    count = len(pieces.lengths)
+    ends = np.cumsum(pieces.lengths)
+    share = (1 - section.held_out) * (ends[-1] if count else 0)
+    held = max(count - int(np.searchsorted(ends, share, side="right")), min(size, count))
+    held_out = rows(count - held, count)
+    while len(held_out) < size and held < count:  # a row may take many documents
+        held = min(count, max(held + 1, held * size // len(held_out)))
+        held_out = rows(count - held, count)
+    return rows(0, count - held), held_out

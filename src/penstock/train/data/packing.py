@@ -1,7 +1,7 @@
 """Which documents share a row: lengths in, rows out. No text and no tensors.
 
-A document longer than a row is cut into pieces as long as one; what is left of it is a piece like any other.
-With rows of 8 tokens and documents a (5), b (10), c (3) and d (3), of which b becomes pieces of 8 and 2:
+A document longer than a row is cut into pieces as long as a row; the rest of it is a piece like any other.
+With rows of 8 tokens and documents a (5), b (10), c (3) and d (3), b becomes pieces of 8 and 2:
 
     none         a a a a a        b b b b b b b b   b b              c c c   d d d
     sequential   a a a a a        b b b b b b b b   b b c c c d d d
@@ -23,20 +23,20 @@ _SHORTEST = 2  # nothing predicts the first token of a document, so a single one
 
 
 class Pieces(NamedTuple):
-    """Documents that lie end to end, or parts of long ones: where each begins, and its tokens."""
+    """Documents that lie end to end, or parts of long ones: where each begins, and its number of tokens."""
 
     starts: Numbers
     lengths: Numbers
 
 
 def cut(documents: Numbers, capacity: int) -> Pieces:
-    """The pieces of documents of these lengths, none longer than `capacity`, in order, without tiny ones."""
+    """The pieces of documents of these lengths, in order: none longer than `capacity`, none of one token."""
     counts = -(-documents // capacity)
-    of = np.repeat(np.arange(len(documents)), counts)
-    place = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
-    within = place * capacity
-    starts = (np.cumsum(documents) - documents)[of] + within
-    lengths = np.minimum(documents[of] - within, capacity)
+    document = np.repeat(np.arange(len(documents)), counts)  # of each piece
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
+    offset = number * capacity
+    starts = (np.cumsum(documents) - documents)[document] + offset
+    lengths = np.minimum(documents[document] - offset, capacity)
     kept = lengths >= _SHORTEST
     return Pieces(starts[kept], lengths[kept])
 
@@ -47,7 +47,7 @@ def one_each(lengths: Numbers, capacity: int) -> Packing:
 
 
 def sequential(lengths: Numbers, capacity: int) -> Packing:
-    """In order: a piece that does not fit begins the next row, and no row is looked at again."""
+    """In order: a piece that does not fit begins the next row."""
     rows: Packing = []
     free = 0
     for piece, length in enumerate(lengths.tolist()):
@@ -62,12 +62,12 @@ def sequential(lengths: Numbers, capacity: int) -> Packing:
 def best_fit(lengths: Numbers, capacity: int) -> Packing:
     """The longest first, each into the row that it leaves the least room in: best-fit decreasing.
 
-    It takes at most 11/9 of the fewest rows possible and a few more (Johnson 1973). Rows are found by their
-    free space, which is sorted, so that a hundred thousand pieces take a moment.
+    It takes at most 11/9 of the fewest possible rows and a few more (Johnson 1973). Free spaces are kept
+    sorted, so that a hundred thousand pieces take a moment.
     """
     rows: Packing = []
     with_free: dict[int, list[int]] = {}
-    spaces: list[int] = []  # the keys of `with_free`, sorted
+    spaces: list[int] = []  # the keys of with_free, sorted
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
         at = bisect_left(spaces, length)

@@ -20,7 +20,7 @@ from penstock.train.data.tokenizer import Ids
 
 @dataclass(frozen=True)
 class Fill:
-    """How much of a batch is text: real tokens, and the places for tokens that it has."""
+    """How much of a batch is text: its real tokens, and its slots for tokens."""
 
     tokens: int = 0
     slots: int = 0
@@ -30,33 +30,35 @@ class Fill:
 
     @property
     def padding(self) -> float:
-        """The share of the places that hold no text."""
+        """The share of the slots that hold no text."""
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
 class Batch(NamedTuple):
-    """content: what Pipeline.step takes, one batch to split or a list of microbatches"""
+    """content: as Pipeline.step takes it, one batch to split or a list of microbatches"""
 
     content: dict[str, Tensor] | list[dict[str, Any]]
     fill: Fill
 
 
 class Rows(Protocol):
-    """Rows by number. `fill` is that of the batch of the same rows, found without making it."""
+    """Rows by number."""
 
     def __len__(self) -> int: ...
 
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """The rows of one batch, dealt out to the pipelines that work on a part of it each."""
+        """The rows of one batch, dealt out to the pipelines of a mesh."""
 
-    def batch(self, chosen: Sequence[int]) -> Batch: ...
+    def batch(self, chosen: Sequence[int]) -> Batch:
+        """One batch of these rows."""
 
-    def fill(self, chosen: Sequence[int]) -> Fill: ...
+    def fill(self, chosen: Sequence[int]) -> Fill:
+        """The fill of that batch, found without making it."""
 
 
 @dataclass(frozen=True)
 class StreamRows:
-    """tokens: (rows, sequence); padding: what the pipeline will do to them, if anything"""
+    """tokens: (rows, sequence); padding: how the pipeline will pad them, if it does"""
 
     tokens: Ids
     padding: Padding | None = None
@@ -82,10 +84,12 @@ class StreamRows:
 class DocumentRows:
     """Rows of one document or more, each row as long as its documents.
 
-    tokens: all documents end to end; pieces: the parts of them, which `packing` puts into rows
-    microbatches: how many a batch, or a pipeline's part of one, becomes
-    padding: what the pipeline will do to them; None pads each microbatch to its own longest row
-    flash: whether the model's attention is a flash attention (penstock.batch.packing tells why it matters)
+    Attributes:
+        tokens: all documents end to end
+        pieces: the parts of them that `packing` puts into rows
+        microbatches: how many a pipeline's part of a batch becomes
+        padding: how the pipeline will pad them; None pads each microbatch to its longest row
+        flash: whether the model has a flash attention, which wants the bounds of documents
     """
 
     tokens: Ids
@@ -105,26 +109,24 @@ class DocumentRows:
 
     @cached_property
     def packed(self) -> bool:
+        """Whether any row has several documents."""
         return any(len(row) > 1 for row in self.packing)
 
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Each part gets microbatches of all lengths, or else one pipeline would wait for the others: they go
-        round by their length, forth and back.
-        """
-        groups = self._groups(chosen, self.microbatches * parts)
+        """Deal microbatches out by length, back and forth, so that no pipeline has all the long ones."""
+        order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
-        for number, group in enumerate(groups):
-            there_and_back = number % (2 * parts)
-            dealt[min(there_and_back, 2 * parts - 1 - there_and_back)] += group
+        for number, group in enumerate(self._groups(chosen, self.microbatches * parts)):
+            dealt[order[number % len(order)]] += group
         return dealt
 
     def batch(self, chosen: Sequence[int]) -> Batch:
-        """A list of microbatches, each with rows as long as its own longest; the longest rows come first.
+        """A list of microbatches, each as long as its longest row; the longest rows come first.
 
         Each has input_ids and labels, int64, (rows, sequence), and where rows are packed position_ids that
-        begin anew in each document. Labels are -100 on padding and on each document's first token, which the
+        restart in each document. Labels are -100 on padding and on each document's first token, which the
         document before must not predict. There is no attention_mask: it would hide the documents from
-        transformers, and padding at the end of a row needs none, as no token looks ahead.
+        transformers, and padding at the end of a row needs none, as no token attends to a later one.
         """
         groups = self._groups(chosen, self.microbatches)
         return Batch([self._microbatch(group) for group in groups], self.fill(chosen))
@@ -132,13 +134,13 @@ class DocumentRows:
     def fill(self, chosen: Sequence[int]) -> Fill:
         lengths = [self.lengths[group] for group in self._groups(chosen, self.microbatches)]
         longest = [int(group.max()) for group in lengths]
-        if self.padding is not None:  # the pipeline makes all microbatches of a step alike
+        if self.padding is not None:  # the pipeline pads all microbatches of a step to one length
             longest = [self.padding.lengths(max(longest)).full] * len(longest)
         slots = sum(len(group) * most for group, most in zip(lengths, longest, strict=True))
         return Fill(int(sum(group.sum() for group in lengths)), slots)
 
     def _groups(self, chosen: Sequence[int], count: int) -> list[list[int]]:
-        """The rows of each microbatch. Rows of like length go together: the longest pads the others."""
+        """The rows of each microbatch. Rows of similar length go together: they are padded to the longest."""
         by_length = sorted(chosen, key=lambda row: -int(self.lengths[row]))
         return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
@@ -154,11 +156,11 @@ class DocumentRows:
                 ids[at, begin : begin + count] = self.tokens[start : start + count]
                 labels[at, begin + 1 : begin + count] = ids[at, begin + 1 : begin + count]
                 bounds.append(bounds[-1] + count)
-            bounds[-1] = (at + 1) * length  # padding goes to the last document: an empty one is no document
+            bounds[-1] = (at + 1) * length  # padding counts to the last document: none may be empty
         microbatch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if self.packed:
             ends = torch.tensor(bounds, dtype=torch.int32)
             microbatch["position_ids"] = positions(ends).view(len(rows), length)
-            if self.flash:  # others look at the positions alone, and flash attention at them for one row only
+            if self.flash:  # transformers derives the bounds from positions only for a batch of one row
                 microbatch |= boundaries(ends)
         return microbatch

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's printable character for each byte
 
 from penstock.errors import DataError
 
@@ -18,19 +19,19 @@ Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class Tokenizer(Protocol):
-    """separator: the id put between two documents; None where the tokenizer has no such token"""
+    """Text to token ids. separator: the id put between two documents; None where there is no such token"""
 
     @property
     def separator(self) -> int | None: ...
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document. Raises DataError that names the document that is at fault."""
+        """The ids of each document. Raises DataError that names the wrong document."""
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of `text` that is to be continued, with what the tokenizer puts around it."""
+        """The ids of a text to continue, with the special tokens that the tokenizer adds."""
 
     def save(self, folder: Path) -> None:
-        """Write what AutoTokenizer.from_pretrained needs to encode and decode the same ids."""
+        """Write files from which AutoTokenizer.from_pretrained encodes and decodes the same ids."""
 
 
 class Bytes:
@@ -49,7 +50,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """A local folder's own tokenizer; documents are encoded without special tokens."""
+    """The tokenizer in a local folder; documents are encoded without special tokens."""
 
     def __init__(self, folder: str) -> None:
         try:
@@ -76,34 +77,17 @@ class HuggingFace:
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The one that data.tokenizer names: the word ``bytes``, or a local folder."""
+    """The tokenizer that data.tokenizer names: the word ``bytes``, or a local folder. Raises DataError."""
     return Bytes() if name == "bytes" else HuggingFace(name)
 
 
 def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     """A transformers tokenizer of 256 tokens, the bytes of UTF-8 text in the order of their values."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = RustTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
-
-
-def _byte_characters() -> list[str]:
-    """GPT-2's printable stand-in for each byte, which byte-level tokenizers are written in.
-
-    A printable character of Latin-1 stands for itself, the others are numbered on from 256.
-    """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    characters, unprintable = [], 0
-    for byte in range(256):
-        characters.append(chr(byte if byte in printable else 256 + unprintable))
-        unprintable += byte not in printable
-    return characters
 
 
 def _text(name: str, document: bytes) -> str:

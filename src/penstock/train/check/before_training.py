@@ -1,0 +1,274 @@
+"""Before the first step: compare the split model with the reference model, the same model in one process.
+
+1. Every rank cuts the batch to one row a microbatch and at most 64 tokens, and steps the pipeline on it. On a
+   mesh every pipeline takes the same rows, so that the mean over them is that of one pipeline.
+2. Every rank takes a digest of each weight and gradient (digests.py).
+3. Process 0 builds the reference model, runs the same microbatches through it and compares loss and digests.
+4. Where ranks add up in another order (cp, ep, tp), process 0 measures how far rounding alone moves the
+   gradients, and how many router choices it may flip (rounding.py).
+5. Every rank raises the same DifferenceError, or process 0 shows one line.
+
+Digests are all that is kept, so no process holds two copies of the model besides process 0's one reference.
+Weights, gradients and random state are left as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from penstock.batch.loss import IGNORED, Loss
+from penstock.batch.packing import boundaries
+from penstock.batch.shapes import Microbatch
+from penstock.errors import ConfigError
+from penstock.models.source import Source
+from penstock.models.weights import files as weights
+from penstock.models.weights import initial
+from penstock.parallel.mesh import Axes
+from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
+from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.split_batch import BatchLike
+from penstock.pipeline.summary import size
+from penstock.runtime.stage import evaluating, gradients_aside
+from penstock.train.check.digests import Digests, compare_digests, digest, digests_of, distance
+from penstock.train.check.memory import free_on
+from penstock.train.check.rounding import Scores, explained_by_flips, near_ties, nudge
+
+TOKENS = 64  # of each row
+SHARE = 0.5  # of the free memory that the reference model may take
+LARGEST = 32 * 2**30  # bytes; a larger model takes minutes to load, while all other ranks wait
+_NUDGES = 2  # a bias with few entries may hardly move in one of them
+_NARROW_ROUNDS = 4.0  # how often a narrower dtype may round, in units of its tolerance
+_REMEDY = "Do not train; report it as a bug (see penstock check). train.check=off trains all the same"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """How process 0 builds the reference model, and how close the split model has to be to it.
+
+    Attributes:
+        source: the model on the meta device, and the files with its values, if any
+        seed: of initial values
+        loss: the run's loss
+        dtypes: what the split model sends, gathers and reduces in; None for the model's dtype
+        axes: the mesh's axes other than the pipeline's, without -1
+    """
+
+    source: Source
+    seed: int
+    loss: Loss
+    dtypes: tuple[torch.dtype | None, ...] = ()
+    axes: Axes = field(default_factory=Axes)
+
+    def build(self, device: torch.device) -> PreTrainedModel:
+        """The model with its values. Does not use what splits a model, as that is what the check is for."""
+        model: PreTrainedModel = copy.deepcopy(self.source.model)
+        ties = weights.tied_names(self.source.model)
+        if self.source.files:
+            weights.load(model, self.source.files, ties)
+        initial.initialise(model, self.source.model, ties, self.seed)
+        model.to(device)
+        return model
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights and their gradients."""
+        total: int = sum(p.numel() * p.itemsize for p in self.source.model.parameters())
+        return 2 * total
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the split model adds up in another order."""
+        return (self.axes.cp, self.axes.ep, self.axes.tp) != (1, 1, 1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row, at most: as many as the ranks of cp and tp can share evenly."""
+        shared = 2 * self.axes.cp * self.axes.tp
+        return max(TOKENS // shared, 1) * shared
+
+    @property
+    def tolerance(self) -> float:
+        """Relative to a gradient's norm."""
+        dtype = self.source.model.dtype
+        eps = torch.finfo(dtype).eps
+        narrower = [other for other in self.dtypes if other and torch.finfo(other).eps > eps]
+        return max([TOLERANCE.get(dtype, 1e-5), *(_NARROW_ROUNDS * TOLERANCE[other] for other in narrower)])
+
+
+def check_split(
+    pipe: Pipeline,
+    reference: Reference,
+    batch: BatchLike,
+    mode: Literal["auto", "always"],
+    free: Callable[[torch.device], int | None] = free_on,
+) -> str:
+    """Compare loss, weights and gradients of `pipe` with the reference model's. Collective.
+
+    Args:
+        batch: the same on every rank
+        mode: with "auto" the check is skipped where memory is short
+        free: free bytes of a device, None where unknown
+
+    Returns: a line that says what was checked, or why nothing was.
+    Raises: DifferenceError where they differ; ConfigError where mode is "always" and the check is impossible.
+    """
+    began = time.perf_counter()
+    short = shorten(batch, pipe.schedule.microbatches, reference.tokens)
+    microbatches = pipe.microbatches(short)
+    device = microbatches[0]["input_ids"].device
+    if reason := _from_first(pipe, _out_of_memory(reference, free(device), mode)):
+        return skipped(reason, mode)
+    if not any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in short):
+        return skipped(
+            f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
+        )
+    with torch.random.fork_rng(devices=[]):
+        with gradients_aside(pipe.parameters()):
+            with evaluating(*pipe.modules.values()):
+                loss = pipe.step(short).loss
+            digests = [(place, digests_of(place[0], p)) for place, p in placed_parameters(pipe)]
+        everyone = pipe.processes.gather(digests)
+        result: Any = None
+        if pipe.processes.index == 0 and pipe.reductions.is_first:
+            split = [(tuple(place), Digests(*each)) for process in everyone for place, each in process]
+            result = compare_with_reference(reference, device, microbatches, loss, split)
+    result = _from_first(pipe, result)
+    if isinstance(result, str):
+        return skipped(result, mode)
+    report, near, tokens = _report(result["report"]), result["near"], result["tokens"]
+    if report.losses and not isfinite(report.losses[1]):  # the run finds the same, and says what to do
+        return skipped(f"its own loss is {report.losses[1]}", "auto")
+    if not report.passed and explained_by_flips(report, near, tokens):
+        return skipped(
+            f"rounding by {reference.axes} may flip {near} router choices, nearly tied on this batch; the "
+            f"split model differs by more than rounding: {report.problems()[0]}",
+            mode,
+        )
+    report.raise_if_wrong(_REMEDY)
+    return f"checked in {time.perf_counter() - began:.1f} s: {_passed(report)}"
+
+
+def _from_first(pipe: Pipeline, value: Any) -> Any:
+    """The value (JSON must hold it) of process 0 of the mesh's first pipeline, on every rank. Collective."""
+    text = pipe.processes.gather(json.dumps(value))[0]
+    return json.loads(pipe.reductions.first_problem(text if pipe.reductions.is_first else None) or "null")
+
+
+def skipped(reason: str, mode: str) -> str:
+    """A line that says why nothing was checked. Raises ConfigError with train.check=always."""
+    if mode == "always":
+        remedy = "Set train.check=auto, or off" + (", or free memory" if "memory" in reason else "")
+        raise ConfigError("train.check=always", reason, remedy)
+    return f"not checked against the whole model: {reason}"
+
+
+def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
+    """Why the reference model is not built; empty where it is."""
+    need = f"the whole model and its gradients take {size(reference.bytes)}"
+    if free is not None and reference.bytes > SHARE * free:
+        return f"{need}, more than half of the {size(free)} that are free to process 0"
+    if mode == "auto" and reference.bytes > LARGEST:
+        return f"{need}, and more than {size(LARGEST)} would delay the start"
+    return ""
+
+
+def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
+    """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long."""
+    if isinstance(batch, Mapping):
+        rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
+    else:
+        rows = [{name: value[:1] if _has_rows(value) else value for name, value in each.items()}
+                for each in batch]  # fmt: skip
+    return [_cut(row, length) for row in rows]
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:
+    short = {name: value[:, :length] for name, value in row.items() if _has_rows(value)}
+    if "cu_seq_lens_q" in row:  # the bounds of the documents that remain
+        length = short["input_ids"].shape[1]
+        ends = row["cu_seq_lens_q"]
+        short |= boundaries(torch.cat([ends[ends < length], ends.new_tensor([length])]))
+    return short
+
+
+def compare_with_reference(
+    reference: Reference,
+    device: torch.device,
+    microbatches: Sequence[Microbatch],
+    split_loss: float,
+    split: Sequence[tuple[Place, Digests]],
+) -> str | dict[str, Any]:
+    """On process 0: a Report for JSON, and the numbers of near ties and of tokens; or why there is none."""
+    found = None
+    try:
+        found = _run_reference(reference, device, microbatches)
+    except (torch.OutOfMemoryError, MemoryError):
+        pass
+    except RuntimeError as error:  # the host's allocator has no exception type
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # only here nothing refers to the model any more
+    if found is None:
+        return "memory ran out"
+    loss, expected, rounding, near = found
+    dtype = reference.source.model.dtype
+    report = compare_digests((split_loss, loss), split, expected, reference.tolerance, dtype, rounding)
+    tokens = sum(each["input_ids"].numel() for each in microbatches)
+    return {"report": asdict(report), "near": near, "tokens": tokens}
+
+
+def _run_reference(
+    reference: Reference, device: torch.device, microbatches: Sequence[Microbatch]
+) -> tuple[float, dict[str, Digests], dict[str, float], int]:
+    """Loss, digests, how far rounding moves each gradient, and near ties of routers."""
+    rounding, near = dict[str, float](), 0
+    model = reference.build(device)
+    with evaluating(model), Scores() as scores:
+        loss = whole_backward(model, microbatches, reference.loss)
+    named = list(model.named_parameters(remove_duplicate=False))
+    expected = {name: digests_of(name, parameter) for name, parameter in named}
+    for turn in range(_NUDGES if reference.reorders else 0):
+        nudge(model, turn)
+        model.zero_grad()
+        with evaluating(model), Scores() as nudged:
+            whole_backward(model, microbatches, reference.loss)
+        near = max(near, near_ties(scores, nudged))
+        for name, parameter in named:
+            before = expected[name].gradient
+            if before is not None and parameter.grad is not None:
+                moved = distance(before, digest(name, parameter.grad))
+                rounding[name] = max(rounding.get(name, 0.0), moved)
+    return loss, expected, rounding, near
+
+
+def _report(fields: dict[str, Any]) -> Report:
+    losses, tensors = fields["losses"], tuple(Compared(**each) for each in fields["tensors"])
+    return Report(**{**fields, "losses": None if losses is None else tuple(losses), "tensors": tensors})
+
+
+def _passed(report: Report) -> str:
+    gradients = [each for each in report.tensors if each.kind == "gradient"]
+    shares = [each.difference / each.size for each in gradients if each.size]
+    close = max((share for share in shares if share <= report.tolerance), default=0.0)
+    largest = f"{close:.1e} of a gradient's norm" if close else "none"
+    wider = [share for share in shares if share > report.tolerance]
+    rest = f"; {len(wider)} by up to {max(wider):.1e}, no more than rounding" if wider else ""
+    return (
+        f"the split model's loss and {len(gradients)} gradients equal the whole one's (largest difference: "
+        f"{largest}; tolerance {report.tolerance:.0e}{rest})"
+    )

@@ -1,0 +1,194 @@
+"""A TrainConfig from a YAML file and overrides, or one ConfigError with everything that is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from penstock.errors import ConfigError
+from penstock.train.config.sections import TrainConfig
+
+# tags of unions in sections.py and values.py, which pydantic adds to a key's path; no key has such a name
+_BRANCHES = ("mode", "settings", "of adamw", "of muon")
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
+    """Load a config.
+
+    Args:
+        path: a YAML file
+        overrides: ``section.key=value``, which replace the file's values; each value is YAML
+
+    Raises: ConfigError that lists everything wrong at once.
+    """
+    tree = _read(Path(path))
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return TrainConfig.model_validate(tree)
+    except ValidationError as error:
+        found = [_finding(entry) for entry in error.errors(include_url=False)]
+    if len(found) == 1:
+        raise ConfigError(*found[0])
+    lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in found)
+    raise ConfigError(f"config {path}", f"{len(found)} things are wrong with it:{lines}", "Mend each of them")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = _parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        rule = f"the config file cannot be read ({error.strerror})"
+        raise ConfigError(f"config {path}", rule, "Give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        rule = f"it is not YAML: {' '.join(str(error).split())}"
+        raise ConfigError(f"config {path}", rule, "Mend that line") from None
+    if not isinstance(tree, dict):
+        rule = f"it holds sections of keys, and here is {_kind(tree)}"
+        remedy = f"Write sections like model: and data: ({', '.join(TrainConfig.model_fields)})"
+        raise ConfigError(f"config {path}", rule, remedy)
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    value, (name, equals, text) = f"argument {override!r}", override.partition("=")
+    keys = name.split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        rule = "what follows the config file is section.key=value"
+        raise ConfigError(value, rule, "Write it like train.steps=200")
+    try:
+        parsed = _parse(text)
+    except yaml.YAMLError as error:
+        rule = f"its value is not YAML: {' '.join(str(error).split())}"
+        raise ConfigError(value, rule, "Quote it") from None
+    for key in keys[:-1]:
+        if tree.get(key) is None:
+            tree[key] = {}
+        tree = tree[key]
+        if not isinstance(tree, dict):
+            raise ConfigError(value, f"{key} holds {_kind(tree)} and no keys", "Name a key of a section")
+    tree[keys[-1]] = parsed
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+# ---- pydantic's findings in the user's words
+
+
+def _finding(entry: Any) -> tuple[str, str, str]:
+    """Value, rule and remedy of one finding."""
+    name = ".".join(str(key) for key in entry["loc"] if key not in _BRANCHES)
+    match entry["type"]:
+        case "extra_forbidden":
+            return _unknown_key(name, entry["input"])
+        case "missing":
+            return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
+        case "value_error":  # a validator of ours: "rule; remedy"
+            rule, _, remedy = str(entry["ctx"]["error"]).partition("; ")
+            remedy = remedy or "mend one of them"
+            return name or "config", rule, remedy[0].upper() + remedy[1:]
+    rule = entry["msg"].replace("Input should", "it should")
+    return f"{name}={_shown(entry['input'])}", rule, _remedy(entry["type"], entry.get("ctx", {}))
+
+
+def _remedy(kind: str, limits: dict[str, Any]) -> str:
+    match kind:
+        case "int_type" | "int_from_float" | "int_parsing":
+            return "Write a whole number, such as 8"
+        case "float_type" | "float_parsing" | "finite_number":
+            return "Write a number, such as 0.1"
+        case "string_type":
+            return "Write text, in quotes where it looks like something else"
+        case "bool_type":
+            return "Write true or false"
+        case "literal_error":
+            return f"Take {limits['expected']}"
+        case "greater_than_equal":
+            return f"Give {limits['ge']} or more"
+        case "less_than_equal":
+            return f"Give {limits['le']} or less"
+        case "greater_than":
+            return f"Give more than {limits['gt']}"
+        case "less_than":
+            return f"Give less than {limits['lt']}"
+        case "tuple_type" | "too_short" | "too_long":
+            return "Write a list, such as [a, b]"
+    return "See the keys and their types in penstock.train.config.sections"
+
+
+def _unknown_key(name: str, value: object) -> tuple[str, str, str]:
+    section, _, key = name.rpartition(".")
+    names = list(dict.fromkeys(_names(TrainConfig)))
+    known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    elsewhere = [other for other in names if other.endswith(f".{key}")]
+    if near:
+        remedy = f"Did you mean {section}.{near[0]}?" if section else f"Did you mean {near[0]}?"
+    elif elsewhere:
+        remedy = f"Did you mean {elsewhere[0]}?"
+    else:
+        remedy = f"Take one of {', '.join(known)}"
+    where = f"section {section}" if section else "a config"
+    return f"{name}={_shown(value)}", f"{where} has no such key", remedy
+
+
+def _names(model: type[BaseModel], section: str = "") -> Iterator[str]:
+    """Every key below `model` with the keys that lead to it: train, train.steps, ..."""
+    for key, field in model.model_fields.items():
+        yield section + key
+        for inner in _models_in(field.annotation):
+            yield from _names(inner, f"{section}{key}.")
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections in an annotation, which may be a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    else:
+        for inner in get_args(annotation):
+            yield from _models_in(inner)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- YAML as people mean it: 1e-3 is a number, a day is text, and a key given twice is an error
+
+
+def _parse(text: str) -> Any:
+    """Raises yaml.YAMLError."""
+    try:
+        return yaml.load(text, _Loader)  # a SafeLoader: plain values only
+    except ValueError as error:  # PyYAML's, of what looks like a number and is none, such as 0x_
+        raise yaml.YAMLError(str(error)) from error
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
+        first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]  # PyYAML refuses the others
+        for number, key in enumerate(keys):
+            if key.value in (before.value for before in keys[:number]):
+                problem = f"key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML reads, wants a dot in a number with an exponent; YAML 1.2 does not
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)

@@ -1,0 +1,144 @@
+"""From the config to the library: how many processes a run takes, and the AutoPipeline that it builds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from penstock.batch.padding import Padding
+from penstock.errors import ConfigError, WorldSizeError
+from penstock.launch.start import under_torchrun
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.parallel.mesh import MESH, Axes
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
+from penstock.train.config.values import CheckpointingSection
+
+# keys of the section `pipeline` that AutoPipeline takes by the same name and with the same meaning
+_SAME = (
+    "schedule", "microbatches", "embedding_weight", "head_weight", "layout", "layers_per_stage",
+    "first_stage_layers", "last_stage_layers", "modules_per_stage", "exchange",
+)  # fmt: skip
+
+
+def started() -> int | None:
+    """How many processes there are; None for a process that was started alone."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def ranks_of(config: TrainConfig) -> int:
+    """The pipeline's ranks, without -1. Raises ConfigError, WorldSizeError."""
+    ranks, world = config.pipeline.ranks, started()
+    if ranks != -1:
+        return ranks
+    if world is None:
+        raise _not_started("pipeline.ranks")
+    return config.parallel.axes.pipeline_ranks(world)
+
+
+def axes_of(config: TrainConfig) -> Axes:
+    """The mesh's axes other than the pipeline's, without -1.
+
+    Raises WorldSizeError where another number of processes was started; ConfigError for -1 where none was,
+    and for a batch with too few rows.
+    """
+    ranks, axes, world = ranks_of(config), config.parallel.axes, started()
+    if world is None:
+        for name in MESH[1:]:
+            if axes.sizes[name] == -1:
+                raise _not_started(f"parallel.{name}")
+        world = ranks * axes.ranks_per_stage
+    if axes == Axes() and world != ranks:
+        raise WorldSizeError(
+            f"pipeline.ranks={ranks}",
+            f"each rank is one process and torchrun started {world}",
+            f"Start it with {ranks} processes, or set pipeline.ranks={world}",
+        )
+    full = axes.resolve(ranks, world)
+    check_rows(config.train.batch_size, config.pipeline.microbatches, full.batch_parts)
+    return full
+
+
+def _not_started(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name}=-1",
+        "it takes the processes that are left, and penstock train starts as many as the sizes say",
+        "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock train ...",
+    )
+
+
+def is_first() -> bool:
+    """Whether this process writes what is written once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def make_auto(config: TrainConfig) -> AutoPipeline:
+    """The AutoPipeline that the config describes. Raises ConfigError, WorldSizeError."""
+    pipeline, model, parallel, axes = config.pipeline, config.model, config.parallel, axes_of(config)
+    ranks = ranks_of(config)
+    if pipeline.transport == "local" and (count := ranks * axes.ranks_per_stage) > 1:
+        rule = f"it holds all ranks in one process, and {count} would be started"
+        raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
+    if pipeline.transport == "nccl" and not torch.cuda.is_available():
+        rule = "it moves GPU memory, and torch sees no GPU"
+        raise ConfigError("pipeline.transport=nccl", rule, "Take gloo")
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
+    return AutoPipeline(
+        **{name: getattr(pipeline, name) for name in _SAME},
+        ranks=ranks,
+        seed=model.seed,
+        dtype=getattr(torch, model.dtype),
+        attention=model.attention,
+        device="cpu" if config.train.device == "cpu" else None,
+        timeout=pipeline.timeout_seconds,
+        trace_folder=trace_folder(config, axes),
+        activation_checkpointing=_checkpointing(config),
+        replay_routing=config.train.replay_routing,
+        shapes=make_padding(pipeline) or pipeline.shapes,
+        transport=None if pipeline.transport == "auto" else pipeline.transport,
+        wire_dtype=None if pipeline.wire_dtype is None else getattr(torch, pipeline.wire_dtype),
+        axes=None if axes == Axes() else axes,
+        sharded=parallel.sharded,
+        context=parallel.context,
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def trace_folder(config: TrainConfig, axes: Axes) -> Path:
+    """Where ranks write their traces: a folder for each pipeline, as their ranks have the same numbers."""
+    folder = config.output.path / "stalled"
+    return folder / f"pipeline-{pipeline_number(axes)}" if axes.ranks_per_stage > 1 else folder
+
+
+def pipeline_number(axes: Axes) -> int:
+    """The number of this process's pipeline in the mesh, from 0: `pp` is the outermost axis."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank % axes.ranks_per_stage
+
+
+def make_padding(section: PipelineSection) -> Padding | None:
+    """How the pipeline pads a step's microbatches; None where it does not."""
+    if section.shapes != "padded":
+        return None
+    return Padding(**section.padding.model_dump()) if section.padding else Padding()
+
+
+def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
+    section = config.train.activation_checkpointing
+    if not isinstance(section, CheckpointingSection):
+        return section
+    shape = None if section.memory_limit is None else largest_microbatch(config)
+    return Checkpointing(**section.model_dump(), shape=shape)
+
+
+def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
+    """Rows and tokens a row of the largest microbatch, with padding."""
+    rows = -(-config.train.batch_size // (config.pipeline.microbatches * axes_of(config).batch_parts))
+    padding, length = make_padding(config.pipeline), config.data.sequence_length
+    return rows, padding.lengths(length).full if padding else length
