@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.models.source import beside
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES
-from penstock.models.weights.saved import Layout, SavedModel
+from penstock.models.weights.saved import FileLayout, SavedModel
 from penstock.runtime.stage import Stage
 from penstock.train.data.tokenizer import byte_level_tokenizer
 from support import zoo
@@ -209,7 +209,9 @@ def stored_bytes(file: Path) -> list[int]:
 
 def test_a_file_is_one_of_safetensors(tmp_path: Path) -> None:
     """Byte for byte, for every dtype, also of tensors without numbers or dimensions."""
-    held: dict[str, Tensor] = {f"of {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    held: dict[str, Tensor] = {
+        f"of {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES.values()
+    }
     held |= {"empty": torch.ones(0, 3), "one": torch.tensor(2.0), "turned": torch.rand(3, 2).T}
 
     class Module(torch.nn.Module):
@@ -221,7 +223,7 @@ def test_a_file_is_one_of_safetensors(tmp_path: Path) -> None:
         config = None
         _weight_conversions: tuple[()] = ()
 
-    layout = Layout.of(cast(Any, Module()), ())
+    layout = FileLayout.of(cast(Any, Module()), ())
     layout.write(tmp_path / "ours.safetensors", layout.sizes.keys())
     expected = {name: value.contiguous() for name, value in held.items() if name != "one"}
     found = load_file(tmp_path / "ours.safetensors")

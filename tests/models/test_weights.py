@@ -134,10 +134,10 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
     shard = next(iter(sorted(tmp_path.glob("model-*"))))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(CheckpointError, match="its header announces"):
+    with pytest.raises(CheckpointError, match=r"it is no complete safetensors file .*not fully covered"):
         auto.outline(tmp_path)
     shard.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no safetensors header"):
+    with pytest.raises(CheckpointError, match="header too small"):
         auto.outline(tmp_path)
     shard.unlink()
     with pytest.raises(CheckpointError, match="the index names it and it is missing"):

@@ -19,7 +19,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
-from penstock.models.weights.saved import Layout
+from penstock.models.weights.saved import FileLayout
 from support.families import ragged_batch, tiny_model
 
 Parameters = list[nn.Parameter]
@@ -204,15 +204,15 @@ def unfit_on_one(path: str) -> tuple[str, bool]:
 def failing_layout(path: str) -> str:
     """Rank 1 cannot tell what its weights are called in files."""
     pipe, optimizers = make(dist.get_world_size(), "1f1b")
-    of = Layout.of
+    of = FileLayout.of
 
-    def failing(*arguments: Any) -> Layout:
+    def failing(*arguments: Any) -> FileLayout:
         if dist.get_rank() == 1:
             raise ValueError("cannot tell")
         return of(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "of", failing)
+        patch.setattr(FileLayout, "of", failing)
         try:
             save_checkpoint(path, pipe, optimizers)
         except (ValueError, RunError) as error:

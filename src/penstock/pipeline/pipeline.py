@@ -18,7 +18,7 @@ from penstock.errors import BatchError, CheckpointError, ConfigError, ModelError
 from penstock.models.partition import LayerCosts
 from penstock.models.stage import Provider
 from penstock.models.weights.folder import together, write_folder
-from penstock.models.weights.saved import MAX_SHARD_SIZE, Layout, SavedModel
+from penstock.models.weights.saved import MAX_SHARD_SIZE, FileLayout, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.built import BuiltStages, StageFacts, names_in, stage_facts
@@ -290,9 +290,9 @@ def laid_out(
     stages: Mapping[int, Stage],
     processes: Processes,
     states: Mapping[int, Mapping[str, Tensor]] | None = None,
-) -> dict[int, Layout]:
+) -> dict[int, FileLayout]:
     """SavedModel.lay_out, or an error on all processes where it fails on any. Collective."""
-    layouts: dict[int, Layout] = {}
+    layouts: dict[int, FileLayout] = {}
     together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, states)))
     return layouts
 

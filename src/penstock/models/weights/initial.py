@@ -1,14 +1,22 @@
 """Initial values: what parameters and buffers without any get from the model's own initialisation.
 
-They hang on the seed and the parameter's own name, so they are the same whatever the split.
+The random numbers of a module follow from the seed and the module's name, so its values are the same whatever
+the split.
+
+A stage that is spread over a mesh (see `outlined`) is initialised in groups, so that beside its shards a
+rank holds one group at a time, most often one tensor. A run without values finds which tensors belong
+together:
+
+    attention.c_proj      fills its weight        \\
+    attention             fills that weight anew   }  one group: the weight is there until both have run
+    mlp.c_fc              fills its weight            another: by then the first one's is passed on
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,14 +30,8 @@ from penstock.errors import ModelError
 from penstock.models.huggingface.boundary import Absent
 from penstock.models.tracing.meta import Passing, Table
 from penstock.models.tracing.placeholder import Placeholder
-from penstock.models.weights.files import Ties, holds
+from penstock.models.weights.files import Ties
 from penstock.runtime.sharded_weights import spread_like
-
-# ---- Which modules' initialisations have to do with the same tensors, found out without values.
-#
-#     attention.c_proj      fills its weight        \
-#     attention             fills that weight anew   }  one piece: the weight is there until both have run
-#     mlp.c_fc              fills its weight            another: by then the first one's is passed on
 
 
 class Place(NamedTuple):
@@ -40,69 +42,156 @@ class Place(NamedTuple):
     full: str
 
 
-@dataclass(frozen=True)
-class Empty:
-    """A tensor on the meta device, which is the same in all of its places."""
-
-    tensor: Tensor
-    places: list[Place]
-
-
 class Call(NamedTuple):
-    """A module's initialisation."""
+    """The initialisation of one module by the model that it belongs to. name: the module's, in the stage"""
 
+    owner: PreTrainedModel
+    name: str
     module: nn.Module
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tensors by their identity, and the calls that have to do with them by their number among all."""
+class Group:
+    """Tensors by their identity, and the calls that read or fill them by their number among all calls."""
 
     tensors: set[int]
     calls: dict[int, Call]
 
-    @property
-    def in_order(self) -> list[Call]:
-        return [call for _, call in sorted(self.calls.items())]
+
+Places = dict[int, list[Place]]  # by the identity of a tensor on the meta device, where it stands
 
 
-def all_empty(module: nn.Module) -> dict[int, Empty]:
-    """All tensors on the meta device, by their identity."""
-    found: dict[int, Empty] = {}
+@torch.no_grad()
+def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int) -> None:
+    """Give values to what is still on the meta device, the same ones whatever else the stage holds.
+
+    Args:
+        stage: where it is `outlined` it passes the values on, one group of tensors after the other.
+        whole: the unsplit model. A tied weight gets the values of the module it is saved by.
+
+    Raises ModelError where the model's own initialisation leaves something out.
+    """
+    empty = _all_empty(stage)
+    if not empty:
+        return
+    fresh = {place.full for places in empty.values() for place in places}
+    calls = [Call(*each) for each in _inside_out(stage, stage, "")]
+    passing = stage._parameters if isinstance(stage._parameters, Passing) else None
+    with torch.random.fork_rng(devices=[]), _marked_as_done(stage, fresh):
+        with _without_placeholders(stage), guard_torch_init_functions():  # torch's own ignore the marks
+            if passing is None:
+                made = _materialise(empty.values())
+                for call in calls:
+                    _run(call, seed)
+                _pass_on(stage, made, ties)
+            else:
+                _initialise_in_groups(stage, calls, seed, passing.seen, empty, ties)
+        _initialise_tied(stage, whole, ties, seed, fresh)
+
+
+def _run(call: Call, seed: int) -> None:
+    # not torch.manual_seed, which seeds every kind of device: that took most of a deep model's build
+    torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{call.name}".encode()))
+    call.owner._init_weights(call.module)
+
+
+def _inside_out(
+    owner: PreTrainedModel, module: nn.Module, name: str
+) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+    """Every module after those in it, with the innermost model around it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for child, inner in module.named_children():
+        yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
+    yield owner, name, module
+
+
+def _all_empty(module: nn.Module) -> Places:
+    """All tensors on the meta device."""
+    found: Places = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
                 if value is not None and value.is_meta:
                     place = Place(table, name, f"{prefix}.{name}" if prefix else name)
-                    found.setdefault(id(value), Empty(value, [])).places.append(place)
+                    found.setdefault(id(value), []).append(place)
     return found
 
 
-def pieces(calls: Sequence[Call], seen: set[int], tensors: Collection[int]) -> list[Piece]:
-    """What has to do with a common one of `tensors` goes together.
+def _materialise(empty: Collection[list[Place]]) -> list[tuple[Place, Tensor]]:
+    """Give real storage, filled with NaN, to tensors on the meta device."""
+    made = []
+    for places in empty:
+        meta = dict.__getitem__(places[0].table, places[0].name)
+        filled = torch.empty(meta.shape, dtype=meta.dtype)
+        filled = filled.fill_(float("nan")) if meta.is_floating_point() else filled.zero_()
+        filled = nn.Parameter(filled, meta.requires_grad) if isinstance(meta, nn.Parameter) else filled
+        for place in places:
+            dict.__setitem__(place.table, place.name, filled)  # here, even where it is to be passed on
+            made.append((place, filled))
+    return made
 
-    Each call is made without values; seen: where the model's tables note what is read of them. To read is
-    taken for more than ops on the meta device would tell: some of torch's initialisations do none there.
+
+def _pass_on(stage: nn.Module, made: Sequence[tuple[Place, Tensor]], ties: Ties) -> None:
+    """Put filled tensors in their places for good. Raises ModelError for one that is not filled."""
+    tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
+    for place, value in made:
+        if place.full not in tied:
+            _check_filled(stage, place.full, value)
+        place.table[place.name] = value
+
+
+def _check_filled(stage: nn.Module, name: str, value: Tensor) -> None:
+    if value.is_floating_point() and value.isnan().any():
+        raise ModelError(
+            f"{type(stage).__name__}: {name}",
+            "the model's _init_weights gives it no value",
+            "Build the pipeline from a model object that has its values, or load a checkpoint",
+        )
+
+
+def _initialise_in_groups(
+    stage: nn.Module, calls: Sequence[Call], seed: int, seen: set[int], empty: Places, ties: Ties
+) -> None:
+    others = set(empty)  # the tensors that no call may read, unless they are of its group
+
+    def run(group: Group) -> None:  # a function, so that nothing of the group outlives it
+        made = _materialise([empty[tensor] for tensor in group.tensors])
+        seen.clear()
+        for _, call in sorted(group.calls.items()):
+            _run(call, seed)
+        if not seen.isdisjoint(others):
+            raise ModelError(
+                f"{type(stage).__name__}, whose _init_weights reads more where there are values",
+                "what it reads is found out on the meta device, so that it need not all be there at once",
+                "Build the pipeline from a model object that has its values, or load a checkpoint",
+            )
+        _pass_on(stage, made, ties)
+        others.update(id(dict.__getitem__(place.table, place.name)) for place, _ in made)
+
+    for group in _groups(calls, seed, seen, set(empty)):
+        run(group)
+
+
+def _groups(calls: Sequence[Call], seed: int, seen: set[int], tensors: set[int]) -> list[Group]:
+    """Calls that read or fill a common one of `tensors` form a group.
+
+    Each call runs without values; `seen` collects what is read of the model's tables. Reading counts for more
+    than ops on the meta device show: some of torch's initialisations run none there.
     """
-    homes: dict[int, Piece] = {}
+    homes: dict[int, Group] = {}
     for number, call in enumerate(calls):
-        piece = Piece(_used(call, seen) & set(tensors), {number: call})
-        for other in {id(homes[key]): homes[key] for key in piece.tensors if key in homes}.values():
-            piece.tensors.update(other.tensors)
-            piece.calls.update(other.calls)
-        homes |= dict.fromkeys(piece.tensors, piece)
-    return list({id(piece): piece for piece in homes.values()}.values())
-
-
-def _used(call: Call, seen: set[int]) -> set[int]:
-    seen.clear()
-    try:
-        call.run()
-    except Exception:  # it needs values, and may go on to anything it holds; what else fails will fail again
-        _read(call.module.parameters(), call.module.buffers())
-    _read(call.module._parameters.values(), call.module._buffers.values())
-    return set(seen)
+        seen.clear()
+        try:
+            _run(call, seed)
+        except Exception:  # it needs values, and may read all it holds; other failures will occur again
+            _read(call.module.parameters(), call.module.buffers())
+        _read(call.module._parameters.values(), call.module._buffers.values())
+        group = Group(seen & tensors, {number: call})
+        for other in {id(homes[key]): homes[key] for key in group.tensors if key in homes}.values():
+            group.tensors.update(other.tensors)
+            group.calls.update(other.calls)
+        homes |= dict.fromkeys(group.tensors, group)
+    return list({id(group): group for group in homes.values()}.values())
 
 
 def _read(*tables: Any) -> None:
@@ -111,101 +200,24 @@ def _read(*tables: Any) -> None:
             pass
 
 
-@torch.no_grad()
-def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int) -> None:
-    """Give values to what is still on the meta device, the same ones whatever else the stage holds.
-
-    stage: one that is `outlined` passes its values on, and holds no more at a time than what one module's
-        initialisation fills, most often a tensor
-    whole: the unsplit model; a tied weight gets the values of the module it is saved by.
-    Raises ModelError where the model's own initialisation leaves something out.
-    """
-    empty = all_empty(stage)
-    if not empty:
-        return
-    fresh = {place.full for each in empty.values() for place in each.places}
-    calls = [
-        Call(module, functools.partial(_init_module, owner, name, module, seed))
-        for owner, name, module in _inside_out(stage, stage, "")
-    ]
-    with torch.random.fork_rng(devices=[]), _kept(stage, fresh):
-        with _own_only(stage), guard_torch_init_functions():  # torch's own would not heed what is marked
-            if isinstance(stage._parameters, Passing):
-                _init_in_pieces(stage, calls, stage._parameters.seen, empty, ties)
-            else:
-                made = _materialise(empty.values())
-                for call in calls:
-                    call.run()
-                _give(stage, made, ties)
-        _init_tied(stage, whole, ties, seed, fresh)
-
-
-def _init_in_pieces(
-    stage: nn.Module, calls: Sequence[Call], seen: set[int], empty: dict[int, Empty], ties: Ties
+def _initialise_tied(
+    stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int, fresh: set[str]
 ) -> None:
-    others = set(empty)  # what no call may need but those of its piece, before and after it has its values
-
-    def run(piece: Piece) -> None:  # by itself, so that nothing is left of it when the next one begins
-        made = _materialise(empty[tensor] for tensor in piece.tensors)
-        seen.clear()
-        for call in piece.in_order:
-            call.run()
-        if not seen.isdisjoint(others):
-            raise ModelError(
-                f"{type(stage).__name__}, whose _init_weights reads more where there are values",
-                "what it reads is found out on the meta device, so that it need not all be there at once",
-                "Build the pipeline from a model object that has its values, or load a checkpoint",
-            )
-        _give(stage, made, ties)
-        others.update(id(dict.__getitem__(place.table, place.name)) for place, _ in made)
-
-    for piece in pieces(calls, seen, empty):
-        run(piece)
-
-
-def _materialise(empty: Iterable[Empty]) -> list[tuple[Place, Tensor]]:
-    """Give real storage, filled with NaN, to tensors on the meta device."""
-    made = []
-    for value, places in ((each.tensor, each.places) for each in empty):
-        filled = torch.empty(value.shape, dtype=value.dtype)
-        filled = filled.fill_(float("nan")) if value.is_floating_point() else filled.zero_()
-        filled = nn.Parameter(filled, value.requires_grad) if isinstance(value, nn.Parameter) else filled
-        for place in places:
-            dict.__setitem__(place.table, place.name, filled)  # here, even where it is to be passed on
-            made.append((place, filled))
-    return made
-
-
-def _give(stage: nn.Module, made: Sequence[tuple[Place, Tensor]], ties: Ties) -> None:
-    """Pass on what has been filled. Raises ModelError for what has not."""
-    tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
-    for place, value in made:
-        if place.full not in tied and value.is_floating_point() and value.isnan().any():
-            raise _unfilled(stage, place.full)
-        place.table[place.name] = value
-
-
-def _unfilled(stage: nn.Module, name: str) -> ModelError:
-    return ModelError(
-        f"{type(stage).__name__}: {name}",
-        "the model's _init_weights gives it no value",
-        "Build the pipeline from a model object that has its values, or load a checkpoint",
-    )
-
-
-def _inside_out(
-    owner: PreTrainedModel, module: nn.Module, name: str
-) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
-    """Every module after those in it, with the model whose initialisation it takes."""
-    owner = module if isinstance(module, PreTrainedModel) else owner
-    for child, inner in module.named_children():
-        yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
-    yield owner, name, module
+    """A tied weight has the values that it gets under the name that it is saved by, wherever it stands."""
+    for names in ties:
+        for name in fresh.intersection(names):
+            owner, _, last = names[0].rpartition(".")
+            source = copy.deepcopy(whole.get_submodule(owner))
+            _materialise(_all_empty(source).values())
+            _run(Call(whole, owner, source), seed)
+            value, held = source.get_parameter(last), stage.get_parameter(name)
+            _check_filled(stage, name, value)
+            held.copy_(spread_like(value, held))
 
 
 @contextmanager
-def _kept(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
-    """Mark what has values already, in the way that transformers' initialisers leave alone."""
+def _marked_as_done(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
+    """Mark all tensors but those named `fresh` so that transformers' initialisers leave them alone."""
     values = [*stage.named_parameters(), *stage.named_buffers()]
     marked = [value for name, value in values if name not in fresh]
     for value in marked:
@@ -218,10 +230,10 @@ def _kept(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _own_only(stage: nn.Module) -> Iterator[None]:
-    """Some models' initialisers look into all their layers, or into a head: show them no stand-ins.
+def _without_placeholders(stage: nn.Module) -> Iterator[None]:
+    """Hide placeholders from initialisers that look into all layers of their model, or into its head.
 
-    Those of layers are taken out of their lists, and in place of the others stand the modules without values.
+    Placeholders of layers leave their lists; other modules stand there themselves, without values.
     """
     changed = []
     for module in stage.modules():
@@ -238,32 +250,3 @@ def _own_only(stage: nn.Module) -> Iterator[None]:
     finally:
         for module, children in changed:
             module._modules = children
-
-
-def _init_module(owner: PreTrainedModel, name: str, module: nn.Module, seed: int) -> None:
-    # not torch.manual_seed, which seeds every kind of device: that took most of a deep model's build
-    torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-    owner._init_weights(module)
-
-
-def _init_tied(
-    stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int, fresh: set[str]
-) -> None:
-    """A tied weight has the values that it gets under the name that it is saved by, wherever it stands."""
-    for names in ties:
-        for name in names:
-            if holds(stage, name) and name in fresh:
-                owner, _, last = names[0].rpartition(".")
-                source = _alone(whole, owner)
-                _init_module(whole, owner, source, seed)
-                value, held = source.get_parameter(last), stage.get_parameter(name)
-                if value.is_floating_point() and value.isnan().any():
-                    raise _unfilled(stage, name)
-                held.copy_(spread_like(value, held))
-
-
-def _alone(whole: PreTrainedModel, name: str) -> nn.Module:
-    """The module `name` of `whole`, by itself and with storage."""
-    module: nn.Module = copy.deepcopy(whole.get_submodule(name))
-    _materialise(all_empty(module).values())
-    return module

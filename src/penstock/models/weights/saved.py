@@ -1,4 +1,4 @@
-"""The whole model's files, written and read by its stages."""
+"""Weights to files: the stages write and read the whole model's files together."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -18,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.tracing.meta import outlined
 from penstock.models.weights import files as weights
-from penstock.models.weights.files import DTYPES, Ties
+from penstock.models.weights.files import DTYPES, INDEX, SINGLE, Ties
 from penstock.runtime.sharded_weights import outline
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
@@ -36,17 +37,18 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What of the whole model its stages need to write and read its files.
+    """Everything but the weights that stages need to write and read the whole model's files.
 
-    beside: contents of files of the folder that the model came from which belong to it as well, such as its
-        tokenizer's (Source.beside); written as they are, whatever has become of that folder
+    stages: how many make up one copy of the model
+    other_files: contents of further files of the folder that the model came from, such as its tokenizer's
+        (Source.other_files); written as they are, whatever has become of that folder
     """
 
     config: PretrainedConfig
     generation_config: GenerationConfig | None
     ties: Ties
     stages: int
-    beside: Mapping[str, bytes] | None = None
+    other_files: Mapping[str, bytes] | None = None
 
     @property
     def copies(self) -> frozenset[str]:
@@ -55,32 +57,32 @@ class SavedModel:
 
     def lay_out(
         self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
-    ) -> dict[int, Layout]:
+    ) -> dict[int, FileLayout]:
         """What `write` takes, of this process's stages.
 
-        states: by stage, what is written in place of the values that its module has then
+        states: by stage, the values to write in place of those that its module has then
         """
         return {
-            index: Layout.of(stage.module, self.copies, (states or {}).get(index))
+            index: FileLayout.of(stage.module, self.copies, (states or {}).get(index))
             for index, stage in stages.items()
         }
 
     def write(
         self,
         folder: Path,
-        layouts: Mapping[int, Layout],
+        layouts: Mapping[int, FileLayout],
         processes: Processes,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> None:
-        """Write this process's stages into `folder`; process 0 adds index, configs and the files beside.
+        """Write this process's stages into `folder`; process 0 adds everything else. Collective.
 
         A stage is in one file, or in several of `max_shard_size` at most (bytes, or text such as "5GB"; a
-        single weight may be larger). Beside the stage itself never more than a layer is held.
+        single weight may be larger). Peak memory is the stage plus the converted weights of a layer.
         """
-        limit = _bytes(max_shard_size)
+        limit = _parsed_size(max_shard_size)
         mine = [(index, layout.sizes) for index, layout in layouts.items()]
-        told = processes.gather(mine)  # before anything that can fail on one process alone
-        sizes = {int(index): held for part in told for index, held in part}
+        gathered = processes.gather(mine)  # before anything that can fail on one process alone
+        sizes = {int(index): held for each in gathered for index, held in each}
         shards = make_shards(sizes, limit)
         for file, shard in shards.items():
             if shard.stage in layouts:
@@ -92,23 +94,22 @@ class SavedModel:
         self, folder: Path, shards: Mapping[str, Shard], sizes: Mapping[int, Mapping[str, int]]
     ) -> None:
         if len(shards) > 1:
-            held = {
-                file: {name: sizes[shard.stage][name] for name in shard.names}
-                for file, shard in shards.items()
-            }
-            weights.write_index(folder, held)
+            weight_map = {name: file for file, shard in shards.items() for name in shard.names}
+            total = sum(sizes[shard.stage][name] for shard in shards.values() for name in shard.names)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         self.config.save_pretrained(folder)
-        beside = self.beside or {}
-        if self.generation_config is not None and GENERATION not in beside:
+        others = self.other_files or {}
+        if self.generation_config is not None and GENERATION not in others:
             self.generation_config.save_pretrained(folder)
-        for name, content in beside.items():
+        for name, content in others.items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
 
     def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Read the stages' weights back, in place, one tensor after the other.
 
-        Raises CheckpointError, before any of this process is changed.
+        Raises CheckpointError, before any weight of this process changes.
         """
         self.check(folder, stages)
         for stage in stages.values():
@@ -122,22 +123,50 @@ class SavedModel:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    remedy = "Give a folder that save_pretrained wrote"
-    if not folder.is_dir():
-        raise CheckpointError(str(folder), "there is no such folder", remedy)
-    files = weights.weight_files(folder)
+    files = weights.weight_files(folder) if folder.is_dir() else []
     if not files:
-        raise CheckpointError(str(folder), "it holds no weights", remedy)
+        rule = "it holds no weights" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(str(folder), rule, "Give a folder that save_pretrained wrote")
     return files
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What a stage's weights are in the model's files, told without their values.
+def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str, Shard]:
+    """The files of a folder, by their names, from the bytes of each stage's weights.
 
-    state: the values by its own names
-    groups: its own names, in groups that are converted together; most often a layer's
-    files: by group, what is made of it, on the meta device, by name
+    Where several stages hold something under one name, such as a buffer, the first one writes it.
+    """
+    shards: list[Shard] = []
+    met: set[str] = set()
+    for stage, held in sorted(sizes.items()):
+        new = {name: size for name, size in held.items() if name not in met}
+        met.update(new)
+        split = split_state_dict_into_shards_factory(
+            new, get_storage_size=lambda size: size, filename_pattern="{suffix}", max_shard_size=limit
+        )
+        shards += [Shard(stage, tuple(names)) for names in split.filename_to_tensors.values()]
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    count = len(shards)
+    return {f"model-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
+
+
+def _parsed_size(size: int | str) -> int:
+    parsed = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).upper())
+    found = int(parsed[1]) * 1000 ** " KMGT".index(parsed[2] or " ") if parsed else 0
+    if found < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r}", "it is a number of bytes", 'Give e.g. 5_000_000_000 or "5GB"'
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """How a stage's weights appear in the model's files, found out without values.
+
+    state: the values under the stage's own names
+    groups: these names in groups that are converted together, most often a layer's
+    files: for each group what becomes of it, on the meta device, under the names in the files
     """
 
     stage: PreTrainedModel
@@ -148,115 +177,74 @@ class Layout:
     @classmethod
     def of(
         cls, stage: PreTrainedModel, left_out: Collection[str], state: Mapping[str, Tensor] | None = None
-    ) -> Layout:
+    ) -> FileLayout:
         """state: the values, where they are not those that the stage has now"""
         values = stage.state_dict() if state is None else state
         left_out = {*left_out, *(stage._keys_to_ignore_on_save or ())}
-        outlines = {name: outline(value) for name, value in values.items() if name not in left_out}
-        whole = revert_weight_conversion(stage, outlines)
+        empty = {name: outline(value) for name, value in values.items() if name not in left_out}
+        whole = revert_weight_conversion(stage, empty)
         by_layer: dict[str, list[str]] = {}
-        for name in outlines:
+        for name in empty:
             by_layer.setdefault(_layer(name), []).append(name)
         groups = list(by_layer.values())
-        parts = [revert_weight_conversion(stage, {n: outlines[n] for n in group}) for group in groups]
-        if _shapes(*parts) != _shapes(whole):  # a conversion that puts several layers' weights together
-            return cls(stage, values, [list(outlines)], [whole])
-        return cls(stage, values, groups, parts)
+        files = [revert_weight_conversion(stage, {n: empty[n] for n in group}) for group in groups]
+        if _shapes(*files) != _shapes(whole):  # a conversion that puts several layers' weights together
+            return cls(stage, values, [list(empty)], [whole])
+        return cls(stage, values, groups, files)
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {name: value.nbytes for part in self.files for name, value in part.items()}
+        """Bytes by the names in the files."""
+        return {name: value.nbytes for file in self.files for name, value in file.items()}
 
     def write(self, file: Path, names: Collection[str]) -> None:
-        """A safetensors file of the weights `names`, converted and written group by group."""
-        chosen = {name: value for part in self.files for name, value in part.items() if name in names}
+        """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
+        chosen = {name: value for held in self.files for name, value in held.items() if name in names}
         header, begins = _header(chosen)
         with file.open("wb") as opened:
             opened.write(header)
             for name, value in self._converted(chosen):
+                flat = value.detach().cpu().contiguous().reshape(-1)
                 opened.seek(begins[name])
-                opened.write(_content(value))
+                opened.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
     def _converted(self, chosen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for group, part in zip(self.groups, self.files, strict=True):
-            if chosen.keys().isdisjoint(part):
+        for group, held in zip(self.groups, self.files, strict=True):
+            if chosen.keys().isdisjoint(held):
                 continue
             made = revert_weight_conversion(self.stage, {name: self.state[name] for name in group})
             yield from ((name, value) for name, value in made.items() if name in chosen)
 
 
-def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str, Shard]:
-    """The files of a folder, by their names, from each stage's weights and their bytes.
-
-    What several stages hold under one name, such as a buffer, is the first one's.
-    """
-    shards: list[Shard] = []
-    met: set[str] = set()
-    for stage, held in sorted(sizes.items()):
-        names: list[str] = []
-        filled = 0
-        for name, size in held.items():
-            if name in met:
-                continue
-            if names and filled + size > limit:
-                shards.append(Shard(stage, tuple(names)))
-                names, filled = [], 0
-            met.add(name)
-            names.append(name)
-            filled += size
-        if names:
-            shards.append(Shard(stage, tuple(names)))
-    if len(shards) == 1:
-        return {weights.SINGLE: shards[0]}
-    count = len(shards)
-    return {f"model-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
-
-
-def _bytes(size: int | str) -> int:
-    parts = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).upper())
-    found = int(parts[1]) * 1000 ** " KMGT".index(parts[2] or " ") if parts else 0
-    if found < 1:
-        raise ConfigError(
-            f"max_shard_size={size!r}", "it is a number of bytes", 'Give e.g. 5_000_000_000 or "5GB"'
-        )
-    return found
-
-
 def _layer(name: str) -> str:
-    """The name up to its first number: that of a layer, most often."""
-    parts = name.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
+    """The name up to its first number, most often that of a layer."""
+    steps = name.split(".")
+    number = next((index for index, step in enumerate(steps) if step.isdigit()), None)
+    return "" if number is None else ".".join(steps[: number + 1])
 
 
-def _shapes(*parts: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (value.shape, value.dtype) for part in parts for name, value in part.items()}
+def _shapes(*files: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for file in files for name, value in file.items()}
 
 
 def _header(held: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     """A safetensors file's header, and where in the file each tensor begins.
 
-    Wider numbers first, so that each begins at a multiple of its width.
+    Wider dtypes first, so that each tensor begins at a multiple of its width.
     """
+    dtypes = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in sorted(held, key=lambda name: (-held[name].itemsize, name)):
         value = held[name]
-        if value.dtype not in DTYPES:
+        if value.dtype not in dtypes:
             raise CheckpointError(
                 f"{name} of {value.dtype}", "safetensors has no such dtype", "Convert it to another first"
             )
-        header[name] = {"dtype": DTYPES[value.dtype], "shape": list(value.shape),
+        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape),
                         "data_offsets": [end, end + value.nbytes]}  # fmt: skip
         end += value.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    return struct.pack("<Q", len(text)) + text, {
-        name: start + header[name]["data_offsets"][0] for name in held
-    }
-
-
-def _content(value: Tensor) -> memoryview:
-    plain = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(plain.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    begins = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in held}
+    return struct.pack("<Q", len(text)) + text, begins
