@@ -17,6 +17,7 @@ import typer
 import penstock
 from penstock.cli import schedule as schedule_commands
 from penstock.cli.shared import Choice, taking
+from penstock.launch import failures
 from penstock.launch import start as launch
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def train(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on from the checkpoint whose path follows, or else the newest whole one."
+            "--resume", help="Go on from the checkpoint whose path follows, or else the newest complete one."
         ),
     ] = False,
 ) -> None:
@@ -155,8 +156,9 @@ def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
         return preflight(load_config(config, overrides), checkpoint)
     except Exception as error:
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
-            # every rank of this machine finds the same error, and one of them reports it
-            launch.fail(error, quiet=True)
+            launch.fail(
+                error, quiet=True
+            )  # every rank of this machine finds the same error, and one reports it
         raise
 
 
@@ -184,8 +186,6 @@ def _end(error: BaseException) -> None:
     """Report the error, once, and exit with its code."""
     if launch.under_torchrun():
         launch.fail(error)
-    if isinstance(error, KeyboardInterrupt):
-        print("penstock: interrupted", file=sys.stderr)
-    else:
-        print(launch.describe(error), file=sys.stderr)
-    sys.exit(launch.exit_code(error))
+    interrupted = isinstance(error, KeyboardInterrupt)
+    print("penstock: interrupted" if interrupted else failures.describe(error), file=sys.stderr)
+    sys.exit(failures.exit_code(error))

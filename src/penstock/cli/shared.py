@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.errors import ConfigError
-from penstock.launch import start as launch
+from penstock.launch.failures import exit_code
 from penstock.schedule import Costs, Schedule
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.choose import CONFIGS, canonical, chosen_schedule, named_twice
@@ -61,7 +61,7 @@ def _ending_quietly() -> Iterator[None]:
         sys.stdout.flush()
     except KeyboardInterrupt as error:
         print("penstock: interrupted", file=sys.stderr)
-        raise typer.Exit(launch.exit_code(error)) from error
+        raise typer.Exit(exit_code(error)) from error
     except BrokenPipeError as error:
         # or the interpreter would try to write what is left, and complain
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

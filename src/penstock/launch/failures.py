@@ -1,4 +1,4 @@
-"""Why ranks failed: what each leaves where torchrun's launcher looks for it, and the one summary made of all.
+"""Why ranks failed: what each rank records for torchrun's launcher, and the one summary of all.
 
 penstock: error: <the first cause>
 What the ranks did last:
@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 
 from penstock.errors import PeerError, PeerLostError, PenstockError, account_of
 
-INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
+INTERRUPTED = 130  # as shells have it for a command that Ctrl-C ended
 GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end by themselves
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_ENDING_FILE = "ending"  # beside the error file: there once the rank was told to end
-_ENDED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # exit codes of ranks that were told to end, and did
+_TERMINATED = 128 + signal.SIGTERM
 
 
 class Cause(NamedTuple):
-    """Why one rank failed. The lowest cause is the first one: `order` is its kind, then comes the time.
+    """Why one rank failed. The lowest one is the first cause: `order` is its kind, then comes the time.
 
-    where: the op and phase that the rank was in, empty where the message says it or nobody knows
+    Attributes:
+        where: the op and phase that the rank was in; empty where the message says it or it is unknown
     """
 
     order: int
@@ -45,29 +45,27 @@ class Cause(NamedTuple):
         return f"{self.message}, {self.where}" if self.where else self.message
 
 
-class Last(NamedTuple):
-    """What a rank did last, by its own word or, with the time at which it was read, by another's."""
-
-    own: bool
-    time: float
-    text: str
-
-
 def exit_code(error: BaseException) -> int:
+    """The exit code of a process that `error` ends."""
     if isinstance(error, PenstockError):
         return error.exit_code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 def describe(error: BaseException, rank: int | None = None) -> str:
-    """The text for stderr: one `penstock: error:`, after the traceback where the error is not a typed one."""
+    """The text for stderr: one `penstock: error:`, after the traceback of an error that is not typed."""
     where = "" if rank is None or isinstance(error, PeerError) else f"rank {rank}: "
     text = str(error) if isinstance(error, PenstockError) else _brief(error)
     return f"{_traceback(error)}penstock: error: {where}{text}"
 
 
+def ending_file(error_file: str) -> Path:
+    """It exists once the launcher has told the rank to end; a later failure of that rank is no cause."""
+    return Path(error_file).with_name("ending")
+
+
 def record(error: BaseException) -> None:
-    """Write `error` where torchrun's launcher reads it, in its own form and with fields of ours."""
+    """Write `error` where torchrun's launcher reads it: in its own form, with fields of ours."""
     path, now = os.environ.get(ERROR_FILE), time.time()
     if not path:
         return
@@ -76,7 +74,7 @@ def record(error: BaseException) -> None:
         "time": now,
         "message": _brief(error),
         "traceback": _traceback(error),
-        "secondary": isinstance(error, PeerLostError | KeyboardInterrupt) or told_to_end(path).exists(),
+        "secondary": isinstance(error, PeerLostError | KeyboardInterrupt) or ending_file(path).exists(),
         "names_rank": isinstance(error, PeerError),
         "where": "" if account is None or isinstance(error, PeerError) else account.where,
         "account": "" if account is None else str(account),
@@ -87,75 +85,67 @@ def record(error: BaseException) -> None:
     Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
 
 
-def told_to_end(error_file: str) -> Path:
-    """The file that says that a rank was told to end: what goes wrong in it from then on is no cause."""
-    return Path(error_file).with_name(_ENDING_FILE)
-
-
 def report(failures: Mapping[int, Any]) -> int:
-    """Print the summary of torchrun's `ProcessFailure`s by rank; the first cause's exit code."""
-    told = {rank: _told(failure) for rank, failure in failures.items()}
-    last = _last(told)
-    causes = [_cause(rank, failure, told[rank], last.get(rank)) for rank, failure in failures.items()]
+    """Print the summary of torchrun's `ProcessFailure`s by rank. Returns the first cause's exit code."""
+    records = {rank: _recorded(failure) for rank, failure in failures.items()}
+    last = _last_accounts(records)
+    causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
     noticed = min(cause.time for cause in causes)
     first = min(_unless_late(cause, noticed) for cause in causes)
     lines = [f"penstock: error: {first}"]
     if last:
-        ranks = sorted({*failures, *last})
         lines.append("What the ranks did last:")
-        lines += [f"  rank {rank} {last[rank].text if rank in last else 'told nothing'}" for rank in ranks]
+        lines += [f"  rank {rank} {last.get(rank, 'left no report')}" for rank in sorted({*failures, *last})]
     print("\n".join([*lines, *filter(None, [first.traceback.rstrip()])]), file=sys.stderr, flush=True)
     return first.exit_code
 
 
-def _told(failure: Any) -> Mapping[str, Any]:
-    """What `record` wrote in the rank that failed, if it did."""
+def _recorded(failure: Any) -> dict[str, Any]:
+    """What `record` wrote in the rank that failed; empty if it wrote nothing."""
     data = failure.error_file_data.get("message", {})
-    told: Mapping[str, Any] = data.get("penstock", {}) if isinstance(data, dict) else {}
-    return told
+    ours: dict[str, Any] = data.get("penstock", {}) if isinstance(data, dict) else {}
+    return ours
 
 
-def _last(told: Mapping[int, Mapping[str, Any]]) -> dict[int, Last]:
-    """By rank: its own word before that of others, the later one of several."""
-    found: dict[int, Last] = {}
-    for rank, words in told.items():
-        if words.get("account"):
-            found[rank] = Last(True, words["time"], words["account"])
-        for other, text in words.get("reports", {}).items():
-            heard = Last(False, words["time"], text)
-            found[int(other)] = max(heard, found.get(int(other), heard))
-    return found
+def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """What each rank did last: by its own account, else by the latest report that another rank had of it."""
+    accounts: dict[int, str] = {}
+    for written in sorted(filter(None, records.values()), key=lambda written: float(written["time"])):
+        accounts |= {int(other): text for other, text in written["reports"].items()}
+    return accounts | {
+        rank: written["account"] for rank, written in records.items() if written.get("account")
+    }
 
 
-def _cause(rank: int, failure: Any, told: Mapping[str, Any], last: Last | None) -> Cause:
-    """In order: a rank killed from outside, an error of its own, an end without a word, a lost peer.
+def _cause(rank: int, failure: Any, written: Mapping[str, Any], last: str) -> Cause:
+    """By order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a peer, 5 ended.
 
-    SIGTERM is how the launcher ends the others, and SIGABRT how libraries end when a peer goes away.
+    The launcher ends the other ranks by SIGTERM, and libraries end by SIGABRT when a peer goes away.
     """
-    code, heard = failure.exitcode, "" if last is None else last.text
-    if told:
-        order = 4 if told["secondary"] else 1
-        message = told["message"] if told["names_rank"] else f"rank {rank}: {told['message']}"
-        code = max(code, 1)
-        return Cause(order, told["time"], rank, message, told["where"], told["traceback"], code)
-    if code in _ENDED:
-        return Cause(5, failure.timestamp, rank, f"rank {rank} was ended", "", "", 128 + signal.SIGTERM)
+    code, when = failure.exitcode, failure.timestamp
+    if written:
+        order = 4 if written["secondary"] else 1
+        message = written["message"] if written["names_rank"] else f"rank {rank}: {written['message']}"
+        where, trace = written["where"], written["traceback"]
+        return Cause(order, written["time"], rank, message, where, trace, max(code, 1))
+    if code in (-signal.SIGTERM, _TERMINATED):
+        return Cause(5, when, rank, f"rank {rank} was ended", "", "", _TERMINATED)
     if code < 0:
         number = signal.Signals(-code)
         order = 2 if number == signal.SIGABRT else 0
         message = f"rank {rank} was killed by signal {-code} ({number.name})"
-        return Cause(order, failure.timestamp, rank, message, heard, "", 128 - code)
-    return Cause(2, failure.timestamp, rank, f"rank {rank} ended with exit code {code}", heard, "", code)
+        return Cause(order, when, rank, message, last, "", 128 - code)
+    return Cause(2, when, rank, f"rank {rank} ended with exit code {code}", last, "", code)
 
 
 def _unless_late(cause: Cause, noticed: float) -> Cause:
-    """A rank that was killed well after the first failure was a straggler, and we killed it."""
+    """A rank that was killed well after the first failure was a straggler, which we killed."""
     late = cause.order == 0 and cause.time > noticed + GRACE_SECONDS / 2
     return cause._replace(order=5) if late else cause
 
 
 def _brief(error: BaseException) -> str:
-    """Without what the ranks did last, but for the one to blame."""
+    """The message without what the ranks did last, except the one to blame."""
     if isinstance(error, PeerError):
         return "\n  ".join(filter(None, (error.brief, error.peer_report)))
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

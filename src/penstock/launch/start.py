@@ -1,8 +1,11 @@
-"""Start every rank through torchrun's launcher, and say why the first one failed.
+"""Start every rank on this machine with torchrun's launcher, and report the first cause of a failure.
 
-The launcher itself reports every rank that fails, in a table, in the order that it noticed them. Usually one
-rank has a reason and the others only lost their peer, so ranks write their error where the launcher looks for
-it, and `launch` shows one summary (failures.py): the first cause, and what each rank did last.
+    launch             starts the ranks, waits, and prints one summary of their failures (failures.py)
+    follow_parent      in a rank: end when the launcher is gone, or tells this rank to end
+    fail               in a rank: leave the error where the launcher looks for it, and end at once
+
+torchrun's own report lists every failed rank in the order in which it noticed them. Usually one rank has a
+reason and the others only lost their peer.
 """
 
 from __future__ import annotations
@@ -23,50 +26,34 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.launch import failures
-from penstock.launch.failures import describe, exit_code
-
-__all__ = [
-    "LAUNCHER",
-    "describe",
-    "exit_code",
-    "fail",
-    "follow_parent",
-    "launch",
-    "leave",
-    "relaunch",
-    "under_torchrun",
-]
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
-_PROCESS_FILE = "process"  # beside the error file: the rank's process id
-_LAST_WORDS_SECONDS = 2  # of the grace, from being told to end to a rank's end
+_PROCESS_FILE = "process"  # next to the error file: the rank's process id
+_LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
 
 
 def under_torchrun() -> bool:
-    """Whether this process is one rank among those that torchrun, or `launch`, started."""
+    """Whether torchrun, or `launch`, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(ranks: int, command: list[str]) -> int:
-    """Run `ranks` copies of `command` on this machine under torchrun's launcher; the exit code.
+    """Run `ranks` copies of `command` on this machine under torchrun's launcher.
 
-    The ranks' output passes through. As soon as one fails all are ended, the first cause is printed once on
-    stderr, and its exit code returned. Ctrl-C and SIGTERM are passed on to the ranks, and give 130 and 143.
-    Call it from the main thread: it minds the signals.
+    The ranks' output passes through. As soon as one rank fails all are ended, and the first cause is printed
+    once on stderr. Ctrl-C and SIGTERM are passed on to the ranks. Call it from the main thread, as it handles
+    signals.
+
+    Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    with (
-        tempfile.TemporaryDirectory(prefix="penstock-") as logs,
-        _quiet(),
-        _environment(),
-        _signals(),
-        _end_stragglers(Path(logs)),
-    ):
+    logs = tempfile.TemporaryDirectory(prefix="penstock-")
+    with logs, _surroundings(), _end_stragglers(Path(logs.name)):
         try:
-            elastic_launch(_launch_config(ranks, logs), command[0])(*command[1:])
+            elastic_launch(_launch_config(ranks, logs.name), command[0])(*command[1:])
         except ChildFailedError as failed:
             return failures.report(failed.failures)
         except (SignalException, KeyboardInterrupt) as stopped:
@@ -78,10 +65,10 @@ def launch(ranks: int, command: list[str]) -> int:
 
 
 def relaunch(ranks: int) -> None:
-    """For a script of one's own: unless it is a rank already, run it in `ranks` processes and exit.
+    """Run the calling script in `ranks` processes.
 
-    In the parent this never returns: it exits with the ranks' code. In a rank it returns at once, and from
-    then on an error that the script lets through ends the rank instead of leaving it to wait for its peers.
+    In the parent it never returns: it exits with the ranks' code. In a rank it returns at once, and from then
+    on an exception that the script does not catch ends the rank instead of leaving it to wait for its peers.
     """
     if under_torchrun():
         follow_parent()
@@ -90,11 +77,15 @@ def relaunch(ranks: int) -> None:
     sys.exit(launch(ranks, [sys.executable, *sys.orig_argv[1:]]))
 
 
-def follow_parent() -> None:
-    """In a rank that `launch` started: end when the launcher is gone, so that none is left behind.
+def _fail_with(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+    fail(error)
 
-    When another rank has failed the launcher tells this one to end, by SIGTERM. It then has a while to notice
-    by itself, and to tell what it did last. Call it from the main thread: it minds a signal.
+
+def follow_parent() -> None:
+    """In a rank that `launch` started: end when the launcher is gone, so that no rank is left behind.
+
+    When another rank has failed the launcher sends SIGTERM. This rank then has two seconds to notice the
+    failure itself and to report what it did last. Call it from the main thread, as it handles a signal.
     """
     parent = int(os.environ.get(LAUNCHER, 0))
     if not parent or not under_torchrun():
@@ -109,8 +100,8 @@ def follow_parent() -> None:
             readable, _, _ = select.select([signals], [], [], 0.5)
             if readable and signal.SIGTERM in os.read(signals, 64):
                 if file:
-                    failures.told_to_end(file).touch()
-                time.sleep(_LAST_WORDS_SECONDS)
+                    failures.ending_file(file).touch()
+                time.sleep(_LAST_SECONDS)
                 break
         os._exit(128 + signal.SIGTERM)
 
@@ -118,16 +109,16 @@ def follow_parent() -> None:
 
 
 def _signals_to_pipe() -> int:
-    """The end of a pipe from which the numbers of signals may be read; SIGTERM does nothing else from now on.
+    """The reading end of a pipe that receives the numbers of signals; SIGTERM does nothing else from now on.
 
-    A handler of Python's own would not run while the main thread waits for another rank in foreign code.
+    A Python handler would not run while the main thread waits for another rank in foreign code.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     before = signal.signal(signal.SIGTERM, lambda *_: None)
 
-    def restore() -> None:  # in a child, such as one that loads data, which is ended by SIGTERM itself
+    def restore() -> None:  # SIGTERM itself ends a forked child, such as one that loads data
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, before)
 
@@ -136,15 +127,15 @@ def _signals_to_pipe() -> int:
 
 
 def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
-    """End this rank at once with the exit code of `error`, having recorded it for the launcher.
+    """End this rank at once with the exit code of `error`, and record it for the launcher.
 
-    Under `launch`, or where `quiet`, nothing is printed here: another does, once. Exits without the
-    interpreter's own shutdown, which would wait for the peers of a process group.
+    Under `launch`, or with `quiet`, nothing is printed here, as another process prints it. Python's shutdown
+    is left out, as it would wait for the peers of a process group.
     """
-    code = exit_code(error)
+    code = failures.exit_code(error)
     failures.record(error)
     if not quiet and LAUNCHER not in os.environ and code != failures.INTERRUPTED:
-        print(describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
+        print(failures.describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
     leave(code)
 
 
@@ -155,8 +146,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _fail_with(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-    fail(error)
+# ---- What surrounds the launcher
 
 
 def _launch_config(ranks: int, logs: str) -> Any:
@@ -179,23 +169,33 @@ def _launch_config(ranks: int, logs: str) -> Any:
 
 
 @contextmanager
-def _environment() -> Iterator[None]:
-    """What ranks inherit: who started them, and one thread each unless the user says otherwise."""
-    before = dict(os.environ)
+def _surroundings() -> Iterator[None]:
+    """Set the ranks' environment and silence the launcher's loggers; afterwards restore everything.
+
+    Ranks get one thread each unless the user says otherwise. The launcher's loggers have levels of their own,
+    and its report of a failure would hide the cause. It replaces signal handlers and does not restore them.
+    """
+    environment, logging_off = dict(os.environ), logging.root.manager.disable
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.disable(logging_off)
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
 def _end_stragglers(logs: Path) -> Iterator[None]:
-    """Kill what is left a while after a rank told of its failure: a stopped process heeds no SIGTERM.
+    """Kill the ranks that are left some time after a failure: a stopped process ignores SIGTERM.
 
-    The launcher itself would wait half a minute.
+    The launcher itself would wait for half a minute.
     """
     over = threading.Event()
 
@@ -214,25 +214,3 @@ def _end_stragglers(logs: Path) -> Iterator[None]:
     finally:
         over.set()
         watcher.join()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The launcher's own account of a failure would drown the cause; its loggers have levels of their own."""
-    logging_off = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging_off)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """The launcher takes the signals over and does not give them back."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

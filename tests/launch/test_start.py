@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, PeerLostError
-from penstock.launch.start import describe, exit_code, launch, under_torchrun
+from penstock.launch.failures import describe, exit_code
+from penstock.launch.start import launch, under_torchrun
 from support.pool import alive
 
 PRELUDE = """

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_told_of_by_the_others(folder: Path, capsys: pytest.Cap
         "  rank 1 waiting for 2B0 from rank 2, steady phase; 3 of 12 ops done",
         "  rank 2 last reported 1.4 s ago: in 2F3",
         "  rank 3 last reported 1 s ago",
-        "  rank 4 told nothing",
+        "  rank 4 left no report",
     ]
 
 
@@ -90,10 +90,10 @@ def test_a_stall_is_told_with_what_the_silent_rank_did(
     )
 
 
-def test_what_fails_in_a_rank_that_was_told_to_end_is_no_cause(
+def test_what_fails_in_a_rank_that_was_ending_file_is_no_cause(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failures.told_to_end(str(error_file(folder, 0))).touch()
+    failures.ending_file(str(error_file(folder, 0))).touch()
     ended = {0: ends(folder, 0, 1, OSError("a worker was ended")), 1: ends(folder, 1, 7)}
     assert failures.report(ended) == 7
     assert capsys.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
