@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, InputError, ModelError
-from penstock.parallel.context.attention import How
+from penstock.parallel.context.attention import Method
 from penstock.parallel.context.check import check
 from support import jobs_context, zoo
 from support.families import FAMILIES, tiny_model
 from support.jobs_context import BATCHES, Case
 from support.pool import Pool
 
-HOW: tuple[How, ...] = ("ring", "ulysses")
+HOW: tuple[Method, ...] = ("ring", "ulysses")
 
 # each way of attending, and what makes it hard: windows, softcap, sinks, learned positions, experts, a query
 # that no key is left for, documents, a length that no number of pieces divides
@@ -62,15 +62,20 @@ def test_two_models_in_one_process_do_not_mix(pool: Pool) -> None:
     none_wrong(pool.run(2, jobs_context.two_models))
 
 
-def test_what_is_undone_is_as_before(pool: Pool) -> None:
-    none_wrong(pool.run(2, jobs_context.undone))
+def test_a_microbatch_that_is_not_split_is_refused(pool: Pool) -> None:
+    for (refused,) in pool.run(2, jobs_context.not_split):
+        assert refused.startswith("a forward of 3 rows of 16 tokens: a microbatch is split first")
+
+
+def test_a_model_that_is_gone_leaves_no_function_in_the_registry(pool: Pool) -> None:
+    assert pool.run(2, jobs_context.left_in_the_registry) == [set()] * 2
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(pool: Pool, family: str, how: How, ranks: int) -> None:
+def test_every_family(pool: Pool, family: str, how: Method, ranks: int) -> None:
     cases: list[Case] = [(family, name, how) for name in BATCHES]
     none_wrong(pool.run(ranks, jobs_context.equivalence, cases))
     none_wrong(pool.run(ranks, jobs_context.equivalence, cases, torch.float64))
@@ -79,7 +84,7 @@ def test_every_family(pool: Pool, family: str, how: How, ranks: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("first", range(0, len(zoo.TYPES), 10))
-def test_every_type_is_exact_or_refused(pool: Pool, first: int, how: How) -> None:
+def test_every_type_is_exact_or_refused(pool: Pool, first: int, how: Method) -> None:
     types = [name for name in zoo.TYPES[first : first + 10] if name not in zoo.SKIPPED]
     for found in pool.run(2, jobs_context.every_type, types, how):
         wrong = {name: told for name, told in found.items() if not told.startswith(("exact", "refused"))}

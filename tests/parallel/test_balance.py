@@ -15,8 +15,8 @@ from transformers.models.mixtral import modeling_mixtral
 from penstock import AutoPipeline, Axes
 from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.parallel.context.check import check
-from penstock.parallel.context.sequence import cut
-from penstock.parallel.expert.balance import balance_by, check_load_balancing, own_function
+from penstock.parallel.context.sequence import split
+from penstock.parallel.expert.balance import balance_function, check_load_balancing, replace_balance_loss
 from support import jobs_balance as jobs
 from support import zoo
 from support.families import tiny_model
@@ -74,7 +74,7 @@ def with_a_loss(types: Sequence[str]) -> list[str]:
     """Those whose forward has such a loss, and whose attention may be cut."""
     found = []
     for name in types:
-        if name in zoo.SKIPPED or own_function(model := zoo.tiny_model(name)) is None:
+        if name in zoo.SKIPPED or balance_function(model := zoo.tiny_model(name)) is None:
             continue
         with suppress(ModelError):
             check(model, 2, "ring")
@@ -98,13 +98,15 @@ def test_every_type_that_has_one(pool: Pool, first: int) -> None:
 def test_padding_does_not_count() -> None:
     """What the cut adds never does; the caller's own only where the model's function is told no mask."""
     for rank, tokens in ((0, 9), (1, 10)):  # of 19, padded to 20
-        whole = cut(odd(), rank, 2)["context"]
-        assert whole.counted(masked=True).sum(1).tolist() == [tokens] * 4
+        whole = split(odd(), rank, 2)["context"]
+        assert whole.counted_tokens(masked=True).sum(1).tolist() == [tokens] * 4
     for given in (left(), right()):
-        parts = [cut(given, rank, 2)["context"] for rank in range(2)]
+        parts = [split(given, rank, 2)["context"] for rank in range(2)]
         real = int(given["attention_mask"].sum())
-        assert sum(int(part.counted(masked=True).sum()) for part in parts) == real
-        assert sum(int(part.counted(masked=False).sum()) for part in parts) == given["input_ids"].numel()
+        assert sum(int(part.counted_tokens(masked=True).sum()) for part in parts) == real
+        assert (
+            sum(int(part.counted_tokens(masked=False).sum()) for part in parts) == given["input_ids"].numel()
+        )
 
 
 @pytest.mark.parametrize("how", ["exchanged", "padded"])
@@ -128,7 +130,7 @@ def test_padding_to_one_length_does_not_count(how: str) -> None:
 
 def test_a_part_knows_what_the_whole_counts_for() -> None:
     valid = int((odd()["labels"][:, 1:] != -100).sum())
-    parts = [cut(odd(), rank, 2) for rank in range(2)]
+    parts = [split(odd(), rank, 2) for rank in range(2)]
     assert [int(part["valid_items"]) for part in parts] == [valid] * 2
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == valid
 
@@ -166,13 +168,10 @@ def test_one_model_alone_calls_another_function() -> None:
     ours, other = (tiny_model("mixtral", output_router_logits=True) for _ in range(2))
     ids = odd()["input_ids"]
     before = ours(ids).aux_loss
-    kind, function = type(ours), modeling_mixtral.load_balancing_loss_func
-    undo = balance_by(ours, halved)
+    function = modeling_mixtral.load_balancing_loss_func
+    replace_balance_loss(ours, halved)
     assert torch.equal(2 * ours(ids).aux_loss, before)
     assert torch.equal(other(ids).aux_loss, before)
     assert ours(ids, return_dict=False)[0].shape == ours(ids)[0].shape  # what decorates it still does
     assert inspect.signature(ours.forward) == inspect.signature(other.forward)
     assert modeling_mixtral.load_balancing_loss_func is function
-    undo()
-    assert type(ours) is kind
-    assert torch.equal(ours(ids).aux_loss, before)

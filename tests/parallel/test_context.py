@@ -7,14 +7,21 @@ import torch
 
 from penstock.batch.packing import metadata
 from penstock.errors import BatchError
-from penstock.parallel.context.sequence import Whole, cut, joined, padded_length, part, pieces
+from penstock.parallel.context.sequence import (
+    FullSequence,
+    concatenate,
+    local_part,
+    padded_length,
+    pieces,
+    split,
+)
 from support.jobs_context import Batch, left, packed, plain
 
 
 def test_each_rank_has_an_early_piece_and_the_late_one_that_mirrors_it() -> None:
     assert [pieces(rank, 3) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     row = torch.arange(12)[None]
-    assert [part(row, 1, rank, 3).tolist() for rank in range(3)] == [
+    assert [local_part(row, 1, rank, 3).tolist() for rank in range(3)] == [
         [[0, 1, 10, 11]],
         [[2, 3, 8, 9]],
         [[4, 5, 6, 7]],
@@ -24,7 +31,7 @@ def test_each_rank_has_an_early_piece_and_the_late_one_that_mirrors_it() -> None
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_the_parts_make_up_the_whole(count: int) -> None:
     whole = torch.randn(2, 24, 3)
-    assert torch.equal(joined([part(whole, 1, rank, count) for rank in range(count)], 1), whole)
+    assert torch.equal(concatenate([local_part(whole, 1, rank, count) for rank in range(count)], 1), whole)
 
 
 @pytest.mark.parametrize(("length", "count", "padded"), [(16, 2, 16), (17, 2, 20), (8, 4, 8), (9, 4, 16)])
@@ -34,15 +41,15 @@ def test_the_length_is_a_multiple_of_the_pieces(length: int, count: int, padded:
 
 def test_a_row_shorter_than_the_pieces_is_refused() -> None:
     with pytest.raises(BatchError, match="7 tokens a row: over cp=4 ranks it is cut into 8 pieces"):
-        cut(plain(1, 7), 0, 4)
+        split(plain(1, 7), 0, 4)
 
 
 def test_labels_meet_their_logits_before_the_cut() -> None:
     batch = plain(3, 17)
-    parts = [cut(batch, rank, 2) for rank in range(2)]
+    parts = [split(batch, rank, 2) for rank in range(2)]
     assert all("labels" not in one for one in parts)
-    ids = joined([one["input_ids"] for one in parts], 1)
-    labels = joined([one["shift_labels"] for one in parts], 1)
+    ids = concatenate([one["input_ids"] for one in parts], 1)
+    labels = concatenate([one["shift_labels"] for one in parts], 1)
     assert ids.shape == labels.shape == (3, 20)
     assert torch.equal(labels[:, :16], batch["labels"][:, 1:])
     assert bool((labels[:, 16:] == -100).all())
@@ -50,23 +57,23 @@ def test_labels_meet_their_logits_before_the_cut() -> None:
 
 
 def test_positions_are_those_of_the_whole_sequence() -> None:
-    parts = [cut(plain(2, 16), rank, 2) for rank in range(2)]
+    parts = [split(plain(2, 16), rank, 2) for rank in range(2)]
     assert parts[1]["position_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]] * 2
     assert parts[1]["attention_mask"].tolist() == [[1] * 16] * 2
 
 
 def test_embeddings_are_cut_too() -> None:
     batch: Batch = {"inputs_embeds": torch.randn(2, 9, 4), "labels": torch.zeros(2, 9, dtype=torch.int64)}
-    parts = [cut(batch, rank, 2) for rank in range(2)]
-    whole = joined([one["inputs_embeds"] for one in parts], 1)
+    parts = [split(batch, rank, 2) for rank in range(2)]
+    whole = concatenate([one["inputs_embeds"] for one in parts], 1)
     assert torch.equal(whole[:, :9], batch["inputs_embeds"])
     assert bool((whole[:, 9:] == 0).all())
 
 
 def test_documents_are_known_to_every_part() -> None:
     batch: Batch = {**plain(1, 10), **metadata([3, 7])}
-    one = cut(batch, 1, 2)
-    whole: Whole = one["context"]
+    one = split(batch, 1, 2)
+    whole: FullSequence = one["context"]
     assert whole.documents is not None
     assert whole.documents.tolist() == [[0] * 3 + [1] * 7 + [-1] * 2]
     assert one["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
@@ -74,12 +81,12 @@ def test_documents_are_known_to_every_part() -> None:
 
 
 def test_padding_is_known_to_every_part_and_hides_no_documents() -> None:
-    whole: Whole = cut(left(), 0, 2)["context"]
+    whole: FullSequence = split(left(), 0, 2)["context"]
     assert whole.documents is None
     assert whole.mask is not None
     assert whole.mask[2].tolist() == [False] * 9 + [True] * 8 + [False] * 3
     with pytest.raises(BatchError, match="beside packed documents"):
-        cut({**packed(), "attention_mask": torch.ones(2, 19)}, 0, 2)
+        split({**packed(), "attention_mask": torch.ones(2, 19)}, 0, 2)
 
 
 REFUSED: dict[str, tuple[Batch, str]] = {
@@ -97,4 +104,4 @@ REFUSED: dict[str, tuple[Batch, str]] = {
 def test_what_cannot_be_cut_is_refused(name: str) -> None:
     batch, words = REFUSED[name]
     with pytest.raises(BatchError, match=words):
-        cut(batch, 0, 2)
+        split(batch, 0, 2)

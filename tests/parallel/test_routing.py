@@ -1,4 +1,4 @@
-"""Routing replay: what is run again chooses what was chosen before."""
+"""Routing replay: a forward that runs again chooses the experts of the forward before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.expert.routing import RoutingReplay
+from penstock.parallel.expert.experts import mixtures
+from penstock.parallel.expert.replay import StageRouting
 from support import jobs_expert as jobs
 from support import zoo
 from support.families import ragged_batch
@@ -27,6 +28,14 @@ def model_of(model_type: str = "mixtral") -> PreTrainedModel:
 
 def checkpointed(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+def routing_of(model: PreTrainedModel) -> StageRouting:
+    return StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
+
+
+def given(choices: Tensor) -> dict[str, Tensor]:
+    return {**ragged_batch(), "routed_experts": choices}
 
 
 def loss_of(model: PreTrainedModel) -> Tensor:
@@ -67,7 +76,7 @@ def in_backward() -> bool:
 def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
     """Other choices without replay, the same with it, from a router whose input has changed in between."""
     model = model_of(model_type)
-    replay = RoutingReplay(model)
+    routing = routing_of(model)
     checkpointed(model)
     made = shaken(model, 0.5, in_backward)
     # without: the noise is enough for others to be chosen (or what is run again has another form)
@@ -78,33 +87,34 @@ def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
         loss_before.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         assert "checkpoint" in str(error)  # noqa: PT017  other shapes were saved
-    assert made
     # layers are run again from the last one
     assert any(not torch.equal(a, b) for a, b in zip(made, reversed(first), strict=False))
     model.zero_grad()
-    with replay.record(7):
+    with routing.forward(7, ragged_batch()):
         loss = loss_of(model)
-    first = list(replay.choices(7).values())
+    first = list(routing.kept(7).values())
     made.clear()
-    with replay.replay_backward(7):
+    with routing.backward(7, last=False):
         loss.backward()  # type: ignore[no-untyped-call]
     assert len(made) == len(first)
-    for again, before in zip(made, reversed(first), strict=True):
-        assert torch.equal(again, before)
-    assert replay.held == [7]
-    replay.release(7)
-    assert replay.held == []
+    assert all(torch.equal(again, before) for again, before in zip(made, reversed(first), strict=True))
+    assert routing.held == [7]
+    with routing.backward(7, last=True):
+        pass
+    assert routing.held == []
+    recorded = routing.recorded[7].chosen.flatten(0, 1)
+    assert all(torch.equal(recorded[:, place], layer) for place, layer in enumerate(first))
 
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_replay_changes_no_gradient(model_type: str) -> None:
     model = model_of(model_type)
     loss, expected = plain_step(model, ragged_batch())
-    replay = RoutingReplay(model)
+    routing = routing_of(model)
     checkpointed(model)
-    with replay.record(0):
+    with routing.forward(0, ragged_batch()):
         own = loss_of(model)
-    with replay.replay_backward(0):
+    with routing.backward(0, last=True):
         own.backward()  # type: ignore[no-untyped-call]
     assert float(own.detach()) == pytest.approx(loss, rel=1e-12)
     assert_gradients(gradients(model), expected, 1e-10)
@@ -127,17 +137,16 @@ def test_near_ties_that_flip() -> None:
         for bias in biases:
             bias.data += size * torch.tensor([1.0, -1.0, 1.0, -1.0])
 
-    replay = RoutingReplay(model)
+    routing = routing_of(model)
     loss_of(model).backward()  # type: ignore[no-untyped-call]
     expected = gradients(model)
     checkpointed(model)
-    with replay.record(0):
+    with routing.forward(0, ragged_batch()):
         loss = loss_of(model)
     nudge(1e-8)
-    with replay.replay_backward(0):
+    with routing.backward(0, last=True):
         loss.backward()  # type: ignore[no-untyped-call]
     assert_gradients(gradients(model), expected, 1e-6)  # the nudge, and nothing more
-    replay.release(0)
     nudge(-1e-8)
     loss = loss_of(model)
     nudge(1e-8)
@@ -150,38 +159,41 @@ def test_near_ties_that_flip() -> None:
         assert_gradients(without, expected, 1e-6)
 
 
-def test_given_choices_take_the_place_of_the_routers() -> None:
-    """Before anything was recorded, and with weights that come from the router's logits."""
-    model = model_of("deepseek_v3")
-    source = RoutingReplay(other := model_of("deepseek_v3"))
-    with source.record(0):
-        loss_of(other)
-    chosen = {name: (value + 1) % 4 for name, value in source.choices(0).items()}
-    replay = RoutingReplay(model)
-    made = shaken(model, 0.0, in_backward)
-    replay.give(3, chosen)
-    with replay.replay_forward(3):
+def recorded_choices(model_type: str) -> Tensor:
+    """What a copy of the model chooses: (rows, sequence, mixtures, top_k)."""
+    model, batch = model_of(model_type), ragged_batch()
+    routing = routing_of(model)
+    with routing.forward(0, batch):
         loss = loss_of(model)
-    layers = list(chosen.values())
-    assert [torch.equal(value, layer) for value, layer in zip(made[-len(layers) :], layers, strict=True)]
-    with replay.replay_backward(3):
+    with routing.backward(0, last=True):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return routing.recorded[0].chosen
+
+
+def test_given_choices_replace_the_routers() -> None:
+    """With weights that come from the router's logits."""
+    chosen = (recorded_choices("deepseek_v3") + 1) % 4
+    model = model_of("deepseek_v3")
+    routing = routing_of(model)
+    made = shaken(model, 0.0, in_backward)
+    with routing.forward(3, given(chosen)):
+        loss = loss_of(model)
+    layers = chosen.flatten(0, 1).unbind(1)
+    assert all(torch.equal(value, layer) for value, layer in zip(made[-len(layers) :], layers, strict=True))
+    with routing.backward(3, last=True):
         loss.backward()  # type: ignore[no-untyped-call]
     for router in routers(model):
         assert isinstance(router.weight, Tensor)
         assert router.weight.grad is not None
         assert router.weight.grad.any()
-    assert all(torch.equal(replay.choices(3)[name], chosen[name]) for name in chosen)
+    assert torch.equal(routing.recorded[3].chosen, chosen)
 
 
 def test_given_own_choices_change_nothing() -> None:
     model = model_of("qwen3_moe")
     _, expected = plain_step(model, ragged_batch())
-    source = RoutingReplay(other := model_of("qwen3_moe"))
-    with source.record(0):
-        loss_of(other)
-    replay = RoutingReplay(model)
-    replay.give(0, source.choices(0))
-    with replay.replay_forward(0):
+    routing = routing_of(model)
+    with routing.forward(0, given(recorded_choices("qwen3_moe"))):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
     assert_gradients(gradients(model), expected, 1e-10)
@@ -189,90 +201,87 @@ def test_given_own_choices_change_nothing() -> None:
 
 def test_evaluation_in_between_changes_nothing() -> None:
     model = model_of()
-    replay = RoutingReplay(model)
+    routing = routing_of(model)
     checkpointed(model)
-    with replay.record(0):
+    with routing.forward(0, ragged_batch()):
         loss = loss_of(model)
-        kept = replay.choices(0)
+        kept = dict(routing.kept(0))
         with torch.no_grad():
             loss_of(model)
         model.eval()
         loss_of(model)
         model.train()
-    assert replay.choices(0).keys() == kept.keys() == set(replay.names)
-    assert all(replay.choices(0)[name] is kept[name] for name in kept)
-    with replay.replay_backward(0):
-        with torch.no_grad():
-            made = shaken(model, 1.0, lambda: True)
-            loss_of(model)
-        evaluated = list(made)
-    assert any(not torch.equal(a, b) for a, b in zip(evaluated, kept.values(), strict=True))
+    assert routing.kept(0).keys() == kept.keys() == mixtures(model).keys()
+    assert all(routing.kept(0)[name] is kept[name] for name in kept)
+    with routing.backward(0, last=False), torch.no_grad():
+        made = shaken(model, 1.0, lambda: True)
+        loss_of(model)
+    assert any(not torch.equal(a, b) for a, b in zip(made, kept.values(), strict=True))
     del loss
 
 
 def test_shape_inference_is_left_alone() -> None:
     model = model_of()
     model.set_experts_implementation("batched_mm")  # which runs without values
-    replay = RoutingReplay(model)
-    block = model.to("meta").get_submodule(replay.names[0].rpartition(".")[0])
-    with replay.record(0):
+    routing = routing_of(model)
+    name = next(iter(mixtures(model)))
+    block = model.to("meta").get_submodule(name.rpartition(".")[0])
+    with routing.forward(0, ragged_batch()):
         block(torch.zeros(2, 5, 32, dtype=torch.float64, device="meta"))
-    assert replay.choices(0) == {}
+    assert routing.kept(0) == {}
 
 
 def test_microbatches_are_told_apart() -> None:
     model = model_of()
-    replay = RoutingReplay(model)
+    routing = routing_of(model)
     checkpointed(model)
-    made = shaken(model, 0.5, lambda: in_backward())
+    made = shaken(model, 0.5, in_backward)
     losses = []
     for microbatch in (0, 1):
         ids = (ragged_batch()["input_ids"] + microbatch) % zoo.VOCABULARY
-        with replay.record(microbatch):
+        with routing.forward(microbatch, {"input_ids": ids}):
             losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    assert replay.held == [0, 1]
+    assert routing.held == [0, 1]
     for microbatch in (1, 0):
         made.clear()
-        with replay.replay_backward(microbatch):
+        layers = list(routing.kept(microbatch).values())
+        with routing.backward(microbatch, last=True):
             losses[microbatch].backward()
-        layers = list(replay.choices(microbatch).values())
         assert all(torch.equal(a, b) for a, b in zip(reversed(made), layers, strict=True))
+    assert routing.held == []
 
 
-def test_errors() -> None:
+def test_choices_of_another_microbatch_are_refused() -> None:
     model = model_of()
-    replay = RoutingReplay(model)
-    with pytest.raises(ConfigError, match="microbatch 4"), replay.replay_forward(4):
-        pass
-    with pytest.raises(ConfigError, match="choices without"):
-        replay.give(0, {})
-    tokens = ragged_batch()["input_ids"].numel()
-    for bad in (torch.zeros(tokens, 2, dtype=torch.int64), torch.rand(tokens, 2), torch.tensor([[-1, 0]])):
-        with pytest.raises(ConfigError, match="different numbers"):
-            replay.give(0, dict.fromkeys(replay.names, bad))
-    replay.give(0, dict.fromkeys(replay.names, torch.tensor([[0, 1]] * (tokens - 1))))
-    with pytest.raises(ConfigError, match="tokens"), replay.replay_forward(0):
+    routing = routing_of(model)
+    short = {**given(recorded_choices("mixtral")[:, :-1])}
+    with pytest.raises(ConfigError, match="this forward chooses 2 experts"), routing.forward(0, short):
         loss_of(model)
-    with pytest.raises(ConfigError, match="4 experts"):
-        replay.give(0, dict.fromkeys(replay.names, torch.tensor([[0, 4]] * tokens)))
-    with pytest.raises(ModelError, match="replayed already"):
-        RoutingReplay(model)
 
 
-def test_recomputation_of_an_unknown_microbatch_is_an_error() -> None:
+def test_a_model_is_replayed_once() -> None:
     model = model_of()
-    replay = RoutingReplay(model)
-    checkpointed(model)
-    with replay.record(0):
+    routing_of(model)
+    with pytest.raises(ModelError, match="replayed already"):
+        routing_of(model)
+
+
+def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
+    """Its first forward has no gradients."""
+    model = model_of()
+    routing = routing_of(model)
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with routing.forward(0, ragged_batch()):
         loss = loss_of(model)
-    with pytest.raises(ConfigError, match="replay_backward"):
+    with pytest.raises(ConfigError, match="use_reentrant=False"), routing.backward(0, last=True):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
 def test_a_choice_by_something_else_is_refused() -> None:
     model = jobs.mixture("phimoe", torch.float32)
-    replay = RoutingReplay(model)
-    with pytest.raises(ModelError, match="top-k"), replay.record(0):
+    routing = routing_of(model)
+    with pytest.raises(ModelError, match="top-k"), routing.forward(0, ragged_batch()):
         loss_of(model)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.tensor.shard import check
+from penstock.parallel.tensor.plan import check
 from support import jobs_tensor as jobs
 from support import zoo
 from support.families import FAMILIES

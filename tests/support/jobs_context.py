@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,15 +17,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.batch.packing import metadata, refuse_packed
 from penstock.errors import ModelError, PenstockError
-from penstock.parallel.context.attention import Context, How, enter
+from penstock.parallel.context.attention import Method, parallelize_attention
 from penstock.parallel.context.check import check
-from penstock.parallel.context.sequence import cut
+from penstock.parallel.context.sequence import split
 from support import zoo
 from support.families import FLOAT32_INSIDE, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
 
 Batch = dict[str, Any]
-Case = tuple[str, str, How]  # family, batch, how
+Case = tuple[str, str, Method]  # family, batch, how
 
 
 def plain(rows: int = 3, length: int = 16) -> Batch:
@@ -73,7 +74,7 @@ HARDER = {"gemma2": {"attn_logit_softcapping": 0.002}}
 
 
 def parallel_step(
-    model: PreTrainedModel, batch: Mapping[str, Any], how: How, checkpointed: bool = False
+    model: PreTrainedModel, batch: Mapping[str, Any], how: Method, checkpointed: bool = False
 ) -> tuple[float, Gradients]:
     """Loss and gradients, summed over the ranks, of a copy of the model that sees a part on each."""
     group = dist.group.WORLD
@@ -81,8 +82,8 @@ def parallel_step(
     copied = copy.deepcopy(model)
     if checkpointed:
         copied.gradient_checkpointing_enable({"use_reentrant": False})
-    enter(copied, Context(group, how))
-    part = cut(batch, dist.get_rank(), dist.get_world_size())
+    parallelize_attention(copied, group, how)
+    part = split(batch, dist.get_rank(), dist.get_world_size())
     loss = _loss(copied, part, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = _summed(copied)
@@ -111,7 +112,7 @@ def _summed(model: PreTrainedModel) -> Gradients:
 def difference(
     model: PreTrainedModel,
     batch: Batch,
-    how: How,
+    how: Method,
     tolerance: float,
     checkpointed: bool = False,
 ) -> str | None:
@@ -161,11 +162,12 @@ def two_models() -> list[str]:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     model = tiny_model("qwen2", layers=2)
-    batches, hows = (packed(), odd()), ("ulysses", "ring")
+    batches = packed(), odd()
+    hows: tuple[Method, ...] = ("ulysses", "ring")
     copies = [copy.deepcopy(model) for _ in hows]
     for copied, how in zip(copies, hows, strict=True):
-        enter(copied, Context(group, how))  # type: ignore[arg-type]
-    losses = [_loss(copied, cut(batch, rank, group.size()), batch)
+        parallelize_attention(copied, group, how)
+    losses = [_loss(copied, split(batch, rank, group.size()), batch)
               for copied, batch in zip(copies, batches, strict=True)]  # fmt: skip
     wrong = []
     for loss, copied, batch in zip(losses, copies, batches, strict=True):
@@ -177,29 +179,32 @@ def two_models() -> list[str]:
     return wrong
 
 
-def undone() -> list[str]:
-    """The model is as it was after `undo`; while it is entered, it takes nothing that is not cut."""
+def not_split() -> list[str]:
+    """What a parallel model says of a microbatch that is not split."""
     group = dist.group.WORLD
     assert group is not None
-    model, batch = tiny_model("llama", layers=1), plain()
-    ids, names = batch["input_ids"], set(ALL_ATTENTION_FUNCTIONS)
-    before, implementation = model(ids).logits, model.config._attn_implementation
-    undo = enter(model, Context(group, "ring"))
-    wrong = []
+    model = tiny_model("llama", layers=1)
+    parallelize_attention(model, group, "ring")
     try:
-        model(ids, use_cache=False)
-        wrong.append("a microbatch that was not cut went through")
-    except ModelError:
-        pass
-    undo()
-    if not torch.equal(model(ids).logits, before) or model.config._attn_implementation != implementation:
-        wrong.append("the model is another after undo")
-    if set(ALL_ATTENTION_FUNCTIONS) != names:
-        wrong.append("a function is left in the registry")
-    return wrong
+        model(plain()["input_ids"], use_cache=False)
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
-def every_type(types: Sequence[str], how: How) -> dict[str, str]:
+def left_in_the_registry() -> set[str]:
+    """Names of attention functions that stay registered after a parallel model is gone."""
+    group, before = dist.group.WORLD, set(ALL_ATTENTION_FUNCTIONS)
+    assert group is not None
+    model = tiny_model("llama", layers=1)
+    parallelize_attention(model, group, "ring")
+    assert set(ALL_ATTENTION_FUNCTIONS) != before
+    del model
+    gc.collect()
+    return set(ALL_ATTENTION_FUNCTIONS) - before
+
+
+def every_type(types: Sequence[str], how: Method) -> dict[str, str]:
     """For each type of causal model: "exact", what it was refused with, or what was wrong."""
     found = {}
     for name in types:

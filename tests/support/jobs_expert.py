@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from penstock.parallel.expert.balance import load_balancing_loss
 from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route
-from penstock.parallel.expert.experts import expert_parallel, sharded_parameters
-from penstock.parallel.expert.routing import RoutingReplay
+from penstock.parallel.expert.experts import expert_parallel, mixtures
+from penstock.parallel.expert.replay import StageRouting
 from support import zoo
 from support.families import ragged_batch
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
@@ -48,6 +48,12 @@ def told(results: list[list[str]]) -> list[str]:
 
 def ep_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def distributed(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The parameters of experts, which `fully_shard` must leave alone."""
+    named = ((name, part.named_parameters(recurse=False)) for name, part in mixtures(model).items())
+    return {f"{name}.{key}": parameter for name, parameters in named for key, parameter in parameters}
 
 
 def own_rows(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
@@ -129,7 +135,7 @@ def equivalence(cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
         held = expert_parallel(model, mesh)
         assert held
         assert names == set(dict(model.named_parameters()))
-        sharded = dict(sharded_parameters(model))
+        sharded = distributed(model)
         assert all(name.rpartition(".")[0] in held and isinstance(p, DTensor) for name, p in sharded.items())
         own = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
         own.backward()  # type: ignore[no-untyped-call]
@@ -146,7 +152,7 @@ def under_fsdp(model_type: str) -> list[str]:
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
     expert_parallel(model, mesh)
-    left = {parameter for _, parameter in sharded_parameters(model)}
+    left = set(distributed(model).values())
     shards = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
     parts = [*model.model.layers, model]
     for part in parts:
@@ -175,7 +181,7 @@ def starved(checkpointed: bool) -> list[str]:
     own = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
     own.backward()  # type: ignore[no-untyped-call]
     if rank == ranks - 1:
-        for name, parameter in sharded_parameters(model):
+        for name, parameter in distributed(model).items():
             assert isinstance(parameter.grad, DTensor), name
             local = parameter.grad.to_local()
             assert local.shape[0] == 4 // ranks
@@ -277,11 +283,12 @@ def replayed() -> list[str]:
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
     expert_parallel(model, mesh, Directions.of(mesh, separate=True))
-    replay = RoutingReplay(model)
+    routing = StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
     model.activation_checkpointing_enable({"use_reentrant": False})
-    with replay.record(0):
-        own = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
-    with replay.replay_backward(0):
+    mine = own_rows(batch, rank, ranks)
+    with routing.forward(0, mine):
+        own = total_loss(model, mine) / valid(batch)
+    with routing.backward(0, last=True):
         own.backward()  # type: ignore[no-untyped-call]
     return compare("replayed", own, loss, gathered(model), expected, 1e-5)
 

@@ -20,7 +20,8 @@ from penstock.errors import BatchError, PenstockError
 from penstock.models.huggingface.stages import HFCall, cut
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
-from penstock.parallel.tensor.shard import check, complete_gradients, tensor_parallel
+from penstock.parallel.tensor.plan import check
+from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.runtime.split_backward import recording as tape
 from penstock.runtime.split_backward.backward import hold, input_backward
 from support import census, zoo

@@ -24,12 +24,13 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.parallel.context import check as context_check
 from penstock.parallel.context import sequence
-from penstock.parallel.context.attention import Context, How, enter
+from penstock.parallel.context.attention import Method, parallelize_attention
 from penstock.parallel.expert import experts as expert
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded, data_mesh, expert_meshes, refuse_scalars, shard_stage
 from penstock.parallel.mesh import Axes
-from penstock.parallel.tensor.shard import check, complete_gradients, tensor_parallel
+from penstock.parallel.tensor.plan import check
+from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.parallel.tensor.styles import check_length
 from penstock.runtime.stage import Shards
 
@@ -46,7 +47,7 @@ class ParallelOptions:
     """
 
     sharded: Sharded = field(default_factory=Sharded)
-    context: How = "ulysses"
+    context: Method = "ulysses"
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -109,7 +110,7 @@ class MeshPlan:
             expert.expert_parallel(module, self._experts.ep, self._directions)
         if self.axes.cp > 1:  # before tp, whose forward is around the one that cp may change
             assert isinstance(module, PreTrainedModel)
-            enter(module, Context(self._mesh.get_group("cp"), self._options.context))
+            parallelize_attention(module, self._mesh.get_group("cp"), self._options.context)
         if self.axes.tp > 1:
             tensor_parallel(module, self._mesh["tp"], sequence_parallel=self._options.sequence_parallel)
 
@@ -125,7 +126,7 @@ class MeshPlan:
         """Split the microbatches of a step, for `local` and `gather_output`. Raises BatchError."""
         if self.axes.cp > 1:
             index, count = self._mesh.get_local_rank("cp"), self.axes.cp
-            self._split = [(whole, sequence.cut(whole, index, count)) for whole in microbatches]
+            self._split = [(whole, sequence.split(whole, index, count)) for whole in microbatches]
         if self.axes.tp > 1 and self._options.sequence_parallel:
             for microbatch in microbatches:  # in the forward, one part of the batch alone may be refused
                 check_length(Padding().longest([self.local(microbatch)]), self.axes.tp)
@@ -144,7 +145,7 @@ class MeshPlan:
         """
         if self.axes.cp == 1:
             return output
-        whole: sequence.Whole = self._split[number][1][sequence.WHOLE]
+        full: sequence.FullSequence = self._split[number][1][sequence.FULL_SEQUENCE]
         group = self._mesh.get_group("cp")
         if isinstance(output, Mapping) and "auxiliary_loss" in output:
             auxiliary = output["auxiliary_loss"].clone()
@@ -152,8 +153,8 @@ class MeshPlan:
             output = {**output, "auxiliary_loss": auxiliary}
 
         def gather(local: Tensor) -> Tensor:
-            is_split = local.dim() > 1 and local.shape[1] == 2 * whole.piece
-            return self.gather_sequence(local, whole.length) if is_split else local
+            is_split = local.dim() > 1 and local.shape[1] == 2 * full.piece
+            return self.gather_sequence(local, full.length) if is_split else local
 
         return tree_map_only(Tensor, gather, output)
 
@@ -161,7 +162,7 @@ class MeshPlan:
         """(rows, local tokens, ...) of each rank of cp as (rows, length, ...). Collective over cp."""
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.axes.cp)]
         dist.all_gather(parts, local.contiguous(), group=self._mesh.get_group("cp"))
-        return sequence.joined(parts, 1)[:, :length]
+        return sequence.concatenate(parts, 1)[:, :length]
 
 
 class _TensorShards:

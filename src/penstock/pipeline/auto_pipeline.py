@@ -24,7 +24,7 @@ from penstock.models.weights import initial
 from penstock.models.weights.folder import MANIFEST, check_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.expert.balance import asks_for_balance
-from penstock.parallel.expert.replay import Routed
+from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan, check_model
 from penstock.parallel.world import World, close_on_error, open_world
@@ -242,19 +242,19 @@ class AutoPipeline(Options):
             checkpointing=self.checkpointing(),
             parallelize_fn=self.parallelize_fn,
             call=lambda part: HFCall(part, info),
-            routing=None if outline.routed is None else outline.routed.of_stage(part),
+            routing=None if outline.routed is None else outline.routed.for_stage(part),
             after={name: part.get_submodule(name) for name in outline.chain.after} if info.is_last else None,
             place=info.stage,
             spread=spread,
             placed=spread is not None,
         )
 
-    def _routed(self, model: PreTrainedModel) -> Routed | None:
+    def _routed(self, model: PreTrainedModel) -> ModelRouting | None:
         """Raises ConfigError, ModelError where what its routers choose cannot be replayed."""
         if not self.replay_routing:
             return None
         with shadow(model) as without_values:
-            return Routed(without_values)
+            return ModelRouting(without_values)
 
     def memory_costs(self, outline: BuildPlan, shape: tuple[int, int]) -> Costs | None:
         """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.

@@ -22,7 +22,7 @@ from penstock.models.source import Source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.weights.files import Ties
-from penstock.parallel.expert.replay import Routed
+from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh import Axes
 from penstock.pipeline.options import recomputed_places
 from penstock.runtime.health.agreement import flat
@@ -54,7 +54,7 @@ class BuildPlan:
     stages: tuple[StagePlan, ...]
     source: Source
     chain: Chain
-    routed: Routed | None = None  # the mixtures whose choices are replayed
+    routed: ModelRouting | None = None  # the mixtures whose choices are replayed
 
     @property
     def facts(self) -> dict[str, str]:

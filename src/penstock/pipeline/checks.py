@@ -15,7 +15,8 @@ from penstock.models.tracing.chain import Chain
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import ParallelOptions
-from penstock.parallel.tensor.plan import COLUMNS, assigned
+from penstock.parallel.tensor.plan import assigned
+from penstock.parallel.tensor.styles import COLUMNS
 from penstock.runtime.rng import dropouts
 
 

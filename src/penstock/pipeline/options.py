@@ -17,7 +17,7 @@ from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
-from penstock.parallel.context.attention import How
+from penstock.parallel.context.attention import Method
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
@@ -108,7 +108,7 @@ class Options:
     trace_folder: str | Path | None = None
     axes: Axes | None = None
     sharded: Sharded = field(default_factory=Sharded)
-    context: How = "ulysses"
+    context: Method = "ulysses"
     sequence_parallel: bool = False
     overlap: bool | Literal["auto"] = "auto"
     common: Mapping[str, Any] | None = None

@@ -1,9 +1,9 @@
 """Context parallelism enters a transformers model through its registry of attention functions.
 
-`enter` registers an attention function and a mask function under a name of the model's own and sets that
-name in the model's configs: so no model is edited, and two models in one process have nothing in common.
-The model makes its masks as ever, by the rules of its layers (causal, sliding window, chunks), but what comes
-out is a `Mask` that knows the rule and the whole sequence and builds only what is asked of it.
+`parallelize_attention` registers an attention function and a mask function under a name of the model's own,
+and sets that name in the model's configs. So no model is edited, and two models in one process share nothing.
+The model makes its masks as always, by the rules of its layers (causal, sliding window, chunks), but gets a
+`Mask` that knows the rule and the full sequence and builds only what is asked of it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import inspect
 import itertools
 import sys
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -28,33 +26,30 @@ from penstock.batch.loss import VALID_ITEMS
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.context import ring, ulysses
 from penstock.parallel.context.mask import Mask
-from penstock.parallel.context.sequence import WHOLE, Whole
-from penstock.parallel.expert.balance import asks_for_balance, balance_by, load_balancing_loss
+from penstock.parallel.context.sequence import FULL_SEQUENCE, FullSequence
+from penstock.parallel.expert.balance import asks_for_balance, load_balancing_loss, replace_balance_loss
 
-How = Literal["ulysses", "ring"]
-_REMEDY = "Set cp to 1 for this model"
-Options = dict[str, Any]  # what a model gives its attention function beside
+Method = Literal["ulysses", "ring"]
+REMEDY = "Set cp to 1 for this model"
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Context:
-    """The ranks that a sequence is cut over, and how they attend over it together."""
+class ContextAttention:
+    """One model's attention and mask functions under context parallelism; it knows the current microbatch.
 
-    group: ProcessGroup
-    how: How
+    Args:
+        base: name of the attention function that the model uses otherwise
+        group: the ranks that a sequence is split over; None computes shapes only
+    """
 
+    def __init__(self, base: str, group: ProcessGroup | None = None, method: Method = "ulysses") -> None:
+        self._base, self._group, self._method = base, group, method
+        self._full: FullSequence | None = None
+        self._compared: set[type] = set()  # classes of attention modules that the ring can replace
 
-class Installed(ABC):
-    """What stands for one model's attention and mask functions. It knows the microbatch at hand."""
-
-    def __init__(self, base: str) -> None:
-        self._base = base
-        self._whole: Whole | None = None
-
-    def take(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Before the model's forward: keep what is not the model's, and give it the rest."""
-        self._whole = kwargs.pop(WHOLE, None)
+    def before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Forward pre-hook of the model: keep the entries that are not the model's."""
+        self._full = kwargs.pop(FULL_SEQUENCE, None)
         for name in ("shift_labels", VALID_ITEMS):
             kwargs.pop(name, None)
         return args, kwargs
@@ -74,33 +69,18 @@ class Installed(ABC):
         dtype: torch.dtype = torch.float32,
         **_: Any,
     ) -> Mask:
-        """In the place of transformers' mask functions. Raises ModelError for rules that are not causal."""
-        whole = self._whole
-        if whole is None or q_length != 2 * whole.piece or batch_size != len(whole.positions):
-            rule = "a microbatch goes through `cut` first (penstock.parallel.context.sequence)"
-            raise ModelError(f"a forward of {batch_size} rows of {q_length} tokens", rule, "Cut it")
-        if use_vmap or not allow_is_causal_skip or kv_length != whole.padded or q_offset or kv_offset:
+        """Replaces transformers' mask functions. Raises ModelError for rules that are not causal."""
+        full = self._full
+        if full is None or q_length != 2 * full.piece or batch_size != len(full.positions):
+            rule = "a microbatch is split first (penstock.parallel.context.sequence.split)"
+            raise ModelError(f"a forward of {batch_size} rows of {q_length} tokens", rule, "Split it")
+        if use_vmap or not allow_is_causal_skip or kv_length != full.padded or q_offset or kv_offset:
             raise ModelError(
                 "a mask by rules of the model's own",
                 "a part of a sequence knows causal masks, windows, chunks and documents",
-                _REMEDY,
+                REMEDY,
             )
-        return Mask(mask_function, whole, local_size, self._base, dtype)
-
-    @abstractmethod
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any
-    ) -> tuple[Tensor, None]:
-        """In the place of transformers' attention functions: (rows, part, heads, value_dim)."""
-
-
-class Entered(Installed):
-    """Attention together with the other ranks of a context."""
-
-    def __init__(self, context: Context, base: str) -> None:
-        super().__init__(base)
-        self._context = context
-        self._compared: set[type] = set()  # classes of attention modules that the ring is known to stand for
+        return Mask(mask_function, full, local_size, self._base, dtype)
 
     def attend(
         self,
@@ -113,97 +93,76 @@ class Entered(Installed):
         dropout: float = 0.0,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """In the place of transformers' attention functions. Raises ModelError, ConfigError."""
-        refuse_call(module, query, key, attention_mask, dropout, options)
-        if query.is_meta:  # nobody to talk to
-            return shape_of(query, value), None
-        group, options = self._context.group, {"scaling": scaling, **options}
-        if self._context.how == "ulysses":
-            base = _base_of(module, self._base)
-            return ulysses.attend(group, base, module, query, key, value, attention_mask, **options), None
-        call = self._ring_call(query, attention_mask, options)
+        """Replaces transformers' attention functions. Returns (rows, local tokens, heads, value_dim).
+
+        Raises ModelError, ConfigError for a call that a part of a sequence cannot answer.
+        """
+        _refuse_call(module, query, key, attention_mask, dropout, options)
+        if self._group is None or query.is_meta:  # shapes, dtypes and the way of gradients, without values
+            grown = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            return (grown + query[..., :1]).transpose(1, 2), None
+        options = {"scaling": scaling, **options}
+        if self._method == "ulysses":
+            base = _base_function(module, self._base)
+            result = ulysses.attend(self._group, base, module, query, key, value, attention_mask, **options)
+            return result, None
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        uniform = self._base == "eager" and options.get("s_aux") is None
+        call = ring.Call(self._group, attention_mask, scaling, options.get("softcap"), uniform)
         if type(module) not in self._compared:
-            ring.compare(_base_of(module, self._base), module, query, key, value, call, options)
+            ring.compare(_base_function(module, self._base), module, query, key, value, call, options)
             self._compared.add(type(module))
         return ring.attend(query, key, value, options.get("s_aux"), call), None
 
-    def _ring_call(self, query: Tensor, mask: Mask, options: dict[str, Any]) -> ring.Call:
-        scaling = query.shape[-1] ** -0.5 if options["scaling"] is None else options["scaling"]
-        uniform = self._base == "eager" and options.get("s_aux") is None
-        return ring.Call(self._context.group, mask, scaling, options.get("softcap"), uniform)
-
-    def balance(
+    def balance_loss(
         self,
         gate_logits: tuple[Tensor, ...],
         num_experts: int,
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """In the place of the function that the model's file has for its routers' loss: this rank's part.
+        """Replaces the function of the model's file for its routers' loss: this rank's share of it.
 
-        attention_mask: as the model gives it, of the whole sequence; None where it counts masked tokens too
+        attention_mask: of the full sequence, as the model gives it; None where it counts masked tokens too
         """
-        assert self._whole is not None  # attention has refused what was not cut
-        counted = self._whole.counted(attention_mask is not None)
-        return load_balancing_loss(gate_logits, num_experts, top_k, counted, self._context.group)
+        assert self._full is not None  # attention has refused a microbatch that is not split
+        counted = self._full.counted_tokens(attention_mask is not None)
+        return load_balancing_loss(gate_logits, num_experts, top_k, counted, self._group)
 
 
-def shape_of(query: Tensor, value: Tensor) -> Tensor:
-    """What attention gives, in shape, dtype and where its gradients go, but not in values."""
-    grown = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return (grown + query[..., :1]).transpose(1, 2)
+def parallelize_attention(model: PreTrainedModel, group: ProcessGroup, method: Method) -> None:
+    """Let `model`, a whole one or a stage's copy, attend together with the other ranks of `group`.
 
-
-def enter(model: PreTrainedModel, context: Context) -> Callable[[], None]:
-    """Let `model`, a whole one or a stage's copy, attend together with the other ranks of `context`.
-
-    From then on it takes what `cut` makes, and its routers' loss, where its config asks for one, is this
-    rank's part of it. Its configs are changed and a hook is added, and in that case its class. What is
-    returned undoes that. `check` (context_check.py) is for the whole model, before. Raises ConfigError
-    where its attention functions cannot be replaced.
+    From then on it takes what `split` makes, and its routers' loss, if its config asks for one, is this
+    rank's share. Changes its configs, adds a hook and, for the routers' loss, changes its class. Call `check`
+    (check.py) with the whole model before. Raises ConfigError where its attention cannot be replaced.
     """
-    entered = Entered(context, base_of(model))
-    undo = install(model, entered)
-    if not asks_for_balance(model):
-        return undo
-    restore = balance_by(model, entered.balance)
-
-    def undo_both() -> None:
-        restore()
-        undo()
-
-    return undo_both
+    attention = ContextAttention(base_of(model), group, method)
+    register(model, attention)
+    if asks_for_balance(model):
+        replace_balance_loss(model, attention.balance_loss)
 
 
-def install(model: PreTrainedModel, entered: Installed) -> Callable[[], None]:
-    """Set `entered`'s functions in the place of the model's; the function returned takes them away again."""
+def register(model: PreTrainedModel, attention: ContextAttention) -> None:
+    """Replace the model's attention and mask functions by those of `attention`."""
     name = f"penstock_context_{next(_numbers)}"
-    ALL_ATTENTION_FUNCTIONS.register(name, entered.attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, entered.mask)
-    before = [(config, config._attn_implementation) for config in _configs(model)]
-    for config, _ in before:
+    ALL_ATTENTION_FUNCTIONS.register(name, attention.attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, attention.mask)
+    for config in _configs(model):
         config._attn_implementation_internal = name  # each of them by itself: they may be shared
-    hook = model.register_forward_pre_hook(entered.take, with_kwargs=True)
-    forget = weakref.finalize(model, _forget, name)
-
-    def undo() -> None:
-        hook.remove()
-        for config, own in before:
-            config._attn_implementation_internal = own
-        forget()
-
-    return undo
+    model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
+    weakref.finalize(model, _unregister, name)
 
 
-def _forget(name: str) -> None:
+def _unregister(name: str) -> None:
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         registry._global_mapping.pop(name, None)
 
 
 def base_of(model: PreTrainedModel) -> str:
-    """The attention function of all of the model's attention modules, by its name.
+    """Name of the attention function that all of the model's attention modules use.
 
-    Raises ConfigError where that is none that can be run on a share of the heads, or not one.
+    Raises ConfigError unless it is one function that also works on some of the heads.
     """
     configs = [getattr(module, "config", None) for module in attentions(model)]
     found = {c._attn_implementation for c in configs if isinstance(c, PretrainedConfig)}
@@ -220,12 +179,12 @@ def base_of(model: PreTrainedModel) -> str:
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
     """The modules that ask transformers' registry for their attention function."""
     for module in model.modules():
-        if not isinstance(module, PreTrainedModel) and registered(type(module)) is not None:
+        if not isinstance(module, PreTrainedModel) and _asking_function(type(module)) is not None:
             yield module
 
 
-def registered(kind: type) -> Callable[..., Any] | None:
-    """The function of a class that asks the registry for its attention function."""
+def _asking_function(kind: type) -> Callable[..., Any] | None:
+    """The method of a class that asks the registry for its attention function."""
     for owner in kind.__mro__:
         if owner.__module__.split(".")[0] == "torch":
             break
@@ -236,14 +195,13 @@ def registered(kind: type) -> Callable[..., Any] | None:
     return None
 
 
-def _base_of(module: nn.Module, base: str) -> ulysses.Base:
+def _base_function(module: nn.Module, base: str) -> ulysses.AttentionFunction:
     if base != "eager":
         return ALL_ATTENTION_FUNCTIONS[base]  # type: ignore[no-any-return]
-    asks = registered(type(module))
-    names = () if asks is None else asks.__code__.co_names
-    for name in names:  # the one that it names as what stands for "eager"
-        if name.startswith("eager") and asks is not None:
-            return asks.__globals__[name]  # type: ignore[no-any-return]
+    function = _asking_function(type(module))
+    for name in () if function is None else function.__code__.co_names:
+        if name.startswith("eager") and function is not None:  # its file's own eager attention
+            return function.__globals__[name]  # type: ignore[no-any-return]
     raise ModelError(
         f"{type(module).__name__} in {sys.modules[type(module).__module__].__name__}",
         "it names no function of its own for eager attention",
@@ -262,14 +220,14 @@ def _configs(model: nn.Module) -> list[PretrainedConfig]:
     return list(found.values())
 
 
-# what models hand on to their attention function that changes nothing there, or that both ways know
+# options of models' attention functions that change nothing there, or that both methods know
 _KNOWN = {"softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "cache_position"}
 
 
-def refuse_call(
+def _refuse_call(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, options: dict[str, Any]
 ) -> None:
-    """Raise for what a call of attention asks that parts of a sequence cannot give."""
+    """Raise for a call of attention that parts of a sequence cannot answer."""
     if dropout:
         raise ConfigError(
             f"dropout={dropout} on attention weights with cp",
@@ -278,11 +236,11 @@ def refuse_call(
         )
     odd = [n for n, v in options.items() if n not in _KNOWN and type(v) in (Tensor, nn.Parameter, float)]
     if odd:
-        told = f"{type(module).__name__}, whose attention takes {', '.join(odd)}"
-        raise ModelError(told, "parts of a sequence know nothing of that", _REMEDY)
+        taken = f"{type(module).__name__}, whose attention takes {', '.join(odd)}"
+        raise ModelError(taken, "parts of a sequence know nothing of that", REMEDY)
     if not isinstance(mask, Mask) or key.shape[2] != query.shape[2] or options.get("is_causal") is False:
         raise ModelError(
             f"{type(module).__name__}, whose attention has a mask or keys of its own",
-            "context parallelism knows causal attention of a sequence to itself",
-            _REMEDY,
+            "context parallelism knows causal self-attention of a sequence",
+            REMEDY,
         )

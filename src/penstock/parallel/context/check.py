@@ -1,8 +1,8 @@
-"""What of a model cannot be exact when its sequence is cut, told by the model object before anything runs.
+"""Finds what in a model would not be exact with a split sequence, from the model object alone.
 
-There is no table of model names. What is looked at: which modules ask transformers' registry for their
-attention function, what else a layer holds, the names that their code uses, the config's own words on its
-layers. What none of these tells is refused by the first forward, alike on every rank (attention.py).
+There is no table of model names. These are checked: which modules ask transformers' registry for their
+attention function, what else a layer holds, the names that their code uses, and the config's own words for
+its layers. The first forward refuses the rest, alike on every rank (attention.py).
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.parallel.context import ulysses
 from penstock.parallel.context.attention import (
-    How,
-    Installed,
+    REMEDY,
+    ContextAttention,
+    Method,
     attentions,
     base_of,
-    install,
-    refuse_call,
-    shape_of,
+    register,
 )
-from penstock.parallel.context.sequence import cut
-from penstock.parallel.expert.balance import asks_for_balance, check_load_balancing, own_function
+from penstock.parallel.context.sequence import split
+from penstock.parallel.expert.balance import asks_for_balance, balance_function, check_load_balancing
 
 # kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-# what code that looks along the sequence by itself calls
+# functions of code that looks along the sequence by itself
 _ALONG = {"arange", "cumsum", "roll", "conv1d", "topk", "tril", "triu", "fft", "flip"}
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-_REMEDY = "Set cp to 1 for this model"
 _log = logging.getLogger(__name__)
 
 
-def check(model: PreTrainedModel, count: int, how: How, tp: int = 1) -> None:
-    """Raise ModelError or ConfigError where `model`, whole and with or without values, cannot be cut over
-    `count` ranks along its sequence. tp: ranks that its heads are shared out over, and divide by, before.
+def check(model: PreTrainedModel, count: int, method: Method, tp: int = 1) -> None:
+    """Raise ModelError or ConfigError for a model that cannot be split over `count` ranks of cp.
 
-    Packed documents are `refuse_packed`'s affair (penstock.batch.packing), as they are without a cut.
+    Packed documents are checked elsewhere (penstock.batch.packing.refuse_packed), as without a split.
+
+    Args:
+        model: the whole one, with or without values
+        tp: ranks that its heads are sharded over before, which divides them
     """
     if count == 1:
         return
     reason = next(_reasons(model), None)
     if reason is not None:
         rule = "context parallelism is exact where tokens meet in registered causal attention only"
-        raise ModelError(f"cp={count} for {type(model).__name__}: {reason}", rule, _REMEDY)
+        raise ModelError(f"cp={count} for {type(model).__name__}: {reason}", rule, REMEDY)
     base_of(model)
     _refuse_options(model)
     _try(model)
-    if how == "ulysses":
+    if method == "ulysses":
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         key_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -85,7 +86,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
 def _reasons_of_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if any("position_ids_from" in own for own in dir(type(module))):
+        if any("position_ids_from" in method for method in dir(type(module))):
             yield f"{name} ({kind}) has a way of its own to count positions"
         if isinstance(module, _ConvNd):
             yield f"{name} is a convolution"
@@ -102,7 +103,7 @@ def _reasons_of_modules(model: nn.Module) -> Iterator[str]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost of what transformers makes a model's layers of."""
+    """The outermost modules that transformers makes a model's layers of."""
     for name, module in model.named_children():
         if isinstance(module, GradientCheckpointingLayer):
             yield name, module
@@ -111,7 +112,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _names(kind: type) -> set[str]:
-    """What the forward of a class of transformers, and what it calls of its own, goes by name for."""
+    """The names that the code of a class of transformers uses."""
     found: set[str] = set()
     for owner in kind.__mro__:
         if owner.__module__.startswith("torch."):
@@ -124,51 +125,29 @@ def _names(kind: type) -> set[str]:
 
 
 def _refuse_options(model: PreTrainedModel) -> None:
-    """Raise ConfigError for settings that could be others."""
-    config = model.config.get_text_config()
-    for owner in (config, *attentions(model)):
+    """Raise ConfigError for settings that the user can change."""
+    for owner in (model.config.get_text_config(), *attentions(model)):
         for name in _DROPOUTS:
-            chance = getattr(owner, name, 0)
-            chance = chance.p if isinstance(chance, nn.Dropout) else chance
-            if chance and model.training:
+            rate = getattr(owner, name, 0)
+            rate = rate.p if isinstance(rate, nn.Dropout) else rate
+            if rate and model.training:
                 raise ConfigError(
-                    f"{name}={chance} with cp",
+                    f"{name}={rate} with cp",
                     "no rank draws the same attention weights as one process would",
                     f"Set {name}=0 in the model's config",
                 )
-    if asks_for_balance(model):
-        _check_balance(model)
-
-
-def _check_balance(model: PreTrainedModel) -> None:
-    """Raise where the routers' loss of parts of a sequence would not add up to that of the whole."""
-    function = own_function(model)
+    if not asks_for_balance(model):
+        return
+    function = balance_function(model)
     if function is None:
         raise ConfigError(
             "output_router_logits=True with cp",
-            f"the forward of {type(model).__name__} calls no load_balancing_loss_func, and parts of a "
-            "sequence do not add up to a routers' loss by themselves",
+            f"the forward of {type(model).__name__} calls no load_balancing_loss_func, and the routers' "
+            "losses of parts of a sequence do not add up by themselves",
             "Set output_router_logits=False in the model's config",
         )
-    for experts, chosen in ((4, 2), (6, 1)):
-        check_load_balancing(function, experts, chosen)
-
-
-class _Trial(Installed):
-    """Refuses what a forward would refuse of masks and of calls of attention; nothing is computed."""
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        options.pop("scaling", None)
-        refuse_call(module, query, key, attention_mask, options.pop("dropout", 0.0), options)
-        return shape_of(query, value), None
+    for experts, top_k in ((4, 2), (6, 1)):
+        check_load_balancing(function, experts, top_k)
 
 
 def _try(model: PreTrainedModel) -> None:
@@ -176,8 +155,8 @@ def _try(model: PreTrainedModel) -> None:
     memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
     memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
     shadow = copy.deepcopy(model, memo)
-    undo = install(shadow, _Trial(base_of(model)))
-    part = cut({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, 0, 1)
+    register(shadow, ContextAttention(base_of(model)))
+    part = split({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, 0, 1)
     part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
     try:
         shadow(**part, use_cache=False)
@@ -185,5 +164,3 @@ def _try(model: PreTrainedModel) -> None:
         raise
     except Exception as error:  # for want of values, as where tokens choose their experts
         _log.debug("a forward of %s without values ended in %r", type(model).__name__, error)
-    finally:
-        undo()

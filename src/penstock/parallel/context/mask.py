@@ -1,4 +1,4 @@
-"""Which token may look at which, told for a whole sequence of which a rank has a part only."""
+"""The attention mask of a full sequence, on a rank that has a part of it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from transformers.masking_utils import (
 )
 
 from penstock.errors import ModelError
-from penstock.parallel.context.sequence import Whole, pieces
+from penstock.parallel.context.sequence import FullSequence, pieces
 
 _ALL = (slice(None), slice(0, None))
 
 
 class Mask:
-    """Which token may look at which, in one kind of layers.
+    """Which token may attend to which, in one kind of layers; built piece by piece, or as one tensor.
 
-    rule: a function of (row, head, query, key), whole numbers of any shapes that broadcast, as transformers'
-        mask functions are; queries and keys are counted over the whole sequence
-    reach: tokens that a query looks back at most, itself included; None for all of them
-    base: the attention function that the model would use by itself
+    Args:
+        rule: function of (row, head, query, key), integers of any shapes that broadcast, as transformers'
+            mask functions are; queries and keys are numbered over the full sequence
+        window: number of tokens that a query attends to at most, itself included; None for all
+        base: name of the attention function that the model uses otherwise
     """
 
     def __init__(
-        self, rule: Callable[..., Any], whole: Whole, reach: int | None, base: str, dtype: torch.dtype
+        self, rule: Callable[..., Any], full: FullSequence, window: int | None, base: str, dtype: torch.dtype
     ) -> None:
-        if whole.documents is not None:
-            rule = packed_sequence_compatibility_function(rule, whole.positions, whole.documents)
-        self.whole, self.base, self._reach, self._dtype = whole, base, reach, dtype
-        self._rule = rule
+        if full.documents is not None:
+            rule = packed_sequence_compatibility_function(rule, full.positions, full.documents)
+        self.full, self._rule, self._window, self._base, self._dtype = full, rule, window, base, dtype
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,21 +54,20 @@ class Mask:
     __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __or__ = __invert__ = __bool__ = _calculate
 
     def reaches(self, queries: int, keys: int) -> bool:
-        """Whether a piece of queries may see anything of a piece of keys."""
-        nearest = (queries - keys - 1) * self.whole.piece + 1
-        return keys <= queries and (self._reach is None or nearest < self._reach)
+        """Whether a piece of queries may attend to anything of a piece of keys."""
+        nearest = (queries - keys - 1) * self.full.piece + 1
+        return keys <= queries and (self._window is None or nearest < self._window)
 
     def between(self, queries: int, keys: int) -> Tensor | None:
         """Of two pieces: bool (rows or 1, 1, 1, piece, piece), by query and key; None: all is allowed."""
-        whole = self.whole
-        plain = whole.mask is None and whole.documents is None and self._reach is None
+        plain = self.full.mask is None and self.full.documents is None and self._window is None
         return None if plain and keys < queries else self._allowed(queries, keys)[:, :, None]
 
     def _allowed(self, queries: int, keys: int) -> Tensor:
-        size, device = self.whole.piece, self.whole.positions.device
-        rule, rows = self._rule, len(self.whole.positions)
-        if self.whole.mask is not None:
-            rule = and_masks(rule, padding_mask_function(self.whole.mask))
+        size, device, rows = self.full.piece, self.full.positions.device, len(self.full.positions)
+        rule = self._rule
+        if self.full.mask is not None:
+            rule = and_masks(rule, padding_mask_function(self.full.mask))
         at = torch.arange(size, device=device)
         row = torch.arange(rows, device=device)[:, None, None, None]
         query, key = (at + queries * size)[None, None, :, None], (at + keys * size)[None, None, None, :]
@@ -76,37 +75,34 @@ class Mask:
         return found.expand(-1, 1, size, size)
 
     @cached_property
-    def alone(self) -> Tensor | None:
-        """Own queries that no key is left for, bool (rows, part): those before a row's first valid token."""
-        if self.whole.mask is None:
+    def without_keys(self) -> Tensor | None:
+        """Local queries without any key, bool (rows, part): those before a row's first valid token."""
+        if self.full.mask is None:
             return None
-        own = []
-        for queries in pieces(self.whole.index, self.whole.count):
+        found = []
+        for queries in pieces(self.full.index, self.full.count):
             seen = [self._allowed(queries, keys).any(-1)[:, 0] for keys in range(queries + 1)]
-            own.append(~torch.stack(seen).any(0))
-        alone = torch.cat(own, dim=1)
-        return alone if bool(alone.any()) else None
+            found.append(~torch.stack(seen).any(0))
+        lonely = torch.cat(found, dim=1)
+        return lonely if bool(lonely.any()) else None
 
     @cached_property
-    def _full(self) -> Tensor | None:
-        whole, length = self.whole, self.whole.length
-        made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[self.base](
-            batch_size=len(whole.positions), q_length=length, kv_length=length,
+    def tensor(self) -> Tensor | None:
+        """The mask of the full sequence as the model's attention function takes it; made once."""
+        full, length = self.full, self.full.length
+        made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[self._base](
+            batch_size=len(full.positions), q_length=length, kv_length=length,
             mask_function=self._rule,
-            attention_mask=None if whole.mask is None else whole.mask[:, :length],
-            local_size=self._reach, allow_is_causal_skip=whole.documents is None,
-            dtype=self._dtype, device=whole.positions.device,
+            attention_mask=None if full.mask is None else full.mask[:, :length],
+            local_size=self._window, allow_is_causal_skip=full.documents is None,
+            dtype=self._dtype, device=full.positions.device,
         )  # fmt: skip
         return made
-
-    def full(self) -> Tensor | None:
-        """The mask of the whole sequence as the model's own attention function takes it; made once."""
-        return self._full
 
 
 def _untouchable(does: str) -> ModelError:
     return ModelError(
         f"a model that {does} its attention mask by itself",
-        "under context parallelism no rank has a mask of the whole sequence",
+        "under context parallelism no rank has a mask of the full sequence",
         "Set cp to 1 for this model",
     )

@@ -1,23 +1,23 @@
-"""Attention over a cut sequence by blocks that go round (Liu et al., Ring Attention, 2023, arXiv 2310.01889).
+"""Attention over a split sequence by rotating blocks: Ring Attention (Liu et al., 2023, arXiv 2310.01889).
 
-    step      0     1     2         rank r works on its own queries and the block of rank r - step, while
-    rank 0    kv0   kv2   kv1       the next one is on its way
+    step      0     1     2         rank r works on its own queries and the block of rank r - step, while the
+    rank 0    kv0   kv2   kv1       next block is under way
     rank 1    kv1   kv0   kv2
     rank 2    kv2   kv1   kv0       keys and values: r -> r + 1
 
-What the blocks give is merged as it comes: with m the largest score of a query so far, l the sum of
-exp(score - m) and a that of exp(score - m) value, the attention is a / l in the end, and log l + m is all
-that the backward needs. There the blocks go round again, each with its own gradient, which every rank adds
-to, and which gets home in one step more.
+Each block is merged as it comes. With m the largest score of a query so far, l the sum of exp(score - m) and
+a the sum of exp(score - m) value, the attention is a / l in the end, and log l + m is all that the backward
+needs. There the blocks go round again, each with its gradient, to which every rank adds, and which gets home
+in one step more.
 
-A rank holds two pieces (context.py). Of the pairs of a piece of queries and a piece of keys those that the
-mask leaves nothing of are left out, as many on each rank. All is computed in float32, or in float64 for it.
+A rank holds two pieces (sequence.py). A pair of a piece of queries and a piece of keys of which the mask
+leaves nothing is skipped, as many on each rank. All is computed in float32, or in float64 for float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,18 @@ from torch.distributed import P2POp, ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ModelError
+from penstock.parallel.context.mask import Mask
 from penstock.parallel.context.sequence import pieces
 
-if TYPE_CHECKING:
-    from penstock.parallel.context.mask import Mask
-
-
-_BLOCKS, _GRADIENTS = 0, 1  # tags: the two kinds of message that are under way at a time
+_BLOCKS, _GRADIENTS = 0, 1  # tags of the two kinds of messages
 
 
 class Call(NamedTuple):
-    """One call of attention: what is the same for all of its blocks.
+    """One call of attention: the arguments that all of its blocks share.
 
     softcap: scores become softcap * tanh(score / softcap)
-    uniform: a query that the mask leaves no key looks at all of them alike, as where the mask is added as the
-        least number that there is; else at none, as where it is minus infinity
+    uniform: a query without any key attends to all keys alike, as where the mask is added as the least number
+        of the dtype; else to none, as where the mask is minus infinity
     """
 
     group: ProcessGroup
@@ -51,12 +48,14 @@ class Call(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
-    """Own tokens' attention, (rows, part, heads, value_dim).
+    """Attention of the local tokens, (rows, part, heads, value_dim). Collective.
 
-    query: (rows, heads, part, head_dim); key and value: (rows, key_heads, part, ...), where key_heads divides
-        heads; sinks: (heads,), a score for each head that takes its share of the softmax and gives nothing
+    Args:
+        query: (rows, heads, part, head_dim)
+        key, value: (rows, key_heads, part, ...), where key_heads divides heads
+        sinks: (heads,), a score for each head that takes its share of the softmax and gives nothing
     """
-    result: Tensor = Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+    result: Tensor = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2).contiguous()
 
 
@@ -71,7 +70,7 @@ def compare(
 ) -> None:
     """Raise ModelError unless `base`, the model's own function, does on a few tokens what the ring does.
 
-    The tensors tell shapes and device only. Nothing is sent.
+    Only shapes and device of the tensors are used. Nothing is sent.
     """
     generator, tokens = torch.Generator().manual_seed(0), 4
     with torch.no_grad(), _disable_current_modes(), torch.autocast(query.device.type, enabled=False):
@@ -98,15 +97,19 @@ def compare(
 
 
 class Pair(NamedTuple):
-    """A piece of the own queries and one of a block's keys. allowed: bool, by query and key; None: all."""
+    """A piece of the local queries and one of a block's keys.
+
+    allowed: bool, by query and key; None for all
+    uniform: queries without any key, which attend to all keys alike
+    """
 
     queries: slice
     keys: slice
     allowed: Tensor | None
-    alone: Tensor | None  # queries that the mask leaves no key at all
+    uniform: Tensor | None
 
 
-class Ring(torch.autograd.Function):
+class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
@@ -117,11 +120,11 @@ class Ring(torch.autograd.Function):
         result = wide.new_zeros(*wide.shape[:-1], value.shape[-1])
         for source, keys, values in _rounds(call.group, key, value):
             for pair in _pairs(call, source):
-                q, own = wide[..., pair.queries, :], (..., pair.queries, slice(None))
+                q, at = wide[..., pair.queries, :], (..., pair.queries, slice(None))
                 scores = _masked(_scores(q, keys[..., pair.keys, :], call), pair)
-                _merge(best[own], total[own], result[own], scores, values[..., pair.keys, :])
+                _merge(best[at], total[at], result[at], scores, values[..., pair.keys, :])
         if sinks is not None:
-            sink = sinks.to(wide.dtype).view(1, wide.shape[1], -1, 1, 1)
+            sink = _per_head(sinks, wide)
             most = torch.maximum(best, sink)
             result *= (best - most).exp()
             total = total * (best - most).exp() + (sink - most).exp()
@@ -129,18 +132,18 @@ class Ring(torch.autograd.Function):
         empty = total == 0
         result /= total.masked_fill(empty, 1)
         logsum = (best + total.log()).masked_fill(empty, 0)
-        given = result.flatten(1, 2).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sinks, given, logsum)
+        output = result.flatten(1, 2).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, logsum)
         ctx.call = call
-        return given
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         call: Call = ctx.call
-        query, key, value, sinks, given, logsum = ctx.saved_tensors
+        query, key, value, sinks, output, logsum = ctx.saved_tensors
         wide, above = _grouped(query, key), _grouped(gradient, key)
-        delta = (above * _grouped(given, key)).sum(-1, keepdim=True)
+        delta = (above * _grouped(output, key)).sum(-1, keepdim=True)
         to_query, going = torch.zeros_like(wide), None
         for source, keys, values in _rounds(call.group, key, value):
             to_keys, to_values = torch.zeros_like(keys), torch.zeros_like(values)
@@ -156,14 +159,15 @@ class Ring(torch.autograd.Function):
                 to_scores = to_scores * call.scaling
                 to_query[at] += to_scores @ k
                 to_keys[..., pair.keys, :] += (to_scores.mT @ wide[at]).sum(2, keepdim=True)
-            own = _packed(to_keys, to_values)
-            going = Hop(call.group, own if going is None else own + going.wait(), _GRADIENTS)
+            packed = _pack(to_keys, to_values)
+            going = Hop(call.group, packed if going is None else packed + going.wait(), _GRADIENTS)
         assert going is not None  # a ring has a rank at least
-        to_key, to_value = _parted(going.wait(), key, value)
+        to_key, to_value = _unpack(going.wait(), key, value)
         to_sinks = None
         if sinks is not None:
-            sink = sinks.to(wide.dtype).view(1, wide.shape[1], -1, 1, 1)
-            to_sinks = -((sink - logsum).exp() * delta).sum((0, 3, 4)).flatten().to(sinks.dtype)
+            to_sinks = (
+                -((_per_head(sinks, wide) - logsum).exp() * delta).sum((0, 3, 4)).flatten().to(sinks.dtype)
+            )
         return (
             to_query.flatten(1, 2).to(query.dtype),
             to_key.squeeze(2).to(key.dtype),
@@ -177,8 +181,12 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
+def _per_head(sinks: Tensor, wide: Tensor) -> Tensor:
+    return sinks.to(wide.dtype).view(1, wide.shape[1], -1, 1, 1)
+
+
 def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
-    """(rows, heads, part, dim) as (rows, key_heads, heads of each, part, dim), in the dtype of the sums."""
+    """(rows, heads, part, dim) as (rows, key_heads, heads per key head, part, dim), in the wide dtype."""
     rows, heads, *rest = tensor.shape
     return _wide(tensor).reshape(rows, key.shape[1], heads // key.shape[1], *rest)
 
@@ -189,13 +197,13 @@ def _scores(query: Tensor, key: Tensor, call: Call) -> Tensor:
 
 
 def _masked(scores: Tensor, pair: Pair) -> Tensor:
-    if pair.alone is not None:
-        scores = scores.masked_fill(pair.alone, 0.0)
+    if pair.uniform is not None:
+        scores = scores.masked_fill(pair.uniform, 0.0)
     return scores if pair.allowed is None else scores.masked_fill(~pair.allowed, -torch.inf)
 
 
 def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: Tensor) -> None:
-    """Take a block's scores and values into what is there so far, in place."""
+    """Merge a block's scores and values into the sums so far, in place."""
     new = torch.maximum(best, scores.amax(-1, keepdim=True))
     finite = new.masked_fill(new == -torch.inf, 0)  # of a query that has met no key yet
     weights, kept = (scores - finite).exp(), (best - finite).exp()
@@ -205,26 +213,26 @@ def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: 
 
 
 def _pairs(call: Call, source: int) -> Iterator[Pair]:
-    """Pairs of a piece of own queries and one of rank `source`'s keys that the mask leaves something of."""
-    whole = call.mask.whole
-    alone = call.mask.alone if call.uniform else None
-    size = whole.piece
+    """Pairs of a piece of local queries and one of rank `source`'s keys that are not all masked."""
+    mask, full = call.mask, call.mask.full
+    uniform = mask.without_keys if call.uniform else None
+    size = full.piece
     halves = slice(0, size), slice(size, 2 * size)
-    for queries, first in zip(halves, pieces(whole.index, whole.count), strict=True):
-        for keys, second in zip(halves, pieces(source, whole.count), strict=True):
-            if alone is None:
-                if call.mask.reaches(first, second):
-                    yield Pair(queries, keys, call.mask.between(first, second), None)
+    for queries, first in zip(halves, pieces(full.index, full.count), strict=True):
+        for keys, second in zip(halves, pieces(source, full.count), strict=True):
+            if uniform is None:
+                if mask.reaches(first, second):
+                    yield Pair(queries, keys, mask.between(first, second), None)
                 continue
-            allowed = call.mask.between(first, second)
-            lonely = alone[:, queries, None]
-            real = torch.arange(second * size, (second + 1) * size, device=lonely.device) < whole.length
+            allowed = mask.between(first, second)
+            lonely = uniform[:, queries, None]
+            real = torch.arange(second * size, (second + 1) * size, device=lonely.device) < full.length
             some = real & lonely if allowed is None else allowed[:, 0, 0] | (real & lonely)
             yield Pair(queries, keys, some[:, None, None], lonely[:, None, None])
 
 
 class Hop:
-    """A tensor on its way to the next rank of the ring, and one on its way from the rank before."""
+    """Sends a tensor to the next rank of the ring while one comes from the rank before."""
 
     def __init__(self, group: ProcessGroup, tensor: Tensor, tag: int) -> None:
         count, index = group.size(), group.rank()
@@ -246,21 +254,21 @@ class Hop:
 
 
 def _rounds(group: ProcessGroup, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(rank, its keys, its values) of each block in turn, own first, as (rows, key_heads, 1, part, dim)."""
+    """(rank, its keys, its values) of each block in turn, local first, as (rows, key_heads, 1, part, dim)."""
     count, index = group.size(), group.rank()
-    held = _packed(key, value)
+    held = _pack(key, value)
     for step in range(count):
         going = Hop(group, held, _BLOCKS) if step < count - 1 else None
-        keys, values = _parted(held, key, value)
+        keys, values = _unpack(held, key, value)
         yield (index - step) % count, _wide(keys), _wide(values)
         held = held if going is None else going.wait()
 
 
-def _packed(key: Tensor, value: Tensor) -> Tensor:
+def _pack(key: Tensor, value: Tensor) -> Tensor:
     """One message of the two, in the wider of their dtypes."""
     return torch.cat([key.flatten(), value.flatten()])
 
 
-def _parted(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = torch.split(packed, [key.numel(), value.numel()])
     return keys.view(key.shape).unsqueeze(2), values.view(value.shape).unsqueeze(2)

@@ -1,13 +1,13 @@
-"""A sequence, cut over the ranks of the axis `cp`.
+"""Context parallelism splits a sequence over the ranks of the axis `cp`.
 
-Under a causal mask a late token looks at more than an early one, so the sequence is cut into twice as many
-pieces as there are ranks, and each rank gets an early one and the late one that mirrors it. For 3 ranks:
+Under a causal mask a late token attends to more tokens than an early one. So the sequence is split into twice
+as many pieces as there are ranks, and each rank gets an early piece and the late one that mirrors it:
 
     piece   0 1 2 3 4 5
     rank    0 1 2 2 1 0
 
-Whatever hangs on a token's neighbours is told before the cut: its position, its label (the next token), and
-what attention has to know of the tokens on other ranks (`Whole`).
+All that depends on a token's neighbours is computed before the split: its position, its label (the next
+token), and what attention must know of tokens on other ranks (`FullSequence`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from penstock.batch.padding import KNOWN, Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
 
-WHOLE = "context"  # the entry of a cut microbatch that holds its `Whole`
+FULL_SEQUENCE = "context"  # the entry of a split microbatch that holds its `FullSequence`
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
-    """What a rank knows of the whole sequence, the same on all of them but for `index`.
+class FullSequence:
+    """What each rank knows of the full sequence; all but `index` is the same on all ranks.
 
-    index: the rank's number on the axis; count: how many there are
-    length: tokens a row before the cut; padded: with what was put at the end, a multiple of 2 * count
+    index, count: number of this rank on the axis, and number of ranks
+    length: tokens per row before the split
+    padded: tokens per row with padding at the end, a multiple of 2 * count
     positions: int64 (rows, padded)
-    mask: bool (rows, padded), False where a token is padding; None where the caller gave none
-    documents: int64 (rows, padded), equal where tokens are of one document; None where rows hold one each
+    mask: bool (rows, padded), False for padding; None where the caller gave none
+    documents: int64 (rows, padded), equal for tokens of one document; None where each row is one document
     """
 
     index: int
@@ -51,20 +52,20 @@ class Whole:
 
     @property
     def piece(self) -> int:
-        """Tokens in a piece; a rank's part has twice as many."""
+        """Tokens in a piece; each rank has two pieces."""
         return self.padded // (2 * self.count)
 
-    def counted(self, masked: bool) -> Tensor:
-        """Of this rank's part, which tokens the model counts in a mean over them: bool (rows, part).
+    def counted_tokens(self, masked: bool) -> Tensor:
+        """This rank's tokens that a mean over tokens counts: bool (rows, 2 * piece).
 
-        None that were put at the end; nor, where `masked`, those of the caller's own padding.
+        Padding of the split is never counted, the caller's own padding only unless `masked`.
         """
         if masked and self.mask is not None:
             real = self.mask
         else:
             along = torch.arange(self.padded, device=self.positions.device) < self.length
             real = along.expand(self.positions.shape)
-        return part(real, 1, self.index, self.count)
+        return local_part(real, 1, self.index, self.count)
 
 
 def pieces(index: int, count: int) -> tuple[int, int]:
@@ -72,22 +73,22 @@ def pieces(index: int, count: int) -> tuple[int, int]:
     return index, 2 * count - 1 - index
 
 
-def part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """What rank `index` gets of a tensor whose dimension `dim` is the whole, padded sequence."""
-    cut = tensor.tensor_split(2 * count, dim=dim)
-    return torch.cat([cut[number] for number in pieces(index, count)], dim=dim)
+def local_part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """Rank `index`'s part of a tensor whose dimension `dim` is the full, padded sequence."""
+    split = tensor.tensor_split(2 * count, dim=dim)
+    return torch.cat([split[number] for number in pieces(index, count)], dim=dim)
 
 
-def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """The whole of what `part` gave to each rank, in the sequence's order."""
+def concatenate(parts: list[Tensor], dim: int) -> Tensor:
+    """The full sequence from the ranks' parts: the inverse of `local_part`."""
     halves = [tensor.tensor_split(2, dim=dim) for tensor in parts]
     return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=dim)
 
 
 def padded_length(microbatch: Microbatch, count: int) -> int:
-    """Tokens a row once it can be cut over `count` ranks: the next multiple of 2 * count.
+    """Tokens per row after padding for `count` ranks: the next multiple of 2 * count.
 
-    Raises BatchError where a row has fewer than 2 * count tokens, so that a piece would hold none.
+    Raises BatchError where rows have fewer than 2 * count tokens, as a piece would be empty.
     """
     length = Padding().longest([microbatch])
     if length < 2 * count:
@@ -99,62 +100,68 @@ def padded_length(microbatch: Microbatch, count: int) -> int:
     return -(-length // (2 * count)) * 2 * count
 
 
-def cut(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
+def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     """Rank `index`'s part of a microbatch with labels as transformers takes them, unshifted.
 
-    What comes out, with n = padded_length / count tokens a row:
+    With n = padded_length / count tokens per row, the part has:
 
-    - input_ids (rows, n) or inputs_embeds (rows, n, hidden), and whatever else has an entry for each token
+    - input_ids (rows, n) or inputs_embeds (rows, n, hidden), and all else that has an entry per token
     - position_ids (rows, n): those given, or 0, 1, ... in each row
-    - shift_labels (rows, n) in place of labels: aligned with the logits, -100 ignored. The sum of the loss
-      over the ranks' own valid tokens is the microbatch's
-    - valid_items, of no dimension: how many tokens of the whole microbatch have a label
-    - attention_mask (rows, padded_length), of the whole sequence: that is how the model's mask functions
-      learn that it goes on elsewhere
-    - context, a `Whole`, which the model's hook takes out (penstock.parallel.context.attention.enter)
+    - shift_labels (rows, n) in place of labels: aligned with the logits, -100 ignored. The losses of the
+      ranks' valid tokens sum up to the microbatch's
+    - valid_items, a scalar: number of tokens of the full microbatch that have a label
+    - attention_mask (rows, padded_length) of the full sequence, from which the model's mask functions learn
+      the full length
+    - context: a `FullSequence`, which a hook takes out before the model's forward
 
-    What was found by `completed` (documents that begin at position 0, in a row without a mask) stays apart.
-    Raises BatchError for what cannot be cut; every rank raises alike.
+    Packed documents that `with_positions` finds (positions that restart at 0, in rows without a mask) stay
+    apart. Raises BatchError, alike on every rank, for entries that cannot be split.
     """
-    full = padded_length(microbatch, count)
+    padded = padded_length(microbatch, count)
     microbatch = with_positions(microbatch)
-    rows, length = _size(microbatch)
+    leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
+    if not isinstance(leading, Tensor):
+        rule = "a model reads input_ids or inputs_embeds"
+        raise BatchError(f"a microbatch of {sorted(microbatch)}", rule, "Give one of them")
+    rows, length = leading.shape[:2]
     _refuse(microbatch, length)
-    whole = _whole(microbatch, rows, length, full, index, count)
-    given = {name: value for name, value in microbatch.items() if name not in _BOUNDARIES}
-    given["position_ids"] = _positions(microbatch, rows, length)
-    if "labels" in given:
-        given["shift_labels"] = _shifted(given.pop("labels"))
-        given[VALID_ITEMS] = (given["shift_labels"] != IGNORED).sum()
+    entries = {name: value for name, value in microbatch.items() if name not in _BOUNDARIES}
+    positions = entries.get("position_ids", torch.arange(length, device=leading.device)).expand(rows, length)
+    entries["position_ids"] = positions
+    mask = entries.pop("attention_mask", None)
+    labels = entries.pop("shift_labels", None)
+    if "labels" in entries:  # the label of each token is its successor; a row's last token has none
+        labels = F.pad(entries.pop("labels")[:, 1:], (0, 1), value=IGNORED)
+        entries[VALID_ITEMS] = (labels != IGNORED).sum()
+
+    extra = (0, padded - length)
+    documents = None
+    if mask is not None:  # a mask hides documents: that is transformers' rule
+        mask = F.pad(mask.bool(), extra, value=False)
+    else:
+        documents = find_packed_sequence_indices(positions)
+        documents = None if documents is None else F.pad(documents, extra, value=-1)
+    full = FullSequence(index, count, length, padded, F.pad(positions, extra), mask, documents)
+
+    padding = Padding(length=padded)
     result: dict[str, Any] = {}
-    for name, value in _padded(given, full).items():
-        along = _sequence_of(name, value, full)
-        result[name] = value if along is None else part(value, along, index, count)
-    mask = whole.mask if whole.mask is not None else whole.positions.new_ones(rows, full, dtype=torch.bool)
-    result["attention_mask"] = mask.long()
-    result[WHOLE] = whole
-    return result
-
-
-def _size(microbatch: Microbatch) -> tuple[int, int]:
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(value := microbatch.get(name), Tensor):
-            return int(value.shape[0]), int(value.shape[1])
-    raise BatchError(
-        f"a microbatch of {sorted(microbatch)}",
-        "a model reads input_ids or inputs_embeds",
-        "Give one of them",
-    )
+    for name, value in padding.pad(entries, padding.lengths(padded)).items():
+        dim = _sequence_dim(name, value, padded)
+        result[name] = value if dim is None else local_part(value, dim, index, count)
+    if labels is not None:
+        result["shift_labels"] = local_part(F.pad(labels, extra, value=IGNORED), 1, index, count)
+    everything = positions.new_ones(rows, padded, dtype=torch.bool) if mask is None else mask
+    return {**result, "attention_mask": everything.long(), FULL_SEQUENCE: full}
 
 
 def _refuse(microbatch: Microbatch, length: int) -> None:
-    """Raise BatchError for entries that cannot be cut, or whose meaning would change."""
+    """Raise BatchError for entries that cannot be split, or whose meaning would change."""
     for name in ("labels", "shift_labels", "attention_mask", "position_ids"):
         value = microbatch.get(name)
         if isinstance(value, Tensor) and (value.dim() != 2 or value.shape[1] != length):
             raise BatchError(
                 f"{name} of shape {list(value.shape)} under context parallelism",
-                f"it is cut along the sequence, as (rows, {length})",
+                f"it is split along the sequence, as (rows, {length})",
                 "Give it in that form, or set cp to 1",
             )
     mask = microbatch.get("attention_mask")
@@ -169,55 +176,16 @@ def _refuse(microbatch: Microbatch, length: int) -> None:
         )
 
 
-def _positions(microbatch: Microbatch, rows: int, length: int) -> Tensor:
-    own = microbatch.get("position_ids")
-    if own is not None:
-        return own.expand(rows, length)  # type: ignore[no-any-return]
-    leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
-    assert leading is not None  # `_size` has found one
-    return torch.arange(length, device=leading.device).expand(rows, length)
-
-
-def _shifted(labels: Tensor) -> Tensor:
-    """The label of each token's successor, none for a row's last token."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
-def _whole(microbatch: Microbatch, rows: int, length: int, full: int, index: int, count: int) -> Whole:
-    positions = _positions(microbatch, rows, length)
-    mask, documents = microbatch.get("attention_mask"), None
-    extra = (0, full - length)
-    if mask is not None:
-        mask = F.pad(mask.bool(), extra, value=False)
-    else:  # a mask hides documents: that is transformers' rule
-        documents = find_packed_sequence_indices(positions)
-        documents = None if documents is None else F.pad(documents, extra, value=-1)
-    return Whole(index, count, length, full, F.pad(positions, extra), mask, documents)
-
-
-def _padded(given: Microbatch, full: int) -> dict[str, Any]:
-    """`given` with what has an entry for each token padded at its end, where no real token looks."""
-    shift = given.get("shift_labels")
-    rest = {name: value for name, value in given.items() if name != "shift_labels"}
-    padding = Padding(length=full)
-    result = padding.pad(rest, padding.lengths(full))
-    if shift is not None:
-        result["shift_labels"] = F.pad(shift, (0, full - shift.shape[1]), value=IGNORED)
-    return result
-
-
-def _sequence_of(name: str, value: Any, full: int) -> int | None:
-    """The dimension of an entry that is cut. Raises BatchError where that cannot be known."""
-    if not isinstance(value, Tensor):
+def _sequence_dim(name: str, value: Any, padded: int) -> int | None:
+    """The dimension to split; None for an entry that every rank gets. Raises BatchError if unknown."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
         return None
-    if name == "shift_labels":
-        return 1
     if name in KNOWN:
-        return KNOWN[name].dim if value.dim() > 1 else None
-    if value.dim() > 1 and value.shape[1] == full:
+        return KNOWN[name].dim
+    if value.shape[1] == padded:
         raise BatchError(
             f"{name} of shape {list(value.shape)} under context parallelism",
-            f"rows have {full} tokens too, so it may be a sequence or not",
+            f"rows have {padded} tokens too, so it may be a sequence or not",
             "Take it out, or set cp to 1",
         )
     return None

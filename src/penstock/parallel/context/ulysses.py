@@ -1,17 +1,16 @@
-"""Attention over a cut sequence by heads: DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509).
+"""Attention over a split sequence by heads: DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv 2309.14509).
 
-    before                     after the all-to-all
-    all heads, own tokens  ->  own heads, all tokens  ->  attention as in one process  ->  and back
+    before                       after the all-to-all
+    all heads, local tokens  ->  local heads, all tokens  ->  attention as in one process  ->  and back
 
-Every rank computes its share of the heads with the model's own function on the whole sequence, in its true
-order and without what was padded for the cut, so that what one process would compute, mask and all, is what
-is computed.
+Each rank computes its heads with the model's own function on the full sequence, in its true order and without
+the padding of the split. So the result, mask and all, is what one process computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +18,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from penstock.errors import ConfigError
-from penstock.parallel.context.sequence import joined, pieces
+from penstock.parallel.context.mask import Mask
+from penstock.parallel.context.sequence import concatenate, local_part
 
-if TYPE_CHECKING:
-    from penstock.parallel.context.mask import Mask
-
-
-Base = Callable[..., tuple[Tensor, Any]]
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 
 def attend(
     group: ProcessGroup,
-    base: Base,
+    base: AttentionFunction,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -38,29 +34,41 @@ def attend(
     mask: Mask,
     **options: Any,
 ) -> Tensor:
-    """Own tokens' attention, (rows, part, heads, value_dim).
+    """Attention of the local tokens, (rows, part, heads, value_dim). Collective.
 
-    query: (rows, heads, part, head_dim); key and value: (rows, key_heads, part, ...)
-    base: an attention function of transformers; options: what the model gives it beside
-    Raises ConfigError where heads cannot be dealt out.
+    Args:
+        base: an attention function of transformers
+        query: (rows, heads, part, head_dim)
+        key, value: (rows, key_heads, part, ...)
+        options: what the model passes to its attention function
+
+    Raises ConfigError where heads cannot be distributed.
     """
     count, index = group.size(), group.rank()
     heads, key_heads = query.shape[1], key.shape[1]
     times = repeats(heads, key_heads, count)
     if times > 1:
         key, value = (tensor.repeat_interleave(times, dim=1) for tensor in (key, value))
-    own = slice(index * heads // count, (index + 1) * heads // count)
+    local = slice(index * heads // count, (index + 1) * heads // count)
     sinks = options.get("s_aux")
-    share = Share(module, heads // key.shape[1], sinks, own)
+    view = _LocalHeads(module, heads // key.shape[1], sinks, local)
     if sinks is not None:
-        options["s_aux"] = sinks[own]
-    wholes = _gather_tokens(group, (query, key, value), mask.whole.length)
-    result, _ = base(share, *wholes, mask.full(), **options)
-    return _gather_heads(group, result, mask.whole.padded)
+        options["s_aux"] = sinks[local]
+    sent = [torch.stack(tensor.tensor_split(count, dim=1)) for tensor in (query, key, value)]
+    received = _all_to_all(group, *sent)
+    all_tokens = [concatenate(list(parts.unbind()), 2)[:, :, : mask.full.length] for parts in received]
+    result, _ = base(view, *all_tokens, mask.tensor, **options)
+    if missing := mask.full.padded - result.shape[1]:
+        result = torch.cat([result, result.new_zeros(result.shape[0], missing, *result.shape[2:])], dim=1)
+    (back,) = _all_to_all(group, torch.stack([local_part(result, 1, rank, count) for rank in range(count)]))
+    return torch.cat(back.unbind(), dim=2)
 
 
 def repeats(heads: int, key_heads: int, count: int) -> int:
-    """How often each key and value head is sent so that each rank has those of its share of the heads."""
+    """How often to send each key and value head so that each rank has those of its heads.
+
+    Raises ConfigError where heads do not divide by `count` ranks.
+    """
     if heads % count:
         raise ConfigError(
             f"cp={count} by ulysses",
@@ -78,67 +86,44 @@ def repeats(heads: int, key_heads: int, count: int) -> int:
     return count // key_heads
 
 
-class Share:
-    """An attention module as its function sees it on a rank that has some of the heads only."""
+class _LocalHeads:
+    """An attention module as its attention function sees it on a rank with some of the heads."""
 
-    def __init__(self, module: nn.Module, groups: int, sinks: Tensor | None, own: slice) -> None:
+    def __init__(self, module: nn.Module, groups: int, sinks: Tensor | None, local: slice) -> None:
         self._module = module
         if hasattr(module, "num_key_value_groups"):
             self.num_key_value_groups = groups
         for name, parameter in module.named_parameters(recurse=False):
             if parameter is sinks:  # which some functions take from the module
-                setattr(self, name, parameter[own])
+                setattr(self, name, parameter[local])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
 
 
-def _gather_tokens(group: ProcessGroup, tensors: tuple[Tensor, ...], length: int) -> list[Tensor]:
-    """(rows, heads, part, dim) of own tokens to (rows, heads / count, length, dim) of all."""
-    count = group.size()
-    sent = [torch.stack(tensor.tensor_split(count, dim=1)) for tensor in tensors]
-    received = _all_to_all(group, *sent)
-    return [joined(list(parts.unbind()), 2)[:, :, :length] for parts in received]
-
-
-def _gather_heads(group: ProcessGroup, whole: Tensor, padded: int) -> Tensor:
-    """(rows, length, heads / count, dim) of all tokens to (rows, part, heads, dim) of own ones."""
-    count = group.size()
-    missing = padded - whole.shape[1]
-    if missing:
-        zeros = whole.new_zeros(whole.shape[0], missing, *whole.shape[2:])
-        whole = torch.cat([whole, zeros], dim=1)
-    cut = whole.tensor_split(2 * count, dim=1)
-    sent = torch.stack(
-        [torch.cat([cut[number] for number in pieces(rank, count)], dim=1) for rank in range(count)]
-    )
-    (received,) = _all_to_all(group, sent)
-    return torch.cat(received.unbind(), dim=2)
-
-
 def _all_to_all(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-    given: tuple[Tensor, ...] = AllToAll.apply(group, *tensors)  # type: ignore[no-untyped-call]
-    return given
+    received: tuple[Tensor, ...] = _AllToAll.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return received
 
 
-class AllToAll(torch.autograd.Function):
-    """Each tensor's [r] goes to rank r, and [s] of what comes back is from rank s. All go in one message.
+class _AllToAll(torch.autograd.Function):
+    """Send tensor[r] to rank r; result[s] comes from rank s. All tensors go in one message.
 
-    Its own transpose: so a gradient takes the same way back.
+    It is its own transpose, so gradients take the same way back.
     """
 
     @staticmethod
     def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         ctx.set_materialize_grads(True)
-        return _exchanged(group, tensors)
+        return _exchange(group, tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *_exchanged(ctx.group, gradients)
+        return None, *_exchange(ctx.group, gradients)
 
 
-def _exchanged(group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _exchange(group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     count = group.size()
     rows = [tensor.contiguous().view(count, -1).view(torch.uint8) for tensor in tensors]  # of any dtypes
     sent = torch.cat(rows, dim=1)

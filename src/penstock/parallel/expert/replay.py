@@ -1,12 +1,23 @@
-"""Which experts tokens are to choose, as given with a batch, and which ones they chose in a step.
+"""Routing replay: which experts tokens choose, recorded in a step, replayed, or given with a batch.
 
-Both in one form, that of inference engines: whole numbers of shape (rows, sequence, mixtures, top_k), with
-the mixtures in the order of the layers. -1 in all places of a token leaves it to the router: what an engine
-tells nothing of (the last token of a row is never its input), and padding.
+A choice depends on tiny differences: a forward that runs twice, in activation checkpointing or on another
+machine, may choose another expert where two are nearly tied, and then its gradients belong to another
+forward. So the choices of each microbatch's forward are kept until its last backward:
+
+    forward     the router chooses, or takes the choices of the batch; its choices are kept
+    backward    a forward that runs again takes the choices of the microbatch's forward
+    inference   the router chooses, or takes the choices of the batch
+
+Only the choice is fixed. Weights and gradients come from the router's logits of the moment.
+
+Choices of a batch have the form of inference engines: integers of shape (rows, sequence, mixtures, top_k),
+with the mixtures in the order of the layers. A token with -1 in all places is left to the router: padding,
+and tokens of which an engine says nothing (the last token of a row is never its input).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,62 +30,91 @@ from transformers import PreTrainedModel
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
-from penstock.parallel.context.sequence import WHOLE
+from penstock.parallel.context.sequence import FULL_SEQUENCE
 from penstock.parallel.expert.experts import count_of, mixtures
-from penstock.parallel.expert.routing import (
-    Choosing,
-    RoutingReplay,
-    Seat,
-    What,
-    are_choices,
-    is_whole,
-    not_top_k,
-    one_too_many,
-)
-
-# ---- The mixtures of a whole model, and how their routers choose, found by a forward without values.
-#
-# What routing replay would find out in a stage's first forward, on the rank of that stage alone, is found
-# here by all ranks alike, before anything is sent.
-
+from penstock.parallel.expert.routing import Router, Task, TopKs, not_top_k, one_too_many
 
 _log = logging.getLogger(__name__)
-_NOTHING = What(None, None)
+Choices = Mapping[str, Tensor]  # by the name of the module of experts: (tokens, top_k)
 
 
-class Mixture(NamedTuple):
-    """experts: how many there are; top_k: how many a token chooses, None where only a real forward tells"""
+class ModelRouting:
+    """The mixtures of a whole model whose choices are recorded and replayed.
 
-    experts: int
-    top_k: int | None
+    Args:
+        shadow: a copy of the model for this alone, of fake tensors (torch's FakeTensorMode is on)
 
-
-def survey(shadow: PreTrainedModel) -> dict[str, Mixture]:
-    """The modules of experts by name, in the order of the layers.
-
-    shadow: a copy of the model for this alone, of fake tensors (torch's FakeTensorMode is on)
-    Raises ConfigError where there are none, ModelError where routers choose in a way that is not replayed.
+    Raises ConfigError for a model without mixtures, ModelError for routers whose choice is not one top-k:
+    found by a forward without values, on all ranks alike, before anything is sent.
     """
-    counts = {name: count_of(part) for name, part in mixtures(shadow).items()}
-    if not counts:
-        said, rule = f"routing replay of {type(shadow).__name__}", "it has no experts to choose among"
-        raise ConfigError(said, rule, "Leave replay_routing out")
-    blocks: set[str] = set()
-    for name in counts:
-        block = name.rpartition(".")[0]
-        if block in blocks:
-            raise one_too_many(name, f"a second mixture in {block}")
-        blocks.add(block)
-    chosen = _chosen(shadow.eval(), list(counts))
-    return {name: Mixture(count, chosen.get(name)) for name, count in counts.items()}
+
+    def __init__(self, shadow: PreTrainedModel) -> None:
+        self._name = type(shadow).__name__
+        self._experts = {name: count_of(part) for name, part in mixtures(shadow).items()}
+        if not self._experts:
+            value, rule = f"routing replay of {self._name}", "it has no experts to choose among"
+            raise ConfigError(value, rule, "Leave replay_routing out")
+        blocks: set[str] = set()
+        for name in self._experts:
+            block = name.rpartition(".")[0]
+            if block in blocks:
+                raise one_too_many(name, f"a second mixture in {block}")
+            blocks.add(block)
+        self._top_k = _top_k(shadow.eval(), list(self._experts))
+
+    def for_stage(self, module: nn.Module) -> StageRouting | None:
+        """Record and replay in a stage, before activation checkpointing; None without mixtures. In place."""
+        order = list(self._experts)
+        places = {name: order.index(name) for name in mixtures(module)}
+        return StageRouting(module, places) if places else None
+
+    def check(self, microbatch: Microbatch) -> None:
+        """Raise BatchError, ModelError for choices in a batch that the model cannot make."""
+        given = microbatch.get(ROUTED)
+        if given is None:
+            return
+        shape = (*_rows(microbatch), len(self._experts), self._common_top_k())
+        if not isinstance(given, Tensor) or given.shape != shape:
+            shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise BatchError(
+                f"{ROUTED} of shape {shown}",
+                f"the rows' tokens, mixtures and choices are {list(shape)}",
+                "Give (rows, sequence, mixtures, top_k), with -1 for tokens that are left to the router",
+            )
+        if given.is_floating_point() or given.is_complex() or not given.dtype.is_signed:
+            rule = "they are whole numbers, and -1 where the router is to choose"
+            raise BatchError(f"{ROUTED} of {given.dtype}", rule, "Give them as int16, int32 or int64")
+        counts = list(self._experts.values())
+        ordered = given.sort(-1).values.long()
+        different = (ordered.diff(dim=-1) > 0).all(-1) & (ordered[..., 0] >= 0)
+        below = ordered[..., -1] < torch.tensor(counts, device=given.device)
+        fine = (different & below) | (ordered == -1).all(-1)
+        if not bool(fine.all()):
+            row, token, place = (~fine).nonzero()[0].tolist()
+            raise BatchError(
+                f"{ROUTED} {given[row, token, place].tolist()} in row {row}, token {token}, mixture {place}",
+                f"a token chooses different ones of its {counts[place]} experts, counted from 0",
+                "Give what that model's routers chose, or -1 in all places to leave it to the router",
+            )
+
+    def _common_top_k(self) -> int:
+        found = {self._top_k.get(name) for name in self._experts}
+        top_k = found.pop()
+        if found or top_k is None:  # None where only a real forward tells
+            raise ModelError(
+                f"{ROUTED} for {self._name}",
+                "its mixtures are known to choose as many experts each, so that one tensor holds all choices",
+                "Leave them out, and let its routers choose",
+            )
+        return top_k
 
 
-def _chosen(shadow: PreTrainedModel, names: list[str]) -> dict[str, int]:
-    """By mixture that the forward has come to, how many experts a token chooses."""
+def _top_k(shadow: PreTrainedModel, names: list[str]) -> dict[str, int]:
+    """How many experts a token chooses, for each mixture that a forward without values reaches."""
     found: dict[str, int] = {}
     for name in names:
         block = shadow.get_submodule(name.rpartition(".")[0])
-        _watch(name, block, shadow.get_submodule(name), found)
+        _look(name, block, shadow.get_submodule(name), found)
     try:
         with torch.no_grad():
             shadow(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
@@ -85,13 +125,13 @@ def _chosen(shadow: PreTrainedModel, names: list[str]) -> dict[str, int]:
     return found
 
 
-def _watch(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int]) -> None:
-    """Look, in the forward of `block`, for the top-k whose result `experts` are called with."""
+def _look(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int]) -> None:
+    """Let a forward of `block` find the top-k whose result `experts` are called with."""
     plain: Callable[..., Any] = block.forward
-    running: list[Choosing] = []
+    running: list[TopKs] = []
 
     def in_block(*args: Any, **kwargs: Any) -> Any:
-        running.append(Choosing(Seat(name, lambda *_: None), _NOTHING))
+        running.append(TopKs(name))
         try:
             with running[-1]:
                 return plain(*args, **kwargs)
@@ -110,61 +150,8 @@ def _watch(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int
     experts.forward = in_place_of_experts
 
 
-class Routed:
-    """The mixtures of a whole model whose choices are recorded and replayed."""
-
-    def __init__(self, shadow: PreTrainedModel) -> None:
-        """shadow: as `survey` takes it. Raises ConfigError, ModelError."""
-        self._mixtures: Mapping[str, Mixture] = survey(shadow)
-        self._name = type(shadow).__name__
-
-    def of_stage(self, part: nn.Module) -> StageRouting | None:
-        """Of a stage without activation checkpointing yet; None where it has no mixture. In place."""
-        replay = RoutingReplay(part)
-        order = list(self._mixtures)
-        places = {name: order.index(name) for name in replay.names}
-        return StageRouting(replay, places) if places else None
-
-    def check(self, microbatch: Microbatch) -> None:
-        """Raises BatchError, ModelError for choices that the model cannot make."""
-        given = microbatch.get(ROUTED)
-        if given is None:
-            return
-        form = (*_rows(microbatch), len(self._mixtures), self._top_k())
-        if not isinstance(given, Tensor) or given.shape != form:
-            shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            raise BatchError(
-                f"{ROUTED} of shape {shown}",
-                f"the rows' tokens, mixtures and choices are {list(form)}",
-                "Give (rows, sequence, mixtures, top_k), with -1 for tokens that are left to the router",
-            )
-        if not is_whole(given) or not given.dtype.is_signed:
-            rule = "they are whole numbers, and -1 where the router is to choose"
-            raise BatchError(f"{ROUTED} of {given.dtype}", rule, "Give them as int16, int32 or int64")
-        experts = [mixture.experts for mixture in self._mixtures.values()]
-        fine = are_choices(given, torch.tensor(experts, device=given.device))
-        if not bool(fine.all()):
-            row, token, place = (~fine).nonzero()[0].tolist()
-            raise BatchError(
-                f"{ROUTED} {given[row, token, place].tolist()} in row {row}, token {token}, mixture {place}",
-                f"a token chooses different ones of its {experts[place]} experts, counted from 0",
-                "Give what that model's routers chose, or -1 in all places to leave it to the router",
-            )
-
-    def _top_k(self) -> int:
-        found = {mixture.top_k for mixture in self._mixtures.values()}
-        top_k = found.pop()
-        if found or top_k is None:
-            raise ModelError(
-                f"{ROUTED} for {self._name}",
-                "its mixtures are known to choose as many experts each, so that one tensor holds all choices",
-                "Leave them out, and let its routers choose",
-            )
-        return top_k
-
-
 def _rows(microbatch: Microbatch) -> tuple[int, int]:
-    """Rows and tokens of each."""
+    """Rows, and tokens per row."""
     leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
     if not isinstance(leading, Tensor):
         rule = "a model reads input_ids or inputs_embeds"
@@ -173,11 +160,11 @@ def _rows(microbatch: Microbatch) -> tuple[int, int]:
 
 
 class Recorded(NamedTuple):
-    """What a microbatch chose in the mixtures of a stage.
+    """The choices of a microbatch in the mixtures of a stage.
 
-    places: which ones, counted over the whole model
+    places: numbers of these mixtures in the whole model
     chosen: int32 (rows, sequence, mixtures, top_k), of this rank
-    length: tokens a row of the whole microbatch, where this rank has a part of them
+    length: tokens per row of the full sequence; None where it is not split
     """
 
     places: tuple[int, ...]
@@ -185,65 +172,124 @@ class Recorded(NamedTuple):
     length: int | None
 
 
-class _Form(NamedTuple):
+class _Held(NamedTuple):
+    """What is kept of a microbatch until its last backward."""
+
     rows: int
     tokens: int
     length: int | None
+    kept: dict[str, Tensor]  # choices by mixture
 
 
 class StageRouting:
-    """What the routers of one stage choose, for its ops (penstock.runtime.stage.Routing).
+    """Records and replays the choices in one stage, for its ops (penstock.runtime.stage.Routing).
 
-    recorded: by microbatch, what was chosen in the last step: of those whose backward has ended
+    A forward and a backward may run side by side in two threads. Forwards outside of any op, in evaluation
+    mode or of shapes only are left alone. A router whose choice is not one top-k is found out in its first
+    forward, which raises ModelError.
+
+    Args:
+        module: a stage, before activation checkpointing is put into its layers; changed in place
+        places: by the name of each mixture in it, its number in the whole model
+
+    Attributes:
+        recorded: choices of the last step, by microbatch, of those whose backward has ended
     """
 
-    def __init__(self, replay: RoutingReplay, places: Mapping[str, int]) -> None:
-        self._replay, self._places = replay, places
-        self._forms: dict[int, _Form] = {}
+    def __init__(self, module: nn.Module, places: Mapping[str, int]) -> None:
         self.recorded: dict[int, Recorded] = {}
+        self._places = places
+        self._microbatches: dict[int, _Held] = {}
+        self._forward: tuple[Choices | None, dict[str, Tensor] | None] | None = None  # given and kept choices
+        self._backward: int | None = None  # the microbatch whose backward runs
+        classes: dict[type[nn.Module], type[nn.Module]] = {}
+        for name in places:
+            Router(name, self._task).attach(module, classes)
 
     def forward(self, number: int, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """For a forward that a backward follows: its choices are those given, or the routers', and kept."""
+        """For a forward that a backward follows: its choices are kept."""
         self.recorded.pop(number, None)
-        whole = microbatch.get(WHOLE)
-        self._forms[number] = _Form(*_rows(microbatch), None if whole is None else whole.length)
-        if ROUTED not in microbatch:
-            return self._replay.record(number)
-        self._replay.give_checked(number, self._told(microbatch))
-        return self._replay.replay_forward(number)
+        full = microbatch.get(FULL_SEQUENCE)
+        held = _Held(*_rows(microbatch), None if full is None else full.length, {})
+        self._microbatches[number] = held
+        return self._in_forward(self._given(microbatch), held.kept)
 
     def inference(self, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """For a forward that nothing follows: its choices are those given, or the routers'."""
-        return self._replay.forced(self._told(microbatch)) if ROUTED in microbatch else nullcontext()
+        """For a forward that no backward follows: nothing is kept."""
+        return self._in_forward(self._given(microbatch), None) if ROUTED in microbatch else nullcontext()
 
     @contextmanager
     def backward(self, number: int, last: bool) -> Iterator[None]:
-        """For a backward, or a half of it: what is run again chooses as before. last: no other one follows"""
-        with self._replay.replay_backward(number):
+        """For a backward or a half of it: a forward that runs again chooses as before. last: the last one"""
+        before, self._backward = self._backward, number
+        try:
             yield
+        finally:
+            self._backward = before
         if last:
             self._release(number)
 
-    def _release(self, number: int) -> None:
-        kept, form = self._replay.kept(number), self._forms.pop(number)
-        self._replay.release(number)
-        if kept:  # nothing in evaluation mode
-            chosen = [kept[name].view(form.rows, form.tokens, -1) for name in self._places]
-            together = torch.stack(chosen, 2).to(torch.int32)
-            self.recorded[number] = Recorded(tuple(self._places.values()), together, form.length)
-
-    def _told(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        given = microbatch[ROUTED].long()
-        return {name: given[:, :, place].flatten(0, 1) for name, place in self._places.items()}
-
     @property
     def held(self) -> list[int]:
-        """The microbatches that are on their way: none between steps."""
-        return self._replay.held
+        """The microbatches whose backward has not ended: none between steps."""
+        return sorted(self._microbatches)
+
+    def kept(self, number: int) -> Choices:
+        """The choices of a microbatch whose backward has not ended; none in evaluation mode."""
+        return self._microbatches[number].kept
 
     def reset(self) -> None:
         """Forget a step that failed half-way."""
-        for number in self._replay.held:
-            self._replay.release(number)
-        self._forms.clear()
+        self._microbatches.clear()
         self.recorded.clear()
+
+    def _release(self, number: int) -> None:
+        rows, tokens, length, kept = self._microbatches.pop(number)
+        if kept:  # nothing in evaluation mode
+            chosen = torch.stack([kept[name].view(rows, tokens, -1) for name in self._places], 2)
+            self.recorded[number] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
+
+    def _given(self, microbatch: Microbatch) -> Choices | None:
+        if ROUTED not in microbatch:
+            return None
+        given = microbatch[ROUTED].long()
+        return {name: given[:, :, place].flatten(0, 1) for name, place in self._places.items()}
+
+    @contextmanager
+    def _in_forward(self, given: Choices | None, kept: dict[str, Tensor] | None) -> Iterator[None]:
+        before, self._forward = self._forward, (given, kept)
+        try:
+            yield
+        finally:
+            self._forward = before
+
+    def _task(self, name: str, trains: bool) -> Task | None:
+        """The task of mixture `name` in a forward that begins now in this thread; None for none."""
+        if torch._C._current_graph_task_id() != -1:  # in a backward, on whatever thread of the engine
+            if not trains or not self._microbatches:
+                return None
+            assert self._backward is not None, f"{name} runs again outside of a microbatch's backward"
+            return Task(_choices_of(name, self.kept(self._backward)))
+        if self._forward is None:
+            return None
+        given, kept = self._forward
+        if given is None and not trains:
+            return None
+        keep = functools.partial(_keep, kept, name) if kept is not None and trains else None
+        return Task(None if given is None else given[name], keep)
+
+
+def _choices_of(name: str, kept: Choices) -> Tensor:
+    if name not in kept:  # e.g. reentrant checkpointing, whose first forward has no gradients
+        raise ConfigError(
+            f"{name}, to be replayed",
+            "the forward of its microbatch has left no choice to replay",
+            "Run the forward in training and with gradients enabled: checkpoint with use_reentrant=False",
+        )
+    return kept[name]
+
+
+def _keep(kept: dict[str, Tensor], name: str, chosen: Tensor) -> None:
+    if name in kept:
+        raise one_too_many(name, "called twice in one forward")
+    kept[name] = chosen

@@ -1,15 +1,27 @@
-"""Ways to run a module that holds DTensors on the `tp` axis: what is done around its own forward.
+"""The styles of tensor parallelism: what runs around the forward of a module whose weights are DTensors.
 
-A module's forward meets plain tensors only: this rank's piece of each weight, and activations that are whole,
-or this rank's part along their last dimension (its heads) or along the sequence. What has to be made of the
-gradients is told to DTensor, which does it where they come by (`moved`).
+A module's forward gets plain tensors only: this rank's shard of each weight, and activations that are whole,
+or this rank's part along their last dimension (its heads) or along the sequence. How gradients are summed is
+left to DTensor, which does it where they pass (`redistributed`).
+
+| style of transformers' plans | weight dimension | module | takes and returns whole values |
+|---|---|---|---|
+| colwise | 0 | linear | |
+| colwise_gather_output | 0 | linear | yes |
+| rowwise | 1 | linear | |
+| rowwise_split_input | 1 | linear | yes |
+| embedding_rowwise | 0 | embedding | yes |
+| mla_kv_a_proj | | linear | |
+| replicated_with_grad_allreduce | | any | |
+| replicate, local_params | | any | |
+| moe_tp_experts | | experts stay whole | |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +30,55 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from penstock.errors import BatchError, ModelError
 
-# Called with the module, the forward to run, and its arguments.
-Way = Callable[..., Any]
 
-WHOLE, SUMMANDS, SEQUENCE = Replicate(), Partial(), Shard(1)
-
-
-def moved(
-    x: Tensor, mesh: DeviceMesh, have: Placement, want: Placement, back: Placement | None = None
-) -> Tensor:
-    """Of `x`, laid over the mesh as `have`, this rank's piece as `want`; even pieces.
-
-    back: how the result's gradients are laid; None: as the result, and alike on all ranks where it is whole
+class Style(NamedTuple):
+    """dimension: of a weight, that ranks shard; a bias goes with dimension 0, and is whole beside 1
+    kind: the module that it is exact for; None for any
+    closed: takes and returns whole values, so that leaving the module whole is exact as well
     """
-    laid = DTensor.from_local(x, mesh, (have,), run_check=False).redistribute(placements=(want,))
-    piece: Tensor = _Free.apply(laid.to_local(grad_placements=None if back is None else (back,)))  # type: ignore[no-untyped-call]
-    return piece
+
+    dimension: int | None = None
+    kind: type[nn.Module] | None = None
+    closed: bool = False
+
+
+COLUMNS, COLUMNS_GATHERED = "colwise", "colwise_gather_output"
+ROWS, ROWS_SPLIT = "rowwise", "rowwise_split_input"
+VOCABULARY, COMPRESSED, PARTIAL = "embedding_rowwise", "mla_kv_a_proj", "replicated_with_grad_allreduce"
+EXPERTS = "moe_tp_experts"
+STYLES = {
+    COLUMNS: Style(0, nn.Linear),
+    COLUMNS_GATHERED: Style(0, nn.Linear, closed=True),
+    ROWS: Style(1, nn.Linear),
+    ROWS_SPLIT: Style(1, nn.Linear, closed=True),
+    VOCABULARY: Style(0, nn.Embedding, closed=True),
+    COMPRESSED: Style(None, nn.Linear),
+    PARTIAL: Style(),
+    "replicate": Style(),
+    "local_params": Style(),
+}
+FORMER_NAMES = {"colwise_rep": COLUMNS_GATHERED, "rowwise_rep": ROWS_SPLIT}
+
+Wrapper = Callable[..., Any]  # called with the module, the forward to run, and its arguments
+
+WHOLE, PARTIAL_SUMS, SEQUENCE = Replicate(), Partial(), Shard(1)
+
+
+def redistributed(
+    x: Tensor, mesh: DeviceMesh, have: Placement, want: Placement, grad: Placement | None = None
+) -> Tensor:
+    """This rank's part of `x`, which is placed on `mesh` as `have`, when placed as `want`; even parts.
+
+    Args:
+        grad: placement of the result's gradients; None: as the result, and equal on all ranks if it is whole
+    """
+    placed = DTensor.from_local(x, mesh, (have,), run_check=False).redistribute(placements=(want,))
+    part: Tensor = _Free.apply(placed.to_local(grad_placements=None if grad is None else (grad,)))  # type: ignore[no-untyped-call]
+    return part
 
 
 class _Free(torch.autograd.Function):
-    """The same values as nobody's view: what DTensor gives may not be modified in place, as models do."""
+    """The same values, not as a view: models modify in place, which a view of a DTensor refuses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -48,23 +89,23 @@ class _Free(torch.autograd.Function):
         return gradients[0]
 
 
-def entered(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Whole values that each rank uses for its own heads: their gradients are summands."""
-    return moved(x, mesh, WHOLE, WHOLE, back=SUMMANDS)
+def local_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Whole values that each rank uses for its own heads: their gradients are partial sums."""
+    return redistributed(x, mesh, WHOLE, WHOLE, grad=PARTIAL_SUMS)
 
 
-class Entered:
-    """Around a module in which several projections enter the same values: it sums their gradients up once."""
+class SharedInput:
+    """Around a module whose projections get the same input: its gradients are summed once for all."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # by id, with whose it is
+        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # by id: the input, and as it enters
 
-    def expect(self, x: Tensor, inside: Tensor) -> None:
-        """In the call that follows, projections that enter `x` get `inside`."""
-        self._known = {id(x): (x, inside)}
+    def expect(self, x: Tensor, entering: Tensor) -> None:
+        """In the next call, projections of `x` get `entering`."""
+        self._known = {id(x): (x, entering)}
 
-    def __call__(self, module: nn.Module, call: Way, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
         self._known = self._known or {}
         try:
             return call(*args, **kwargs)
@@ -73,48 +114,48 @@ class Entered:
 
     def enter(self, x: Tensor) -> Tensor:
         if self._known is None:  # called by itself
-            return entered(x, self._mesh)
+            return local_input(x, self._mesh)
         if id(x) not in self._known:
-            self._known[id(x)] = x, entered(x, self._mesh)
+            self._known[id(x)] = x, local_input(x, self._mesh)
         return self._known[id(x)][1]
 
 
 class Columns:
-    """A linear layer of which each rank has some outputs. gathered: they are put together at once."""
+    """Around a linear layer of which each rank has some outputs. gathered: they are gathered at once."""
 
-    def __init__(self, mesh: DeviceMesh, shared: Entered, gathered: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, shared: SharedInput, gathered: bool) -> None:
         self._mesh, self._shared, self._gathered = mesh, shared, gathered
 
-    def __call__(self, module: nn.Module, call: Way, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
         y: Tensor = call(self._shared.enter(x))
-        return moved(y, self._mesh, Shard(y.ndim - 1), WHOLE) if self._gathered else y
+        return redistributed(y, self._mesh, Shard(y.ndim - 1), WHOLE) if self._gathered else y
 
 
 class Rows:
-    """A linear layer of which each rank has some inputs. split: they come whole."""
+    """Around a linear layer of which each rank has some inputs. split: they come whole."""
 
     def __init__(self, mesh: DeviceMesh, split: bool) -> None:
         self._mesh, self._split = mesh, split
 
-    def __call__(self, module: nn.Module, call: Way, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
         if self._split:
-            x = moved(x, self._mesh, WHOLE, Shard(x.ndim - 1))
+            x = redistributed(x, self._mesh, WHOLE, Shard(x.ndim - 1))
         bias = module._parameters.get("bias")
         with _replaced(module._parameters, "bias", None):  # else each rank would add it
-            y = moved(call(x), self._mesh, SUMMANDS, WHOLE)
+            y = redistributed(call(x), self._mesh, PARTIAL_SUMS, WHOLE)
         return y + bias.to_local() if isinstance(bias, DTensor) else y
 
 
 class Vocabulary:
-    """An embedding of which each rank has the vectors of some tokens."""
+    """Around an embedding of which each rank has the vectors of some tokens."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._rank = mesh, mesh.get_local_rank()
 
-    def __call__(self, module: nn.Module, call: Way, ids: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, call: Wrapper, ids: Tensor) -> Tensor:
         rows = module._parameters["weight"].shape[0] // self._mesh.size()  # type: ignore[union-attr]
         start = self._rank * rows
-        # The outermost ranks look up what is out of the vocabulary, for torch's own error.
+        # The outermost ranks look up ids out of the vocabulary, for torch's own error.
         foreign = ids < start if self._rank else torch.zeros_like(ids, dtype=torch.bool)
         if self._rank < self._mesh.size() - 1:
             foreign = foreign | (ids >= start + rows)
@@ -122,72 +163,74 @@ class Vocabulary:
         own_padding = padding - start if padding is not None and start <= padding < start + rows else None
         with _replaced(vars(module), "padding_idx", own_padding):
             y: Tensor = call((ids - start).masked_fill(foreign, 0))
-        return moved(y.masked_fill(foreign.unsqueeze(-1), 0), self._mesh, SUMMANDS, WHOLE)
+        return redistributed(y.masked_fill(foreign.unsqueeze(-1), 0), self._mesh, PARTIAL_SUMS, WHOLE)
 
 
 class Compressed:
-    """A whole projection to compressed keys and values. The last `width` outputs, turned by the positions, go
-    straight to each rank's heads; the others enter a projection, which sees to their gradients."""
+    """Around a whole projection to compressed keys and values.
+
+    The last `width` outputs, which positions rotate, go straight to each rank's heads. The others enter a
+    projection, which sums their gradients.
+    """
 
     def __init__(self, mesh: DeviceMesh, width: int) -> None:
         self._mesh, self._width = mesh, width
 
-    def __call__(self, module: nn.Module, call: Way, x: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
         y: Tensor = call(x)
         through, straight = y[..., : -self._width], y[..., -self._width :]
-        return torch.cat([through, entered(straight, self._mesh)], dim=-1)
+        return torch.cat([through, local_input(straight, self._mesh)], dim=-1)
 
 
 class WholeSequence:
-    """Around a part of a layer: it gets the whole sequence; of what it returns each rank keeps its own."""
+    """Around a part of a layer: it gets the whole sequence, and each rank keeps its tokens of the result."""
 
-    def __init__(self, mesh: DeviceMesh, shared: Entered | None) -> None:
+    def __init__(self, mesh: DeviceMesh, shared: SharedInput | None) -> None:
         self._mesh, self._shared = mesh, shared
 
-    def __call__(self, module: nn.Module, call: Way, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _with_hidden(self._gather, args, kwargs)
         whole = args[0] if args else kwargs["hidden_states"]
 
         def share(y: Tensor) -> Tensor:
             _check_hidden(f"what a {type(module).__name__} returns", y, like=whole)
-            return moved(y, self._mesh, WHOLE, SEQUENCE)
+            return redistributed(y, self._mesh, WHOLE, SEQUENCE)
 
         return _with_first(share, call(*args, **kwargs))
 
     def _gather(self, x: Tensor) -> Tensor:
-        laid = DTensor.from_local(x, self._mesh, (SEQUENCE,), run_check=False).redistribute(
-            placements=(WHOLE,)
-        )
-        whole = laid.to_local()
-        if self._shared is not None:  # the projections' gradients are summed up and shared out at once
-            self._shared.expect(whole, laid.to_local(grad_placements=(SUMMANDS,)))
+        placed = DTensor.from_local(x, self._mesh, (SEQUENCE,), run_check=False)
+        placed = placed.redistribute(placements=(WHOLE,))
+        whole = placed.to_local()
+        if self._shared is not None:  # the projections' gradients are summed and sharded at once
+            self._shared.expect(whole, placed.to_local(grad_placements=(PARTIAL_SUMS,)))
         return whole
 
 
 class Ends:
-    """Around a layer: between the first one's start and the last one's end each rank has its own tokens."""
+    """Around a layer: from the first layer's start to the last layer's end each rank has its own tokens."""
 
     def __init__(self, mesh: DeviceMesh, first: bool, last: bool) -> None:
         self._mesh, self._first, self._last = mesh, first, last
 
-    def __call__(self, module: nn.Module, call: Way, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
         if self._first:
             args, kwargs = _with_hidden(self._share, args, kwargs)
         result = call(*args, **kwargs)
         if self._last:
-            return _with_first(lambda y: moved(y, self._mesh, SEQUENCE, WHOLE), result)
+            return _with_first(lambda y: redistributed(y, self._mesh, SEQUENCE, WHOLE), result)
         return result
 
     def _share(self, hidden: Tensor) -> Tensor:
         _check_hidden("what enters the first layer", hidden)
         check_length(hidden.shape[1], self._mesh.size())
-        return moved(hidden, self._mesh, WHOLE, SEQUENCE)
+        return redistributed(hidden, self._mesh, WHOLE, SEQUENCE)
 
 
 def check_length(length: int, ranks: int) -> None:
-    """Whether ranks can share out a sequence. Raises BatchError.
+    """Raise BatchError unless ranks can shard a sequence of this length.
 
-    A single token a rank would be spread over whole sequences where a shape does not fit, not refused.
+    A single token per rank is refused: where a shape does not fit it would be broadcast, without an error.
     """
     if length % ranks or length == ranks:
         fitting = max(2, -(-length // ranks)) * ranks
@@ -199,11 +242,11 @@ def check_length(length: int, ranks: int) -> None:
 
 
 def _check_hidden(what: str, hidden: Tensor, like: Tensor | None = None) -> None:
-    """Refuse what has tokens elsewhere than where they are shared out. Raises ModelError."""
+    """Raise ModelError unless the tokens are in dimension 1, along which they are sharded."""
     if hidden.ndim != 3 or (like is not None and hidden.shape[:2] != like.shape[:2]):
         raise ModelError(
             f"{what}, of shape {list(hidden.shape)}, with sequence_parallel",
-            "hidden states of rows, tokens and width are shared out along their second dimension",
+            "hidden states of (rows, tokens, width) are sharded along their second dimension",
             "Set sequence_parallel to False for this model",
         )
 
@@ -211,14 +254,14 @@ def _check_hidden(what: str, hidden: Tensor, like: Tensor | None = None) -> None
 def _with_hidden(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other hidden states: what comes first, or goes by that name."""
+    """The arguments with changed hidden states: the first one, or the one of that name."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def _with_first(change: Callable[[Tensor], Tensor], result: Any) -> Any:
-    """What a module returned with other hidden states, which come first where there is more."""
+    """The result of a module with changed hidden states, which come first."""
     return change(result) if isinstance(result, Tensor) else (change(result[0]), *result[1:])
 
 
