@@ -75,7 +75,8 @@ def _sharded_step(like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor
     """The step for this rank's shard of a parameter. update: its shard, placed as `like` is"""
     if not isinstance(like, DTensor):
         return _step(update, group)
-    mesh, how = like.device_mesh, {"run_check": False, "shape": like.shape, "stride": like.stride()}
+    mesh = like.device_mesh
+    how: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     sharded = DTensor.from_local(update, mesh, like.placements, **how)
     # whole matrices; which of the experts are here may stay as it is
     kept: list[Placement] = [p if like.ndim == 3 and p.is_shard(0) else Replicate() for p in like.placements]
