@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.schedule.choose import CONFIGS
+from penstock.schedule.choose import MAKERS, NEEDED, options_of
 from penstock.train.config.sections import TrainConfig
 from penstock.train.config.values import Section
 
@@ -242,11 +242,10 @@ def _default(value: dict[str, Any]) -> str:
 def _options() -> Iterator[str]:
     """What the schedules of a mapping take."""
     yield from ["| `schedule:` | its options, with their defaults |", "|---|---|"]
-    for name, config in CONFIGS.items():
-        fields = {key: field for key, field in config.model_fields.items() if key != "schedule"}
+    for name in MAKERS:
         options = [
-            f"`{key}`, needed" if field.is_required() else f"`{key}: {json.dumps(field.default)}`"
-            for key, field in fields.items()
+            f"`{key}`, needed" if default is NEEDED else f"`{key}: {json.dumps(default)}`"
+            for key, default in options_of(name).items()
         ]
         yield f"| `{name}` | {', '.join(options)} |"
 

@@ -111,7 +111,7 @@ def test_who_would_wait_in_a_circle_is_named() -> None:
     told = str(refused.value)
     assert told.startswith("exchange='batched' with schedule 'drawn': what a rank sends and receives between")
     for part in (
-        "rank 0 after 0F0 sends 0F0 to rank 1 and receives 2F0 from rank 2",
+        "rank 0 after 0F0 sends 0F0 to rank 1 and receives 2F1 from rank 2",
         "rank 2 after 5B2 sends 5B2 to rank 1 and waits for rank 1",
         "and waits for rank 0",
     ):

@@ -18,7 +18,7 @@ from penstock.errors import ConfigError
 from penstock.launch.failures import exit_code
 from penstock.schedule import Costs, Schedule
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.choose import CONFIGS, canonical, chosen_schedule, named_twice
+from penstock.schedule.choose import canonical, chosen_schedule, named_twice, options_of
 from penstock.schedule.files import load
 from penstock.schedule.ops import check_numbers
 
@@ -84,7 +84,7 @@ class Choice:
         if "schedule" in self.options:
             raise named_twice(self.name, self.options["schedule"])
         given: dict[str, Any] = {**self.options, "schedule": self.name}
-        if costs not in (None, Costs()) and "costs" in CONFIGS[canonical(self.name)].model_fields:
+        if costs not in (None, Costs()) and "costs" in options_of(canonical(self.name)):
             given.setdefault("costs", costs)
         return chosen_schedule(given, self.ranks, self.microbatches)
 

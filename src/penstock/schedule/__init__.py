@@ -1,6 +1,6 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
-from penstock.schedule.choose import AnySchedule, ScheduleConfig, build
+from penstock.schedule.choose import ScheduleConfig, build
 from penstock.schedule.compare import Entry, compare
 from penstock.schedule.costs import Costs
 from penstock.schedule.files import dump, load
@@ -12,7 +12,6 @@ from penstock.schedule.timeline import Idle, Reduction, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [
-    "AnySchedule",
     "Costs",
     "Entry",
     "Found",

@@ -1,7 +1,7 @@
-"""What a rank does, one op at a time, and the schedule that orders it.
+"""The vocabulary of schedules: ops, placements, programs, schedules, and violations of their rules.
 
 An op is written as in PyTorch's schedule CSV: stage, kind, microbatch. ``2F0`` is stage 2, forward,
-microbatch 0. The same text stands in logs, pictures, errors and profiles.
+microbatch 0. Logs, pictures, errors and profiles all use this text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError
 
-# forward, whole backward, its two halves: input gradient, weight gradient
+# forward; whole backward; its two halves: input gradient and weight gradient
 Kind = Literal["F", "B", "I", "W"]
 
 _OP = re.compile(r"\s*(\d{1,9})([FBIW])(\d{1,9})\s*", re.ASCII)
@@ -33,7 +34,7 @@ class Op(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Op:
-        """The op that `text` stands for. Raises ConfigError where it stands for none."""
+        """Read an op from its text. Raises ConfigError for text that is no op."""
         found = _OP.fullmatch(text)
         if found is None:
             raise ConfigError(
@@ -46,7 +47,7 @@ class Op(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and, next in the same program, a backward that is to overlap with it."""
+    """A forward and the backward that follows it in the same program, meant to overlap."""
 
     forward: Op
     backward: Op
@@ -56,17 +57,17 @@ class Pair(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Pair | None:
-        """The pair that `text` stands for, None where it is not written like one. Raises ConfigError."""
+        """Read a pair from its text; None if the text has another form. Raises ConfigError for a bad op."""
         found = _PAIR.fullmatch(text)
         return None if found is None else cls(Op.parse(found[1]), Op.parse(found[2]))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A placement and a program for every rank: compute ops only, frozen and inert.
+    """A placement and one program per rank: compute ops only, frozen and inert.
 
-    programs[r] is the ordered ops of rank r. A schedule without any backward is for inference.
-    overlaps: which neighbours in a program are to run side by side
+    programs[r]: the ops of rank r in order. A schedule without backwards is for inference.
+    overlaps: neighbours in a program that should run at the same time
     """
 
     name: str
@@ -85,57 +86,54 @@ class Schedule:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether the schedule holds backwards."""
+        """Whether any program has a backward."""
         return any(op.kind in ("B", "I", "W") for program in self.programs for op in program)
 
     @cached_property
     def split(self) -> frozenset[tuple[int, int]]:
-        """The (stage, microbatch) whose backward is split in I and W."""
-        return frozenset((op.stage, op.microbatch) for program in self.programs for op in program
-                         if op.kind == "I")  # fmt: skip
+        """The (stage, microbatch) pairs whose backward is split into I and W."""
+        ops = (op for program in self.programs for op in program)
+        return frozenset((op.stage, op.microbatch) for op in ops if op.kind == "I")
 
     def gradient(self, stage: int, microbatch: int) -> Op:
-        """The op that computes the gradient of a stage's input: B, or I where the backward is split."""
+        """The op that computes the gradient of the stage's input: I if the backward is split, else B."""
         return Op(stage, "I" if (stage, microbatch) in self.split else "B", microbatch)
 
     def predecessors(self, op: Op) -> tuple[Op, ...]:
-        """The ops whose results `op` needs."""
+        """The ops whose results `op` uses."""
         stage, kind, microbatch = op
         if kind == "F":
             return () if self.placement.is_first(stage) else (Op(stage - 1, "F", microbatch),)
         if kind == "W":
             return (Op(stage, "I", microbatch),)
-        own_forward = Op(stage, "F", microbatch)
+        forward = Op(stage, "F", microbatch)
         if self.placement.is_last(stage):
-            return (own_forward,)
-        return (own_forward, self.gradient(stage + 1, microbatch))
+            return (forward,)
+        return (forward, self.gradient(stage + 1, microbatch))
 
     def entries(self, rank: int) -> Iterator[Op | Pair]:
-        """The program of `rank`, overlapped neighbours together."""
+        """The program of `rank`, with each overlapped pair as one entry."""
         program = self.programs[rank]
-        at = 0
-        while at < len(program):
-            pair = Pair(*program[at : at + 2]) if self.overlaps and at + 1 < len(program) else None
-            if pair is not None and pair in self.overlaps:
-                yield pair
-                at += 2
+        is_second = False
+        for op, following in zip_longest(program, program[1:]):
+            if is_second:
+                is_second = False
+            elif self.overlaps and (op, following) in self.overlaps:
+                is_second = True
+                yield Pair(op, following)
             else:
-                yield program[at]
-                at += 1
+                yield op
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, self.entries(rank))) for rank in range(len(self.programs)))
 
 
-# ---- Which rank hosts which stage.
-
-
 @dataclass(frozen=True)
 class Placement:
-    """The map from stage to rank: `rank_of[s]` hosts stage s. Every rank hosts at least one stage.
+    """The map from stage to rank: `rank_of[s]` hosts stage s. Each rank hosts at least one stage.
 
-    replicas: how many copies of the model run side by side. With two, stage s and stage s + depth hold the
-        same slice of the model, and each microbatch goes through one of the copies.
+    replicas: number of copies of the model in the pipeline. With two, stages s and s + depth hold the same
+        slice of the model, and each microbatch goes through one of the copies.
     """
 
     rank_of: tuple[int, ...]
@@ -161,12 +159,12 @@ class Placement:
 
     @property
     def stages(self) -> int:
-        """All stages, each copy's counted."""
+        """The number of stages, over all copies of the model."""
         return len(self.rank_of)
 
     @cached_property
     def depth(self) -> int:
-        """The stages that one microbatch goes through."""
+        """The number of stages of one copy: those that a microbatch goes through."""
         return self.stages // self.replicas
 
     def is_first(self, stage: int) -> bool:
@@ -176,32 +174,33 @@ class Placement:
         return stage % self.depth == self.depth - 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` hosts, in the data's order."""
+        """The stages on `rank`, in the order of the data."""
         return tuple(stage for stage, host in enumerate(self.rank_of) if host == rank)
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Stage s on rank s mod `ranks`: the data runs round the ranks `stages_per_rank` times."""
+    """Stage s on rank s mod `ranks`: the data goes round the ranks `stages_per_rank` times."""
     return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
 
 
 def wave(ranks: int, stages_per_rank: int = 2) -> Placement:
-    """Out and back: the data turns round at both ends. With two stages a rank it draws a V."""
+    """Out and back: the data turns at both ends. With two stages per rank this is a V."""
     out = tuple(range(ranks))
-    return Placement(tuple(r for lap in range(stages_per_rank) for r in (out[::-1] if lap % 2 else out)))
+    laps = (out[::-1] if lap % 2 else out for lap in range(stages_per_rank))
+    return Placement(tuple(rank for lap in laps for rank in lap))
 
 
 def both_ways(ranks: int) -> Placement:
-    """Two copies of the model: one from the first rank to the last, the other back."""
+    """Two copies of the model: one runs from the first rank to the last, the other from last to first."""
     return Placement((*range(ranks), *reversed(range(ranks))), replicas=2)
-
-
-# ---- What a schedule breaks.
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule. `position` counts ops in the rank's program from 0; what does not apply is None."""
+    """One broken rule. `position` counts the ops of the rank's program from 0; None: does not apply.
+
+    missing: the predecessor that is missing or comes too late; cycle: the ops of a deadlock
+    """
 
     rule: str
     rank: int | None = None
@@ -213,43 +212,37 @@ class Violation:
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}"
         where += "" if self.position is None else f", position {self.position}"
-        what = "" if self.op is None else f"{self.op}"
-        return ": ".join(part for part in (where, what, self.rule) if part)
+        op = "" if self.op is None else str(self.op)
+        return ": ".join(filter(None, (where, op, self.rule)))
 
 
-# ---- The numbers of ranks and microbatches that a schedule may have.
-
-
-_MOST_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
+_MAX_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
 
 
 def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
-    """Raise ConfigError for numbers that no schedule can have, or one that would fill the memory."""
+    """Raise ConfigError for a size that no schedule has, or whose schedule would fill the memory."""
     for name, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
-            raise no_count(name, number)
-    if ranks * stages_per_rank * microbatches > _MOST_FORWARDS:
+            raise not_a_count(name, number)
+    if ranks * stages_per_rank * microbatches > _MAX_FORWARDS:
         raise ConfigError(
             f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches",
-            f"a schedule of more than {_MOST_FORWARDS:,} forwards would fill the memory",
+            f"a schedule of more than {_MAX_FORWARDS:,} forwards would fill the memory",
             "Give smaller numbers",
         )
 
 
-def no_count(name: str, number: object) -> ConfigError:
+def not_a_count(name: str, value: object) -> ConfigError:
+    """The error for a value that is not a whole number of at least 1."""
     rule = "a schedule has a whole number of them, and at least one"
-    return ConfigError(f"{name}={number!r}", rule, "Give 1 or more")
+    return ConfigError(f"{name}={value!r}", rule, "Give 1 or more")
 
 
 def check_numbers(schedule: Schedule, ranks: int | None, microbatches: int | None) -> Schedule:
-    """`schedule`, which brings numbers of its own. Raises ConfigError where others are given."""
-    own_numbers = (
-        ("ranks", ranks, schedule.ranks),
-        ("microbatches", microbatches, schedule.microbatches),
-    )
-    for name, given, own in own_numbers:
-        if given not in (None, own):
-            raise ConfigError(
-                f"{name}={given}", f"the schedule given has {own}", f"Leave it out, or give {name}={own}"
-            )
+    """Return `schedule`. Raises ConfigError if `ranks` or `microbatches` are set and differ from its own."""
+    sizes = (("ranks", ranks, schedule.ranks), ("microbatches", microbatches, schedule.microbatches))
+    for name, asked, actual in sizes:
+        if asked not in (None, actual):
+            remedy = f"Leave it out, or give {name}={actual}"
+            raise ConfigError(f"{name}={asked}", f"the schedule given has {actual}", remedy)
     return schedule

@@ -1,201 +1,117 @@
-"""Exchanges: what a rank sends and receives between two ops goes together, and is over together.
+"""The order in which ranks can run a schedule: what waits for what, and when receives are posted.
 
-So it is where a library moves it in one kernel (NCCL's grouped sends and receives, Megatron's ring exchange).
-Here on rank 1 of 2 in 1F1B; what stands in brackets is one exchange:
+A rank runs its program in order; an op also waits for the result of the neighbouring stage. Receives are
+posted in the order in which the sender sends, so first in, first out on a channel pairs the right messages.
 
-    [<0F0]  1F0  1B0  [>1B0 <0F1]  1F1  1B1  [>1B1 <0F2]  1F2  1B2  [>1B2]
+    Walk             runs all ranks in an order that they can follow; `blocked` says who waits forever
+    posts            when a rank posts each receive, so that it lands before its use
+    buffered_sends   how many sent results a channel must hold if a send blocks until its receive
+    exchanges        the same schedule where everything sent and received between two ops is one call
 
-- A result is sent in the exchange that follows its op, and received in the last one before it is used.
-  Between two ranks what is sent first is received first: without tags nothing else says which one it is.
-- An exchange begins when its rank has come to it and the one before is over; it is over when all of its
-  transfers are. A transfer needs both ends' exchanges to have begun. An op waits for the exchange that brings
-  its input, and for no other.
-
-Hence ranks can wait for one another in a circle though no op does: two send to each other what either wants
-later only. So all ranks are run on paper. gpipe, 1f1b (zero bubble, too) and zb_h1 come to their end as
-above. The other builders' schedules do where each result is received in the first exchange to which its
-receiver comes, in units of time, once it has been sent. What ends neither way is refused: schedules of one's
-own that run round a loop of three ranks or more and send on late what others wait for.
+A schedule may have half a million ops, so `OpNumbers` gives each op an integer and computes what it needs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.schedule.ops import Op, Schedule
 
-# ---- How far ahead of their use receives are posted: the one rule that plans and predictions follow.
-#
-# A message crosses its edge unseen if its receive stands while the rank computes something else. So a
-# receive is posted at the last place in its rank's program from which `ahead` units of own compute lie
-# before the op that needs it, with F = I = W = 1 and B = 2. Here with two, for 1F1B on rank 1 of 2:
-#
-#     1F0   1B0   1F1   1B1   1F2   1B2
-#          |           |-----^ 0F2 is posted before 1B1
-#          |-----^ 0F1 is posted before 1B0
-#
-# - On each channel receives are posted in the order in which the other end sends, whatever the order of
-# use. - None is posted before the last own op whose result its sender waits for first: until that has run,
-# the sender cannot have sent it, whatever the ops take, and its buffer would lie there for nothing.
-
-
-# A wire as slow as this many ops stays hidden even between the short ops of zero bubble, and in warm-up and
-# drain, where no whole backward lies between post and use. Between whole backwards it is one op, as few as
-# can hide anything. More would hold a further buffer on every channel, for wires slower than pipelines bear.
-AHEAD = 2.0
-_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-
-
-def posts(schedule: Schedule, rank: int, ahead: float = AHEAD) -> list[list[Op]]:
-    """By position in the program of `rank`: the ops of other ranks whose results it begins to receive there.
-
-    That is when it has reached the op at that position, before it waits for that one's own input.
-    `schedule` is one that `verify` has accepted.
-    """
-    program = schedule.programs[rank]
-    found: list[list[Op]] = [[] for _ in program]
-    done = list(accumulate((_UNITS[op.kind] for op in program), initial=0.0))  # units before each position
-    for queue in _queues(schedule, rank):
-        latest = len(program)
-        places: list[int] = []
-        for _, _, use in reversed(queue):  # what is needed early pulls forward all that is sent before it
-            latest = min(latest, max(0, bisect_right(done, done[use] - ahead, hi=use + 1) - 1))
-            places.append(latest)
-        for (heard, op, _), place in zip(queue, reversed(places), strict=True):
-            found[max(place, heard + 1)].append(op)
-    return found
-
-
-def received(schedule: Schedule, op: Op) -> Op | None:
-    """The op of another rank whose result `op` takes over a channel."""
-    stage, kind, microbatch = op
-    placement = schedule.placement
-    if kind == "W" or (placement.is_first if kind == "F" else placement.is_last)(stage):
-        return None
-    needed = Op(stage - 1, "F", microbatch) if kind == "F" else schedule.gradient(stage + 1, microbatch)
-    return needed if placement.rank_of[needed.stage] != placement.rank_of[stage] else None
-
-
-def taker(schedule: Schedule, op: Op) -> Op | None:
-    """The other way round: the op of another rank that takes the result of `op`."""
-    stage, kind, microbatch = op
-    placement = schedule.placement
-    if kind == "W" or (placement.is_last if kind == "F" else placement.is_first)(stage):
-        return None
-    taken_by = Op(stage + 1, "F", microbatch) if kind == "F" else schedule.gradient(stage - 1, microbatch)
-    return taken_by if placement.rank_of[taken_by.stage] != placement.rank_of[stage] else None
-
-
-def _queues(schedule: Schedule, rank: int) -> Iterator[list[tuple[int, Op, int]]]:
-    """What comes over each channel, in the order in which it is sent: (heard, op, position of its use).
-
-    heard: the last position in the program of `rank` whose result the sender has waited for before, or -1
-    """
-    program = schedule.programs[rank]
-    uses = {needed: at for at, op in enumerate(program) if (needed := received(schedule, op)) is not None}
-    hears = {there: at for at, op in enumerate(program) if (there := taker(schedule, op)) is not None}
-    for peer in sorted({schedule.placement.rank_of[op.stage] for op in uses}):
-        heard = -1
-        channels: dict[tuple[int, bool], list[tuple[int, Op, int]]] = {}
-        for op in schedule.programs[peer]:
-            if op in hears:
-                heard = max(heard, hears[op])
-            if op in uses:
-                channels.setdefault((op.stage, op.kind == "F"), []).append((heard, op, uses[op]))
-        yield from channels.values()
-
-
-# ---- One walk over a schedule in an order that its ranks could really follow.
-#
-# `verify` and `simulate` both take it: an op comes as soon as its rank has reached it and its predecessors
-# have come. Receives are posted in the order in which the sender sends, so that first in, first out on a
-# channel never pairs the wrong ends, and an op waits for its own inputs only.
-#
-# Schedules may hold half a million ops, so ops are numbers here, and what an op needs is arithmetic.
-
-
-_SLOT = {"F": 0, "B": 1, "I": 1, "W": 2}
 NOTHING = -1
+_SLOT = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
-class Numbers:
-    """A number for each op: three a microbatch and stage. B and I share one: a schedule holds either."""
+class OpNumbers:
+    """An integer for each op: three per stage and microbatch, in slots F, B or I, and W.
+
+    B and I share a slot because a backward is either whole or split.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.microbatches, self.depth = schedule.microbatches, schedule.placement.depth
-        self.row = 3 * schedule.microbatches  # from a stage to the next
+        self._schedule, self._depth = schedule, schedule.placement.depth
+        self.row = 3 * schedule.microbatches  # numbers per stage
         self.count = self.row * schedule.stages
 
     def of(self, op: Op) -> int:
         return op.stage * self.row + 3 * op.microbatch + _SLOT[op.kind]
 
     def places(self, number: int) -> tuple[int, int, int]:
-        """Stage, microbatch, and slot of a number: 0 is F, 1 is B or I, 2 is W."""
+        """Stage, microbatch and slot."""
         stage, within = divmod(number, self.row)
         return stage, *divmod(within, 3)
+
+    def op(self, number: int) -> Op:
+        stage, microbatch, slot = self.places(number)
+        if slot == 1:
+            return self._schedule.gradient(stage, microbatch)
+        return Op(stage, "W" if slot else "F", microbatch)
 
     def program(self, ops: Iterable[Op]) -> list[int]:
         row = self.row
         return [stage * row + 3 * microbatch + _SLOT[kind] for stage, kind, microbatch in ops]
 
     def needed(self, number: int) -> int:
-        """What must come over from another stage before this op; NOTHING where it takes none.
+        """The op of the neighbouring stage whose result this op takes, or NOTHING.
 
-        What it needs of its own stage stands before it in the same program, which `verify` has checked.
+        What an op takes from its own stage comes earlier in the same program: `verify` checks that apart.
         """
-        kind, stage = number % 3, number // self.row
-        if kind == 0 and stage % self.depth:
+        slot, stage = number % 3, number // self.row
+        if slot == 0 and stage % self._depth:
             return number - self.row
-        if kind == 1 and (stage + 1) % self.depth:
+        if slot == 1 and (stage + 1) % self._depth:
             return number + self.row
         return NOTHING
 
     def needs(self, program: Iterable[int]) -> list[int]:
-        """`needed` of each."""
-        needed = self.needed
-        return [needed(number) for number in program]
+        """`needed` for each op of a program."""
+        return list(map(self.needed, program))
 
 
 class Walk:
-    """Iterate to get (rank, position) in a feasible order; afterwards `blocked` tells who is left waiting.
+    """Run all programs at once: iterate for (rank, position) in an order that the ranks can follow.
 
-    programs, needs: numbers by rank and position; needs come from `Numbers.needs`
-    satisfied: numbers to take as done although no program holds them at a reachable place
-    together: number -> what it needs besides, because its overlapped neighbour does
+    Afterwards `blocked` maps each rank that did not finish to the number it waits for, and `reached` has the
+    position of every rank.
+
+    programs: what each step completes, by rank and position: numbers below `count`, or NOTHING
+    needs: the number that each step waits for, or NOTHING
+    done: numbers that count as completed from the beginning
+    also_needs: a second number that the step of this number waits for, because its overlapped neighbour does
     """
 
     def __init__(
         self,
-        numbers: Numbers,
-        programs: list[list[int]],
-        needs: list[list[int]],
-        satisfied: Iterable[int] = (),
-        together: dict[int, int] | None = None,
+        count: int,
+        programs: Sequence[Sequence[int]],
+        needs: Sequence[Sequence[int]],
+        done: Iterable[int] = (),
+        also_needs: Mapping[int, int] | None = None,
     ) -> None:
-        self._programs, self._needs, self._together = programs, needs, together or {}
-        self._done = bytearray(numbers.count + 1)
-        self._done[NOTHING] = 1  # the last place: needing nothing is always fulfilled
-        for number in satisfied:
+        self._programs, self._needs, self._also_needs = programs, needs, also_needs or {}
+        self._done = bytearray(count + 1)
+        self._done[NOTHING] = 1  # the last place, which -1 refers to
+        for number in done:
             self._done[number] = 1
         self.reached = [0] * len(programs)
-        self.blocked: dict[int, int] = {}  # rank -> the number that it waits for
+        self.blocked: dict[int, int] = {}
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        done, reached, together = self._done, self.reached, self._together
-        waiting: dict[int, list[int]] = {}  # a number not yet done -> the ranks that stand waiting for it
+        done, reached, also_needs = self._done, self.reached, self._also_needs
+        waiting: dict[int, list[int]] = {}  # number -> the ranks that wait for it
         ready = list(range(len(reached)))
         while ready:
             rank = ready.pop()
             program, needs = self._programs[rank], self._needs[rank]
             for at in range(reached[rank], len(program)):
                 number, needed = program[at], needs[at]
-                if together and done[needed]:
-                    needed = together.get(number, NOTHING)
+                if also_needs and done[needed]:
+                    needed = also_needs.get(number, NOTHING)
                 if not done[needed]:
                     waiting.setdefault(needed, []).append(rank)
                     reached[rank] = at
@@ -208,103 +124,209 @@ class Walk:
                 reached[rank] = len(program)
         self.blocked = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
 
+    def run(self) -> None:
+        """Go to the end."""
+        for _ in self:
+            pass
 
-# ---- How many sends must be buffered for a schedule to go on, where a send blocks until it is received.
+
+Step = tuple[int, int]  # the number that it completes, and the one that it waits for
+
+
+def walk_of(count: int, programs: Sequence[Sequence[Step]]) -> Walk:
+    """Run programs of steps to the end."""
+    completes = [[number for number, _ in steps] for steps in programs]
+    walk = Walk(count, completes, [[needed for _, needed in steps] for steps in programs])
+    walk.run()
+    return walk
+
+
+def cycles(waits_for: Mapping[int, int]) -> Iterator[list[int]]:
+    """Each cycle of ranks that wait for one another. waits_for: rank -> the rank that it waits for."""
+    seen: set[int] = set()
+    for start in sorted(waits_for):
+        path, rank = [], start
+        while rank in waits_for and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = waits_for[rank]
+        if rank in path:
+            yield path[path.index(rank) :]
+
+
+# ---- Messages between ranks
+
+
+class Message(NamedTuple):
+    """The result of `op`, sent after position `sent` of the sender and taken at position `use`."""
+
+    op: Op
+    sender: int
+    sent: int
+    receiver: int
+    use: int
+
+    @property
+    def channel(self) -> tuple[int, bool]:
+        """The directed edge that it crosses."""
+        return self.op.stage, self.op.kind == "F"
+
+    def other(self, rank: int) -> int:
+        """The end that is not `rank`."""
+        return self.receiver if rank == self.sender else self.sender
+
+
+def received(schedule: Schedule, op: Op) -> Op | None:
+    """The op on another rank whose result `op` takes."""
+    stage, kind, microbatch = op
+    placement = schedule.placement
+    if kind == "W" or (placement.is_first if kind == "F" else placement.is_last)(stage):
+        return None
+    source = Op(stage - 1, "F", microbatch) if kind == "F" else schedule.gradient(stage + 1, microbatch)
+    return source if placement.rank_of[source.stage] != placement.rank_of[stage] else None
+
+
+def taker(schedule: Schedule, op: Op) -> Op | None:
+    """The op on another rank that takes the result of `op`: `received` the other way round."""
+    stage, kind, microbatch = op
+    placement = schedule.placement
+    if kind == "W" or (placement.is_last if kind == "F" else placement.is_first)(stage):
+        return None
+    target = Op(stage + 1, "F", microbatch) if kind == "F" else schedule.gradient(stage - 1, microbatch)
+    return target if placement.rank_of[target.stage] != placement.rank_of[stage] else None
+
+
+def messages(schedule: Schedule, receiver: int) -> list[Message]:
+    """All messages to a rank, by sender, in the order of sending."""
+    program = enumerate(schedule.programs[receiver])
+    uses = {source: at for at, op in program if (source := received(schedule, op)) is not None}
+    senders = sorted({schedule.placement.rank_of[op.stage] for op in uses})
+    return [
+        Message(op, sender, sent, receiver, uses[op])
+        for sender in senders
+        for sent, op in enumerate(schedule.programs[sender])
+        if op in uses
+    ]
+
+
+def _by_channel(found: Iterable[Message]) -> list[list[Message]]:
+    queues: dict[tuple[int, bool], list[Message]] = {}
+    for message in found:
+        queues.setdefault(message.channel, []).append(message)
+    return list(queues.values())
+
+
+# ---- Posting receives
 #
-# The strict model of a channel: a rank that has computed what another one needs stands still until that
-# one has posted the receive, unless the channel can hold the result meanwhile. Receives on a channel are
-# posted in the order in which the other end sends, each when its rank begins the op before the one that
-# needs it.
+# A message costs its receiver no time if the receive is posted while the rank computes something else. So a
+# receive is posted at the last position from which `ahead` units of compute lie before its use, with
+# F = I = W = 1 and B = 2. Rank 1 of 2 in 1F1B with ahead = 2:
+#
+#     1F0   1B0   1F1   1B1   1F2   1B2
+#          |           |-----^ 0F2 is posted before 1B1
+#          |-----^ 0F1 is posted before 1B0
+#
+# Receives on a channel are posted in the order in which they are sent. No receive is posted before the last
+# op whose result its sender takes first: until then the sender cannot have sent it, and its buffer would be
+# held for nothing.
+
+# Two units hide a link as slow as two short ops, also between the ops of zero bubble and in the warm-up and
+# drain, where no whole backward lies between post and use. More would hold one more buffer per channel.
+AHEAD = 2.0
+_UNITS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def posts(schedule: Schedule, rank: int, ahead: float = AHEAD) -> list[list[Op]]:
+    """The results of other ranks whose receives `rank` posts before each op of its program.
+
+    The receives at position i are posted when the rank reaches op i, before it waits for that op's input.
+    `schedule` has passed `verify`.
+    """
+    program = schedule.programs[rank]
+    found: list[list[Op]] = [[] for _ in program]
+    units = list(accumulate((_UNITS[op.kind] for op in program), initial=0.0))  # before each position
+    hears = {target: at for at, op in enumerate(program) if (target := taker(schedule, op)) is not None}
+    heard: dict[int, list[int]] = {}  # by sender and its position: the last own op whose result it has taken
+    incoming = messages(schedule, rank)
+    for sender in {message.sender for message in incoming}:
+        heard[sender] = list(accumulate((hears.get(op, -1) for op in schedule.programs[sender]), max))
+    for queue in _by_channel(incoming):
+        latest, places = len(program), []
+        for message in reversed(queue):  # an early use also moves what is sent before it
+            enough = bisect_right(units, units[message.use] - ahead, hi=message.use + 1) - 1
+            latest = min(latest, max(0, enough))
+            places.append(latest)
+        for message, place in zip(queue, reversed(places), strict=True):
+            found[max(place, heard[message.sender][message.sent] + 1)].append(message.op)
+    return found
+
+
+# ---- Sends that block
 
 
 def buffered_sends(schedule: Schedule) -> int:
-    """The least number of results that each channel must be able to hold. `schedule` has no deadlock else."""
-    model = _Model(schedule)
+    """The number of unreceived results that each channel must hold, if a send blocks until it has room.
+
+    A rank posts the receive of an op when it begins the op before. `schedule` has no other deadlock.
+    """
     capacity = 0
-    while not model.finishes(capacity):
+    while walk_of(*_blocking_steps(schedule, capacity)).blocked:
         capacity += 1
     return capacity
 
 
-class _Model:
-    """Each rank as the list of its ops: (number, what it needs from another rank, channel it sends on)."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._numbers = numbers = Numbers(schedule)
-        self._programs = [numbers.program(program) for program in schedule.programs]
-        hosts, row = schedule.placement.rank_of, numbers.row
-        senders: dict[int, tuple[tuple[int, int], int]] = {}  # number -> its channel, its place in it
-        sent: dict[tuple[int, int], int] = {}
-        self._receives: list[list[int]] = []
-        for rank, program in enumerate(self._programs):
-            needs = numbers.needs(program)
-            self._receives.append([n if n != NOTHING and hosts[n // row] != rank else NOTHING for n in needs])
-        wanted = {n for receives in self._receives for n in receives}
-        for program in self._programs:
-            for number in program:
-                if number in wanted:
-                    step = 1 if number % 3 == 0 else -1
-                    channel = (number // row, number // row + step)
-                    senders[number] = channel, sent.get(channel, 0)
-                    sent[channel] = sent.get(channel, 0) + 1
-        self._senders = senders
-
-    def finishes(self, capacity: int) -> bool:
-        """Whether all ranks come to their end where a channel holds up to `capacity` unreceived results."""
-        senders = self._senders
-        posted: dict[tuple[int, int], int] = {}  # channel -> receives posted on it
-        started = [0] * len(self._programs)  # ops begun, by rank
-        waits: dict[tuple[int, int], int] = {}  # channel -> the rank that stands at a send on it
-        misses: dict[int, int] = {}  # number -> the rank that stands waiting for it
-        done: set[int] = {NOTHING}
-        ready = list(range(len(self._programs)))
-        left = len(ready)
-        sending: dict[int, int] = {}  # rank -> the number that it still has to hand over
-        while ready:
-            rank = ready.pop()
-            program, receives = self._programs[rank], self._receives[rank]
-            at = started[rank]
-            while True:
-                if rank in sending:
-                    number = sending[rank]
-                    channel, place = senders[number]
-                    if place >= posted.get(channel, 0) + capacity:
-                        waits[channel] = rank
-                        break
-                    del sending[rank]
-                    done.add(number)
-                    if number in misses:
-                        ready.append(misses.pop(number))
-                if at == len(program):
-                    left -= 1
-                    break
-                for needed in receives[at : at + 2]:
-                    if needed != NOTHING:
-                        channel, place = senders[needed]
-                        if place >= posted.get(channel, 0):
-                            posted[channel] = place + 1
-                            if channel in waits:
-                                ready.append(waits.pop(channel))
-                if receives[at] not in done:
-                    misses[receives[at]] = rank
-                    break
-                number = program[at]
-                at += 1
-                if number in senders:
-                    sending[rank] = number
-            started[rank] = at
-        return left == 0
+def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[Step]]]:
+    """What each rank posts, takes and hands over: 2n for the result of op n, 2n + 1 for its post."""
+    numbers = OpNumbers(schedule)
+    found = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
+    taken = {(message.receiver, message.use): message for message in found}
+    sent = {(message.sender, message.sent): message for message in found}
+    queues = {queue[0].channel: [2 * numbers.of(each.op) for each in queue] for queue in _by_channel(found)}
+    place = {number: at for queue in queues.values() for at, number in enumerate(queue)}
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        posted: Counter[tuple[int, bool]] = Counter()
+        steps: list[Step] = []
+        for at in range(len(program)):
+            for message in filter(None, (taken.get((rank, at)), taken.get((rank, at + 1)))):
+                queue, since = queues[message.channel], posted[message.channel]
+                until = max(since, place[2 * numbers.of(message.op)] + 1)
+                steps += [(number + 1, NOTHING) for number in queue[since:until]]
+                posted[message.channel] = until
+            if (rank, at) in taken:
+                steps.append((NOTHING, 2 * numbers.of(taken[rank, at].op)))
+            if (rank, at) in sent:
+                queue, number = queues[sent[rank, at].channel], 2 * numbers.of(sent[rank, at].op)
+                room = place[number] - capacity
+                steps.append((number, queue[room] + 1 if room >= 0 else NOTHING))
+        programs.append(steps)
+    return 2 * numbers.count, programs
 
 
-_UNITS_of_exchanges = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+# ---- Exchanges: everything that a rank sends and receives between two ops completes together
+#
+# Libraries move such a group in one kernel: NCCL's grouped sends and receives, Megatron's ring exchange.
+# Rank 1 of 2 in 1F1B; each bracket is one exchange:
+#
+#     [<0F0]  1F0  1B0  [>1B0 <0F1]  1F1  1B1  [>1B1 <0F2]  1F2  1B2  [>1B2]
+#
+# - A result is sent in the exchange after its op, and received in the last exchange before its use. Between
+#   two ranks, what is sent first is received first, because no tag tells messages apart.
+# - An exchange begins when its rank has reached it and the exchange before is complete. It completes when
+#   both ends of all its transfers have begun. An op waits only for the exchange with its input.
+#
+# So ranks can wait in a cycle although no op does: two ranks each send what the other wants later. gpipe,
+# 1f1b, zb_h1 and others run as above. The other builders' schedules run if each result is received in the
+# first exchange that its receiver reaches, in unit times, after it was sent. A schedule that fails both ways
+# is refused: some schedules of the user's own that loop over three ranks or more.
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """A schedule whose ranks come to their end that way. Made by `exchanges` only.
+    """A schedule that runs with exchanges. Made only by `exchanges`.
 
-    receives[r][i]: the ops of other ranks whose results rank r receives in the exchange before its op i
-    in_line: whether ranks come to their end too where every op waits for all exchanges before it
+    receives[r][i]: the results that rank r receives in the exchange before its op i
+    in_line: whether it also runs if every op waits for all exchanges before it
     """
 
     schedule: Schedule
@@ -313,163 +335,123 @@ class Exchanges:
 
 
 def exchanges(schedule: Schedule) -> Exchanges:
-    """What is exchanged when; `schedule` is one that `verify` has accepted.
+    """Group the messages of a verified schedule into exchanges.
 
-    Raises ConfigError where ranks would wait for each other for ever.
+    Raises ConfigError if the ranks would wait for each other forever.
     """
-    run = _Run(schedule, soon=False)
-    if not run.ends():
-        run = _Run(schedule, soon=True)
-        if not run.ends():
+    grouped = _Grouped(schedule, soon=False)
+    if grouped.walk().blocked:
+        grouped = _Grouped(schedule, soon=True)
+        if blocked := grouped.walk().blocked:
             raise ConfigError(
                 f"exchange='batched' with schedule {schedule.name!r}",
-                "what a rank sends and receives between two ops is over together, and these wait in a "
-                f"circle: {run.circle()}",
+                "what a rank sends and receives between two ops completes together, and these wait in a "
+                f"circle: {grouped.circle(blocked)}",
                 "Take exchange='channels', where no message waits for another one, or another schedule",
             )
-    receives = (tuple([tuple(map(run.op, here)) for here in row[:-1]]) for row in run.receives)
-    return Exchanges(schedule, tuple(receives), run.ends(in_line=True))
+    receives = tuple(
+        tuple(tuple(message.op for message in here if message.receiver == rank) for here in row[:-1])
+        for rank, row in enumerate(grouped.transfers)
+    )
+    return Exchanges(schedule, receives, not grouped.walk(in_line=True).blocked)
 
 
-class _Transfer(NamedTuple):
-    """What `sender` sends at its place `sent`, and `receiver` uses for the op at position `use`."""
+class _Grouped:
+    """The exchanges of all ranks. A rank with n ops has n + 1 places for them: before each op and at the end.
 
-    number: int
-    sender: int
-    sent: int
-    receiver: int
-    use: int
-
-
-class _Run:
-    """All ranks on paper. What travels has the number of the op that made it (penstock.schedule.order).
-
-    Between ops, before the first and after the last are places, from 0 to the number of the rank's ops.
-    ends_of: by number, the two (rank, place) in whose exchanges it is: where it is sent, where it is received
-    receives: by rank and place; awaited: by rank and op, the place of the exchange that the op waits for
+    transfers[rank][place]: the messages of that exchange
     """
 
     def __init__(self, schedule: Schedule, soon: bool) -> None:
-        self._schedule, self._numbers = schedule, Numbers(schedule)
-        self._programs = [self._numbers.program(program) for program in schedule.programs]
-        self.receives: list[list[list[int]]] = [[[] for _ in range(len(p) + 1)] for p in self._programs]
-        self._awaited = [[NOTHING] * len(program) for program in self._programs]
-        self._exchanged: list[list[list[int]]] = [[[] for _ in row] for row in self.receives]
-        self._ends_of: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-        times = self._times() if soon else None
-        for queue in self._queues():
-            self._place(queue, times)
-        self._turn: list[int] = []  # by rank, the place of the exchange that is under way, or is to come
+        """soon: receive each result as soon as it is sent, by unit times; else as late as its use allows."""
+        self.schedule = schedule
+        lengths = [len(program) for program in schedule.programs]
+        self.transfers: list[list[list[Message]]] = [[[] for _ in range(n + 1)] for n in lengths]
+        self._awaited: list[dict[int, int]] = [{} for _ in lengths]  # position -> the exchange of its input
+        self._first = list(accumulate(map(len, self.transfers), initial=0))  # of each rank's places, over all
+        times = _arrivals(schedule) if soon else None
+        for receiver in range(schedule.ranks):
+            for _, of_sender in groupby(messages(schedule, receiver), lambda message: message.sender):
+                self._place(list(of_sender), times)
 
-    def _queues(self) -> list[list[_Transfer]]:
-        """By sender and receiver, in the order of sending."""
-        hosts, row = self._schedule.placement.rank_of, self._numbers.row
-        uses: dict[int, tuple[int, int]] = {}
-        for rank, program in enumerate(self._programs):
-            for at, needed in enumerate(self._numbers.needs(program)):
-                if needed != NOTHING and hosts[needed // row] != rank:
-                    uses[needed] = rank, at
-        queues: dict[tuple[int, int], list[_Transfer]] = {}
-        for rank, program in enumerate(self._programs):
-            for at, number in enumerate(program):
-                if number in uses:
-                    transfer = _Transfer(number, rank, at + 1, *uses[number])
-                    queues.setdefault((rank, transfer.receiver), []).append(transfer)
-        return list(queues.values())
-
-    def _times(self) -> list[list[float]]:
-        """By rank and place, when it comes there if nothing that travels takes any time."""
-        programs, needs = self._programs, [self._numbers.needs(program) for program in self._programs]
-        ended = [0.0] * (self._numbers.count + 1)
-        times = [[0.0] for _ in programs]
-        for rank, at in Walk(self._numbers, programs, needs):
-            start = max(times[rank][-1], ended[needs[rank][at]])
-            ended[programs[rank][at]] = end = (
-                start + _UNITS_of_exchanges[self._schedule.programs[rank][at].kind]
-            )
-            times[rank].append(end)
-        return times
-
-    def _place(self, queue: list[_Transfer], times: list[list[float]] | None) -> None:
-        """times: given where each result is to be received as soon as it has been sent"""
-        place = queue[-1].use
-        for number, sender, sent, receiver, use in reversed(queue):
-            place = min(place, use)  # what is used early pulls forward all that is sent before it
+    def _place(self, queue: list[Message], times: list[list[float]] | None) -> None:
+        """Choose the exchanges that receive the messages of one sender."""
+        place, places = queue[-1].use, []
+        for message in reversed(queue):  # an early use also moves what is sent before it
+            place = min(place, message.use)
             if times is not None:
-                place = min(place, bisect_left(times[receiver], times[sender][sent]))
-            self._ends_of[number] = (sender, sent), (receiver, place)
-            self._awaited[receiver][use] = place
-            self._exchanged[sender][sent].append(number)
-            self._exchanged[receiver][place].append(number)
-            self.receives[receiver][place].insert(0, number)
+                sent_at = times[message.sender][message.sent + 1]
+                place = min(place, bisect_left(times[message.receiver], sent_at))
+            places.append(place)
+        for message, place in zip(queue, reversed(places), strict=True):
+            self._awaited[message.receiver][message.use] = place
+            self.transfers[message.sender][message.sent + 1].append(message)
+            self.transfers[message.receiver][place].append(message)
 
-    def ends(self, in_line: bool = False) -> bool:
-        """Whether all ranks come to their end; else each of those that do not stands in an exchange."""
-        reached = [0] * len(self._programs)  # by rank, the place that it has come to
-        turns = self._turn = [0] * len(self._programs)
-        half: set[int] = set()  # begun at one end
-        # by rank, what is left of the exchange under way; NOTHING before it begins
-        left = [NOTHING] * len(self._programs)
-        ready = list(range(len(self._programs)))
-        while ready:
-            rank = ready.pop()
-            exchanged, awaited = self._exchanged[rank], self._awaited[rank]
-            at, turn, last = reached[rank], turns[rank], len(self._programs[rank])
-            while True:
-                while turn <= at:
-                    if left[rank] == NOTHING:
-                        left[rank] = len(exchanged[turn])
-                        for number in exchanged[turn]:
-                            if number not in half:
-                                half.add(number)
-                                continue
-                            left[rank] -= 1
-                            other = self._other(number, rank)
-                            left[other] -= 1
-                            if not left[other]:
-                                ready.append(other)
-                    if left[rank]:
-                        break
-                    turn, left[rank] = turn + 1, NOTHING
-                if at == last or awaited[at] >= turn or (in_line and at >= turn):
-                    break
-                at += 1
-            reached[rank], turns[rank] = at, turn
-        return all(turn == len(row) for turn, row in zip(turns, self._exchanged, strict=True))
+    def walk(self, in_line: bool = False) -> Walk:
+        """Run the ops of each rank and, as further programs, the exchanges of each rank.
 
-    def _other(self, number: int, rank: int) -> int:
-        (sender, _), (receiver, _) = self._ends_of[number]
-        return receiver if rank == sender else sender
+        The places of all ranks are counted on, and each has four numbers: its rank has reached it, its
+        exchange is complete, and what is sent there has begun at the sender, and at the receiver.
+        """
+        ops: list[list[Step]] = []
+        exchanged: list[list[Step]] = []
+        for rank, row in enumerate(self.transfers):
+            reached = range(4 * self._first[rank], 4 * self._first[rank + 1], 4)
+            awaited: Mapping[int, int] = self._awaited[rank]
+            if in_line:
+                awaited = {at: at for at in range(len(row) - 1)}
+            needs = (reached[awaited[at]] + 1 if at in awaited else NOTHING for at in range(len(row) - 1))
+            ops.append([(reached[0], NOTHING), *zip(reached[1:], needs, strict=True)])
+            steps: list[Step] = []
+            for number, here in zip(reached, row, strict=True):
+                begun = [self._begun(message, rank) for message in here]
+                steps.append((NOTHING, number))
+                steps += [(mine, NOTHING) for mine in begun]
+                steps += [(NOTHING, mine ^ 1) for mine in begun]
+                steps.append((number + 1, NOTHING))
+            exchanged.append(steps)
+        return walk_of(4 * self._first[-1], ops + exchanged)
 
-    def op(self, number: int) -> Op:
-        stage, microbatch, slot = self._numbers.places(number)
-        return self._schedule.gradient(stage, microbatch) if slot else Op(stage, "F", microbatch)
+    def _begun(self, message: Message, rank: int) -> int:
+        """The number for the beginning of a message at the end that is `rank`."""
+        return 4 * (self._first[message.sender] + message.sent + 1) + 2 + (rank == message.receiver)
 
-    def circle(self) -> str:
-        """Who waits for whom, in words, where not all came to their end."""
-        rank = next(r for r, row in enumerate(self._exchanged) if self._turn[r] < len(row))
-        path: list[int] = []
-        words: dict[int, str] = {}
-        while rank not in words:
-            path.append(rank)
-            number = next(n for n in self._exchanged[rank][self._turn[rank]] if not self._has_begun(n, rank))
-            words[rank] = f"rank {rank} {self._words(rank)} and waits for rank {self._other(number, rank)}"
-            rank = self._other(number, rank)
-        return "; ".join(words[rank] for rank in path[path.index(rank) :])
+    def circle(self, blocked: Mapping[int, int]) -> str:
+        """Describe the first cycle among ranks that are left waiting."""
+        ranks = len(self.transfers)
+        stuck: dict[int, tuple[int, Message]] = {}  # rank -> the place and the message where it stands
+        for rank, row in enumerate(self.transfers):
+            for place, here in enumerate(row if rank + ranks in blocked else ()):
+                for message in here:
+                    if self._begun(message, rank) ^ 1 == blocked[rank + ranks]:
+                        stuck[rank] = place, message
+        waits_for = {rank: message.other(rank) for rank, (_, message) in stuck.items()}
+        return "; ".join(
+            f"rank {rank} {self._described(rank, stuck[rank][0])} and waits for rank {waits_for[rank]}"
+            for rank in next(cycles(waits_for))
+        )
 
-    def _has_begun(self, number: int, rank: int) -> bool:
-        """Whether the other end of what `rank` exchanges has come to it."""
-        there, place = next(end for end in self._ends_of[number] if end[0] != rank)
-        return self._turn[there] >= place
+    def _described(self, rank: int, place: int) -> str:
+        transfers = (
+            f"sends {m.op} to rank {m.receiver}"
+            if m.sender == rank
+            else f"receives {m.op} from rank {m.sender}"
+            for m in sorted(self.transfers[rank][place], key=lambda m: m.receiver == rank)
+        )
+        after = f"after {self.schedule.programs[rank][place - 1]} " if place else ""
+        return after + " and ".join(transfers)
 
-    def _words(self, rank: int) -> str:
-        """What a rank exchanges where it stands."""
-        place = self._turn[rank]
-        told = []
-        for number in self._exchanged[rank][place]:
-            (sender, _), (receiver, _) = self._ends_of[number]
-            sends = sender == rank
-            told.append(f"sends {self.op(number)} to rank {receiver}" if sends
-                        else f"receives {self.op(number)} from rank {sender}")  # fmt: skip
-        after = f"after {self._schedule.programs[rank][place - 1]} " if place else ""
-        return after + " and ".join(told)
+
+def _arrivals(schedule: Schedule) -> list[list[float]]:
+    """When each rank reaches each place, in unit times and with messages that take none."""
+    numbers = OpNumbers(schedule)
+    programs = [numbers.program(program) for program in schedule.programs]
+    needs = [numbers.needs(program) for program in programs]
+    ended = [0.0] * (numbers.count + 1)
+    times = [[0.0] for _ in programs]
+    for rank, at in Walk(numbers.count, programs, needs):
+        start = max(times[rank][-1], ended[needs[rank][at]])
+        ended[programs[rank][at]] = end = start + _UNITS[schedule.programs[rank][at].kind]
+        times[rank].append(end)
+    return times

@@ -1,7 +1,19 @@
-"""The proof that a schedule may run: complete, placed, ordered, free of deadlock, within memory.
+"""The proof that a schedule can run: complete, in its place, in order, free of deadlock, within memory.
 
-Every rule is checked and every violation reported at once. What is proven here is what the executor
-relies on: it never checks an order again, and it never holds more than `Proof.peak_live`.
+    rank 0 | 0F0 0B0 0F1 0B1        rank 0 stands at 0B0, which waits for 1B0;
+    rank 1 | 1F0 1F1 1B0 1B1        rank 1 stands at 1F1, which waits for 0F1: a deadlock
+
+`verify` checks every rule and reports all violations at once:
+
+    form        one program per rank, made of ops
+    index       each op exists, stands on the rank of its stage, and stands once
+    missing     each microbatch goes through all stages of one copy of the model, and back
+    order       an op stands behind those that it needs on its rank
+    pairs       an overlapped pair is a forward and, next to it, a backward
+    deadlocks   no ranks wait for one another in a cycle
+    memory      no rank holds more live activations than the limit
+
+The executor relies on this proof: it checks no order again, and never holds more than `Proof.peak_live`.
 """
 
 from __future__ import annotations
@@ -14,169 +26,18 @@ from typing import get_args
 
 from penstock.errors import ScheduleError
 from penstock.schedule.ops import Kind, Op, Pair, Schedule, Violation
-from penstock.schedule.order import NOTHING, Numbers, Walk, buffered_sends
-
-# ---- Where each op of a schedule stands, whether it belongs there or not.
-
+from penstock.schedule.order import NOTHING, OpNumbers, Walk, buffered_sends, cycles
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
-
-
-class OpIndex:
-    """The rank and position of each op, by its number (order.py); rank NOTHING where no program holds it.
-
-    programs: those of the ranks, in numbers
-    violations: ops that do not exist, stand astray, or stand twice
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.numbers = schedule, Numbers(schedule)
-        self.programs: list[list[int]] = []
-        self.rank_at, self.position_at = [NOTHING] * self.numbers.count, [0] * self.numbers.count
-        self.violations = list(self._read())
-
-    def op(self, number: int) -> Op:
-        """The op of this number that the schedule holds, or else should hold."""
-        stage, microbatch, slot = self.numbers.places(number)
-        if slot == 1:
-            return Op(stage, "I" if self.is_split(stage, microbatch) else "B", microbatch)
-        return Op(stage, "W" if slot else "F", microbatch)
-
-    def is_split(self, stage: int, microbatch: int) -> bool:
-        """Also where W stands and neither B nor I does."""
-        if (stage, microbatch) in self.schedule.split:
-            return True
-        forward = stage * self.numbers.row + 3 * microbatch
-        return self.rank_at[forward + 2] != NOTHING and self.rank_at[forward + 1] == NOTHING
-
-    def copies_used(self, microbatch: int) -> list[int]:
-        """The copies of the model that hold an op of this microbatch; the first where none does."""
-        depth, row = self.schedule.placement.depth, self.numbers.row
-        found = {
-            stage // depth
-            for stage in range(self.schedule.stages)
-            for slot in range(3)
-            if self.rank_at[stage * row + 3 * microbatch + slot] != NOTHING
-        }
-        return sorted(found) or [0]
-
-    def _read(self) -> Iterator[Violation]:
-        hosts = self.schedule.placement.rank_of
-        astray: list[tuple[int, int, int]] = []
-        for rank, program in enumerate(self.schedule.programs):
-            row: list[int] = []
-            for position, op in enumerate(program):
-                if unknown := self._unknown(op):
-                    yield Violation(unknown, rank, position, op)
-                    continue
-                number = self.numbers.of(op)
-                if hosts[op.stage] != rank:
-                    yield Violation(
-                        f"stage {op.stage} is placed on rank {hosts[op.stage]}", rank, position, op
-                    )
-                    astray.append((number, rank, position))
-                elif self.rank_at[number] != NOTHING:
-                    yield Violation(self._again(op, number), rank, position, op)
-                else:
-                    self.rank_at[number], self.position_at[number] = rank, position
-                row.append(number)
-            self.programs.append(row if len(row) == len(program) else self._gaps(program))
-        for number, rank, position in astray:
-            if self.rank_at[number] == NOTHING:
-                self.rank_at[number], self.position_at[number] = rank, position
-
-    def _unknown(self, op: Op) -> str:
-        """Why this is no op of the schedule; empty where it is one."""
-        if not 0 <= op.stage < len(self.schedule.placement.rank_of):
-            return f"there are only stages 0 to {self.schedule.stages - 1}"
-        if op.kind not in _KINDS:
-            return f"there are only the kinds {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
-        if not 0 <= op.microbatch < self.schedule.microbatches:
-            return f"there are only microbatches 0 to {self.schedule.microbatches - 1}"
-        return ""
-
-    def _again(self, op: Op, number: int) -> str:
-        """What is wrong with an op whose place is taken."""
-        position = self.position_at[number]
-        other = self.schedule.programs[self.rank_at[number]][position]
-        if other == op:
-            return f"it stands already at position {position}"
-        return f"a backward is whole or split, and {other} stands at position {position}"
-
-    def _gaps(self, program: tuple[Op, ...]) -> list[int]:
-        """As numbers, with NOTHING for what is no op, so that positions stay right."""
-        return [NOTHING if self._unknown(op) else self.numbers.of(op) for op in program]
-
-
-# ---- Cycles of ops that wait for one another across ranks.
-
-
-def deadlocks(standing: OpIndex, late: set[int]) -> Iterator[Violation]:
-    """One violation for each cycle; overlapped ops wait together.
-
-    late: ops (by number) that stand behind an op of their own rank that needs them
-
-    These, and ops that are missing, have been reported. They count as done here, so that what is reported now
-    is a deadlock of its own.
-    """
-    numbers, rank_at = standing.numbers, standing.rank_at
-    needs = [numbers.needs(program) for program in standing.programs]
-    absent = {n for n in chain.from_iterable(needs) if n != NOTHING and rank_at[n] == NOTHING}
-    walk = Walk(numbers, standing.programs, needs, absent | late, _together(standing))
-    for _ in walk:
-        pass
-    seen: set[int] = set()
-    for start in sorted(walk.blocked):
-        path: list[int] = []  # follow who waits for whom until a rank comes up again
-        rank = start
-        while rank not in seen and rank in walk.blocked:
-            seen.add(rank)
-            path.append(rank)
-            rank = rank_at[walk.blocked[rank]]
-        if rank in path:
-            yield _cycle(standing, walk, path[path.index(rank) :])
-
-
-def _together(standing: OpIndex) -> dict[int, int]:
-    """What the first of two overlapped ops waits for besides: what the second needs."""
-    programs, overlaps = standing.schedule.programs, standing.schedule.overlaps
-    return {
-        standing.programs[rank][at]: needed
-        for rank, program in enumerate(programs if overlaps else ())
-        for at, two in enumerate(pairwise(program))
-        if two in overlaps
-        if (needed := standing.numbers.needed(standing.programs[rank][at + 1])) != NOTHING
-    }
-
-
-def _cycle(standing: OpIndex, walk: Walk, ring: list[int]) -> Violation:
-    """The deadlock of the ranks in `ring`, each standing at an op that waits for the next one's."""
-    steps: list[str] = []
-    ops: list[Op] = []
-    for rank in ring:
-        op, needed = _stands(standing, walk, rank)
-        ops += [op, needed]
-        steps.append(f"rank {rank} stands at {op}, which waits for {needed}")
-    op, needed = _stands(standing, walk, ring[0])
-    rule = "deadlock: " + "; ".join(steps) + f"; and {needed} comes only later on its rank"
-    each_once = tuple(here for at, here in enumerate(ops) if here != ops[at - 1])  # awaited and stood at
-    return Violation(rule, ring[0], walk.reached[ring[0]], op, needed, each_once)
-
-
-def _stands(standing: OpIndex, walk: Walk, rank: int) -> tuple[Op, Op]:
-    """The op that `rank` stands at, and the one that it waits for."""
-    return standing.schedule.programs[rank][walk.reached[rank]], standing.op(walk.blocked[rank])
-
-
-_COMPARED = 1000  # programs this far from the size they should have are not compared op by op
+_COMPARED = 1000  # if this many ops are missing and nine in ten, they are not listed one by one
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` established.
+    """What `verify` has established.
 
-    peak_live[r]: the most live activations that rank r ever holds, from F to the end of B or W
-    peak_deferred[r]: how many of its live activations at most await their W, the I being done
+    peak_live[r]: the most live activations that rank r holds at once, each from its F to the end of B or W
+    peak_deferred[r]: the most of them whose I is done and whose W is not
     """
 
     schedule: Schedule
@@ -185,10 +46,10 @@ class Proof:
 
     @cached_property
     def buffered_sends(self) -> int:
-        """How many sent results each channel must hold that are not yet received, for the ranks to go on.
+        """How many unreceived results a channel must hold, if a send blocks its rank until it has room.
 
-        0: no deadlock even where a send blocks its rank until the receive is posted, which a rank does when
-        it begins the op before the one that needs it. The runtime's sends never block.
+        0: no deadlock even if each send blocks until its receive is posted, which happens when the receiver
+        begins the op before the one that needs it. The runtime's sends never block.
         """
         return buffered_sends(self.schedule)
 
@@ -196,106 +57,171 @@ class Proof:
 def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
     """Prove `schedule`, or raise ScheduleError with every violation.
 
-    memory_limit: the most live activations that any rank may hold.
+    memory_limit: the most live activations that a rank may hold; None for no limit
     """
-    violations = [*_programs(schedule)]
-    if not violations:  # the positions below mean something only where each rank has one program
-        violations += _ops(schedule)
+    violations = [*_form(schedule)]
+    if not violations:  # only then do positions have a meaning
+        index = OpIndex(schedule)
+        order = [*_order(index)]
+        late = {index.numbers.of(violation.missing) for violation in order if violation.missing}
+        violations = [
+            *index.violations,
+            *_missing(index),
+            *order,
+            *_pairs(schedule),
+            *_deadlocks(index, late),
+        ]
     if not all(isinstance(op, Op) for program in schedule.programs for op in program):
         raise ScheduleError(schedule.name, violations)  # nothing can be counted
     peaks = [_peaks(schedule, rank) for rank in range(len(schedule.programs))]
-    peak_live = tuple(live for live, _ in peaks)
-    violations += _memory(peak_live, memory_limit)
+    for rank, (peak, _) in enumerate(peaks):
+        if memory_limit is not None and peak > memory_limit:
+            rule = f"it holds {peak} live activations at its peak, and {memory_limit} are allowed"
+            violations.append(Violation(rule, rank))
     if violations:
         raise ScheduleError(schedule.name, violations)
-    return Proof(schedule, peak_live, tuple(deferred for _, deferred in peaks))
+    return Proof(schedule, tuple(live for live, _ in peaks), tuple(deferred for _, deferred in peaks))
 
 
-def _programs(schedule: Schedule) -> Iterator[Violation]:
-    """There is one program for each rank, made of ops."""
+def _form(schedule: Schedule) -> Iterator[Violation]:
+    """One program per rank, made of ops, and not far fewer ops than a step has."""
     if type(schedule.microbatches) is not int or schedule.microbatches < 1:
         yield Violation(f"{schedule.microbatches} microbatches; a step has at least one")
         return
     if len(schedule.programs) != schedule.ranks:
         yield Violation(f"{len(schedule.programs)} programs for {schedule.ranks} ranks; each rank has one")
         return
-    strange = [
-        Violation(f"{op!r} is no op", rank, position)
-        for rank, program in enumerate(schedule.programs)
-        for position, op in enumerate(program)
-        if not isinstance(op, Op) or type(op.stage) is not int or type(op.microbatch) is not int
-    ]
-    strange += [
-        Violation(f"{pair!r} in overlaps is no Pair")
-        for pair in schedule.overlaps
-        if not isinstance(pair, Pair) or not all(isinstance(op, Op) for op in pair)
-    ]
-    if strange:
-        yield from strange
-        return
-    found = sum(map(len, schedule.programs))
-    least = schedule.microbatches * schedule.placement.depth * (2 if schedule.trains else 1)
-    if least > 10 * found + _COMPARED:  # or this would be a list of all that is missing
-        yield Violation(
-            f"{found} ops; {schedule.microbatches} microbatches on {schedule.placement.depth} stages "
-            f"are {least} at least"
-        )
+    found, sound = 0, True
+    for rank, program in enumerate(schedule.programs):
+        found += len(program)
+        for position, op in enumerate(program):
+            if not isinstance(op, Op) or type(op.stage) is not int or type(op.microbatch) is not int:
+                sound = False
+                yield Violation(f"{op!r} is no op", rank, position)
+    for pair in schedule.overlaps:
+        if not isinstance(pair, Pair) or not all(isinstance(op, Op) for op in pair):
+            sound = False
+            yield Violation(f"{pair!r} in overlaps is no Pair")
+    least = schedule.microbatches * schedule.placement.depth * (2 if sound and schedule.trains else 1)
+    if sound and least > 10 * found + _COMPARED:
+        step = f"{schedule.microbatches} microbatches on {schedule.placement.depth} stages"
+        yield Violation(f"{found} ops; {step} are {least} at least")
 
 
-def _ops(schedule: Schedule) -> Iterator[Violation]:
-    """The ops are those of a step, each in its place."""
-    standing = OpIndex(schedule)
-    yield from standing.violations
-    yield from _missing(standing)
-    order = list(_local_order(standing))
-    yield from order
-    yield from _pairs(schedule)
-    late = {standing.numbers.of(violation.missing) for violation in order if violation.missing}
-    yield from deadlocks(standing, late)
+class OpIndex:
+    """Where each op stands: `rank_at` and `position_at` by its number; rank NOTHING if no program has it.
+
+    programs: the numbers of each rank's ops, NOTHING for what is no op of this schedule
+    violations: ops that do not exist, stand on another rank than their stage, or stand twice
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.numbers = schedule, OpNumbers(schedule)
+        self.rank_at, self.position_at = [NOTHING] * self.numbers.count, [0] * self.numbers.count
+        self.violations: list[Violation] = []
+        self._misplaced: list[tuple[int, int, int]] = []
+        self.programs = [
+            [self._add(op, rank, position) for position, op in enumerate(program)]
+            for rank, program in enumerate(schedule.programs)
+        ]
+        for number, rank, position in self._misplaced:  # better than reporting it as missing, too
+            if self.rank_at[number] == NOTHING:
+                self.rank_at[number], self.position_at[number] = rank, position
+
+    def _add(self, op: Op, rank: int, position: int) -> int:
+        """Note where the op stands; returns its number."""
+        schedule = self.schedule
+        if not 0 <= op.stage < schedule.stages:
+            wrong = f"there are only stages 0 to {schedule.stages - 1}"
+        elif op.kind not in _KINDS:
+            wrong = f"there are only the kinds {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
+        elif not 0 <= op.microbatch < schedule.microbatches:
+            wrong = f"there are only microbatches 0 to {schedule.microbatches - 1}"
+        else:
+            number = self.numbers.of(op)
+            host = schedule.placement.rank_of[op.stage]
+            if host != rank:
+                self.violations.append(
+                    Violation(f"stage {op.stage} is placed on rank {host}", rank, position, op)
+                )
+                self._misplaced.append((number, rank, position))
+            elif self.rank_at[number] != NOTHING:
+                self.violations.append(Violation(self._twice(op, number), rank, position, op))
+            else:
+                self.rank_at[number], self.position_at[number] = rank, position
+            return number
+        self.violations.append(Violation(wrong, rank, position, op))
+        return NOTHING
+
+    def _twice(self, op: Op, number: int) -> str:
+        other, position = self.at(number), self.position_at[number]
+        if other == op:
+            return f"it stands already at position {position}"
+        return f"a backward is whole or split, and {other} stands at position {position}"
+
+    def at(self, number: int) -> Op:
+        """The op that stands where this number does."""
+        return self.schedule.programs[self.rank_at[number]][self.position_at[number]]
+
+    def op(self, number: int) -> Op:
+        """The op of this number that the schedule has, or should have."""
+        stage, microbatch, slot = self.numbers.places(number)
+        if slot == 1 and self.is_split(stage, microbatch):
+            return Op(stage, "I", microbatch)
+        return self.numbers.op(number)
+
+    def is_split(self, stage: int, microbatch: int) -> bool:
+        """Whether this backward is split, or has a W and neither B nor I."""
+        if (stage, microbatch) in self.schedule.split:
+            return True
+        forward = stage * self.numbers.row + 3 * microbatch
+        return self.rank_at[forward + 2] != NOTHING and self.rank_at[forward + 1] == NOTHING
+
+    def copies_used(self, microbatch: int) -> list[int]:
+        """The copies of the model that have an op of this microbatch; the first copy if none has."""
+        depth, row = self.schedule.placement.depth, self.numbers.row
+        firsts = ((stage, stage * row + 3 * microbatch) for stage in range(self.schedule.stages))
+        found = {stage // depth for stage, first in firsts if {*self.rank_at[first : first + 3]} != {NOTHING}}
+        return sorted(found) or [0]
 
 
-def _missing(standing: OpIndex) -> Iterator[Violation]:
-    """Each microbatch goes through all stages of one copy of the model, and back where they train."""
-    schedule, row, rank_at = standing.schedule, standing.numbers.row, standing.rank_at
-    placement, trains = schedule.placement, schedule.trains
-    depth = placement.depth
+def _missing(index: OpIndex) -> Iterator[Violation]:
+    """Each microbatch goes through all stages of one copy of the model, and back in training."""
+    schedule, rank_at = index.schedule, index.rank_at
+    placement, trains, depth = schedule.placement, schedule.trains, schedule.placement.depth
     for microbatch in range(schedule.microbatches):
-        used = standing.copies_used(microbatch) if placement.replicas > 1 else [0]
+        used = index.copies_used(microbatch) if placement.replicas > 1 else [0]
         if len(used) > 1:
             yield Violation(f"microbatch {microbatch} runs on {len(used)} copies of the model; it takes one")
         for stage in chain.from_iterable(range(depth * copy, depth * (copy + 1)) for copy in used):
-            forward = stage * row + 3 * microbatch
-            slots = 1 + (trains and 1 + standing.is_split(stage, microbatch))
+            forward = stage * index.numbers.row + 3 * microbatch
+            slots = 1 + (trains and 1 + index.is_split(stage, microbatch))
             for number in range(forward, forward + slots):
                 if rank_at[number] == NOTHING:
-                    op = standing.op(number)
+                    op = index.op(number)
                     yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
 
 
-def _local_order(standing: OpIndex) -> Iterator[Violation]:
-    """No op stands before a predecessor of its own rank, and no W beside a backward that is whole."""
-    programs, needed_by = standing.schedule.programs, standing.numbers.needed
-    rank_at, position_at = standing.rank_at, standing.position_at
+def _order(index: OpIndex) -> Iterator[Violation]:
+    """No op stands before one of its rank that it needs, and no W follows a whole backward."""
+    rank_at, position_at, needed_by = index.rank_at, index.position_at, index.numbers.needed
     for number, rank in enumerate(rank_at):
         if rank == NOTHING:
             continue
         position, slot = position_at[number], number % 3
         for needed in (needed_by(number), number - 1 if slot else NOTHING):
             if needed != NOTHING and rank_at[needed] == rank and position_at[needed] > position:
-                op = standing.op(needed)
+                op = index.op(needed)
                 rule = f"it needs {op}, which stands later, at position {position_at[needed]}"
-                yield Violation(rule, rank, position, standing.op(number), op)
-        if slot == 2 and rank_at[number - 1] != NOTHING:
-            before = programs[rank_at[number - 1]][position_at[number - 1]]
-            if before.kind == "B":
-                yield Violation(f"{before} has computed it already", rank, position, standing.op(number))
+                yield Violation(rule, rank, position, index.op(number), op)
+        if slot == 2 and rank_at[number - 1] != NOTHING and (before := index.at(number - 1)).kind == "B":
+            yield Violation(f"{before} has computed it already", rank, position, index.op(number))
 
 
 def _pairs(schedule: Schedule) -> Iterator[Violation]:
-    """Each overlapped pair is a forward and a backward next to each other."""
-    if not schedule.overlaps:
-        return
-    neighbours = {Pair(*two) for program in schedule.programs for two in pairwise(program)}
+    """Each overlapped pair is a forward and, next in the program, a backward of something else."""
+    neighbours = {Pair(*two) for program in schedule.programs for two in pairwise(program)
+                  if two in schedule.overlaps}  # fmt: skip
     taken: set[Op] = set()
     for pair in sorted(schedule.overlaps):
         kinds = (pair.forward.kind, pair.backward.kind)
@@ -310,22 +236,47 @@ def _pairs(schedule: Schedule) -> Iterator[Violation]:
         taken.update(pair)
 
 
+def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
+    """One violation for each cycle of ranks; the ops of a pair wait together.
+
+    late: ops that stand behind an op of their rank that needs them. These and missing ops are reported
+        already and count as done here, so that a deadlock is reported only if it has no other cause.
+    """
+    numbers, rank_at, overlaps = index.numbers, index.rank_at, index.schedule.overlaps
+    needs = [numbers.needs(program) for program in index.programs]
+    absent = {n for n in chain.from_iterable(needs) if n != NOTHING and rank_at[n] == NOTHING}
+    also_needs = {
+        index.programs[rank][at]: needs[rank][at + 1]
+        for rank, program in enumerate(index.schedule.programs if overlaps else ())
+        for at, two in enumerate(pairwise(program))
+        if two in overlaps and needs[rank][at + 1] != NOTHING
+    }
+    walk = Walk(numbers.count, index.programs, needs, absent | late, also_needs)
+    walk.run()
+    for ring in cycles({rank: rank_at[needed] for rank, needed in walk.blocked.items()}):
+        stands = [index.schedule.programs[rank][walk.reached[rank]] for rank in ring]
+        awaited = [index.op(walk.blocked[rank]) for rank in ring]
+        steps = "; ".join(
+            f"rank {rank} stands at {op}, which waits for {needed}"
+            for rank, op, needed in zip(ring, stands, awaited, strict=True)
+        )
+        ops = [op for both in zip(stands, awaited, strict=True) for op in both]
+        each_once = tuple(op for at, op in enumerate(ops) if op != ops[at - 1])  # one may be awaited and next
+        rule = f"deadlock: {steps}; and {awaited[0]} comes only later on its rank"
+        yield Violation(rule, ring[0], walk.reached[ring[0]], stands[0], awaited[0], each_once)
+
+
 _LIVE = {"F": 1, "B": -1, "W": -1}
 _DEFERRED = {"I": 1, "W": -1}
 
 
 def _peaks(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """The most live activations of a rank, and the most that await their W; inference keeps none."""
     if not schedule.trains:
-        return 0, 0  # nothing is held for a backward that never comes
+        return 0, 0
     live = deferred = peak_live = peak_deferred = 0
     for op in schedule.programs[rank]:
         live += _LIVE.get(op.kind, 0)
         deferred += _DEFERRED.get(op.kind, 0)
         peak_live, peak_deferred = max(peak_live, live), max(peak_deferred, deferred)
     return peak_live, peak_deferred
-
-
-def _memory(peak_live: tuple[int, ...], limit: int | None) -> Iterator[Violation]:
-    for rank, peak in enumerate(peak_live):
-        if limit is not None and peak > limit:
-            yield Violation(f"it holds {peak} live activations at its peak, and {limit} are allowed", rank)
