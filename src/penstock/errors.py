@@ -119,7 +119,7 @@ class EquivalenceError(InputError):
 class DifferenceError(EquivalenceError):
     """The split model and the whole one disagree, and nothing that the user gave is to blame: exit code 1.
 
-    report: the whole comparison, a penstock.pipeline.pipeline.Report
+    report: the whole comparison, a penstock.pipeline.Report
     """
 
     exit_code = 1

@@ -1,0 +1,39 @@
+"""Pipelines: build one from a Hugging Face model or a user's own modules, step it, compare it.
+
+AutoPipeline and Pipeline are the usual way. The functions below are the single steps of a build, for models
+and loops of one's own: name the modules of each stage, split a module, make a stage ready to run.
+"""
+
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.build_plan import BuildPlan, StagePlan, balance, estimated_memory
+from penstock.pipeline.compare import Compared, Report
+from penstock.pipeline.evaluate import Evaluation
+from penstock.pipeline.options import Options
+from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.split_module import layers_of, module_names, names_per_stage, provider_of, split
+from penstock.pipeline.stages import StageFacts, make_stage, own_stages
+from penstock.pipeline.step import StepResult
+from penstock.schedule.choose import chosen_schedule as make_schedule
+
+__all__ = [
+    "AutoPipeline",
+    "BuildPlan",
+    "Compared",
+    "Evaluation",
+    "Options",
+    "Pipeline",
+    "Report",
+    "StageFacts",
+    "StagePlan",
+    "StepResult",
+    "balance",
+    "estimated_memory",
+    "layers_of",
+    "make_schedule",
+    "make_stage",
+    "module_names",
+    "names_per_stage",
+    "own_stages",
+    "provider_of",
+    "split",
+]

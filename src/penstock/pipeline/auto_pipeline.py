@@ -1,11 +1,16 @@
-"""AutoPipeline: a Hugging Face model, unchanged, as a pipeline."""
+"""AutoPipeline: a Hugging Face model, unchanged, as a pipeline.
+
+    build_plan    options and model -> schedule, proof, stages          no weight is read, nothing is sent
+    open_world    this process becomes one rank, or holds them all      all ranks agree on the facts
+    _Build        each stage: its model, its values, its shards         each rank reads its stages only
+    Pipeline      the stages, ready to step
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +21,7 @@ from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_what_would_not_show
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import LayerCosts, check_one_description, partition
-from penstock.models.source import ModelLike, Source, open_source
+from penstock.models.source import ModelLike, open_source
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import outlined, placed, shadow
 from penstock.models.weights import files as weights
@@ -26,41 +31,38 @@ from penstock.models.weights.saved import SavedModel
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh import Axes
-from penstock.parallel.mesh_plan import MeshPlan, check_model
+from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.build_plan import BuildPlan, plan_stage, shared_weights
-from penstock.pipeline.built import BuiltStages, names_in
 from penstock.pipeline.checks import check_fits, check_options
-from penstock.pipeline.functional import Spread, make_stage, own_stages
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.runtime.health.agreement import compare_values
 from penstock.runtime.sharded_weights import give_storage
 from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
-from penstock.schedule.recompute import mixed
 
 
 @dataclass(frozen=True)
 class AutoPipeline(Options):
-    """How to make a pipeline of a Hugging Face model; `build` makes it.
+    """Options to build a pipeline from a Hugging Face model. Takes those of Options, and:
 
-    All of Options, and:
-
-    embedding_weight, head_weight: how many layers embedding and head count for when layers are dealt out
+    embedding_weight, head_weight: the number of layers that embedding and head count as when layers are
+        divided evenly
     layout, layers_per_stage, first_stage_layers and last_stage_layers, modules_per_stage, balance: which
-        layers go to which stage, said in one way at most and evenly where in none. A layout string such as
+        layers each stage holds: one of these at most, evenly without any. A layout string such as
         Ett|(ttt|)*2tL (penstock.schedule.layout); a number for each stage, or one that is the most for all;
-        the numbers of first and last stage, the rest evenly; the names of the modules on each stage; what
-        each layer costs, as Pipeline.layer_costs measures it. Stages may be empty.
-    module_fqns_per_stage: the same as modules_per_stage, by the name that torch gives it
-    seed: of the initial values, where the model comes without any
+        the numbers of the first and the last stage, the rest evenly; the names of each stage's modules; the
+        cost of each layer, as Pipeline.layer_costs measures it. Stages may be empty.
+    module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
+    seed: of the initial values, if the model comes without any
     dtype, attention: as transformers names them; None takes the config's
-    replay_routing: whether what activation checkpointing runs again chooses the experts that were chosen
-        before, however nearly others are tied with them. Steps take `routed_experts` then, the experts that
-        tokens are to choose, and `Pipeline.routed_experts` tells which ones they chose
+    replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
+        routers chose the first time, however nearly others tie with them. Steps then take `routed_experts`,
+        the experts that tokens are to choose, and `Pipeline.routed_experts` returns those they chose.
     """
 
     embedding_weight: int = 1
@@ -77,223 +79,227 @@ class AutoPipeline(Options):
     attention: str | None = None
     replay_routing: bool = False
 
-    def outline(self, model: ModelLike) -> BuildPlan:
-        """All that `build` would refuse, found without reading a weight or joining other processes.
+    def build_plan(self, model: ModelLike) -> BuildPlan:
+        """Plan the build: find everything that `build` would refuse, without weights or other processes.
+
+        Args:
+            model: as for `build`
 
         Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError.
         """
         check_one_description(
-            **self._ways(),
+            layout=self.layout,
+            layers_per_stage=self.layers_per_stage,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
+            balance=self.balance,
             modules_per_stage=self.modules_per_stage,
             module_fqns_per_stage=self.module_fqns_per_stage,
         )
         if self.layout is not None:
-            parse_layout(self.layout)  # before any file is looked at
+            parse_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
         proof = verify(schedule)
         check_options(self.axes or Axes(), self.sharded, self.loss())
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
-            check_folder(model)  # written by penstock: an altered file can be told, and would load in silence
+            check_folder(model)  # penstock wrote it: without this an altered file would load silently
         source = open_source(model, self.dtype, self.attention)
         refuse_what_would_not_show(source.model)
-        ways = self.ways()
+        options = self.parallel_options()
         if self.axes is not None:
-            check_model(source.model, self.axes, ways)
+            check_model(source.model, self.axes, options)
         routed = self._routed(source.model)
         chain = find_chain(source.model)
         if self.axes is not None:
-            check_fits(source.model, chain, self.axes, ways, trains=schedule.trains)
+            check_fits(source.model, chain, self.axes, options, trains=schedule.trains)
         if self.exchange == "batched" and not chain.plain:
             raise ConfigError(
                 f"exchange='batched' for {type(source.model).__name__}",
-                "more than hidden states crosses its edges, so that a message tells itself, in two parts",
+                "more than hidden states crosses its edges, in messages that carry their shapes",
                 "Take exchange='channels'",
             )
         depth = schedule.placement.depth
-        shares = self._shares(source.model, chain, depth)
+        ranges = self._ranges(source.model, chain, depth)
         stages = tuple(
-            plan_stage(source.model, chain, stage, schedule, shares[stage % depth])
+            plan_stage(source.model, chain, stage, schedule, ranges[stage % depth])
             for stage in range(schedule.stages)
         )
-        outline = BuildPlan(schedule, proof, stages, source, chain, routed)
+        plan = BuildPlan(schedule, proof, stages, source, chain, routed)
         if self.axes is None or self.axes.resolved:
-            outline.recomputed(self.checkpointing(), self.axes)  # for its refusals
-        return outline
+            plan.recomputed(self.checkpointing(), self.axes)  # raises for a memory limit that is too small
+        return plan
 
     def build(self, model: ModelLike) -> Pipeline:
-        """The pipeline of `model`: a transformers model, a config of one, or a local folder.
+        """Build the pipeline of `model`. Collective under torchrun.
 
-        A model with values is copied, stage by stage, and left as it was; a folder's weights are read, each
-        rank its own; a config or a folder without weights gets initial values from `seed`. Under torchrun
-        this process becomes one rank; otherwise it holds them all.
-        A model in evaluation mode, as from_pretrained gives it, becomes a pipeline in training mode.
-        Raises what `outline` raises, and WorldSizeError.
+        Under torchrun this process becomes one rank; otherwise it holds them all.
+
+        Args:
+            model: a transformers model, whose values are copied stage by stage while it stays as it is; a
+                local folder, from which each rank reads its stages' weights; or a config. A config or a
+                folder without weights gets initial values from `seed`. The pipeline is in training mode,
+                also where the model is in evaluation mode, as from_pretrained returns it.
+
+        Raises what `build_plan` raises, WorldSizeError and HandshakeError.
         """
-        outline = self.outline(model)
-        world = open_world(outline.schedule, self.link(), {**self.facts(), **self._facts_of(outline)})
+        plan = self.build_plan(model)
+        has_values = plan.source.model.device != torch.device("meta")
+        values = "the model's own" if has_values else "a folder's" if plan.source.files else f"seed {self.seed}"
+        facts = {**plan.facts, "values": values, "replay_routing": str(self.replay_routing)}
+        world = open_world(plan.schedule, self.world_options(), {**self.facts(), **facts})
         with close_on_error(world.transport):
-            return Pipeline(self._parts(outline, world))
+            return Pipeline(_Build(self, plan, world).run())
 
-    def _parts(self, outline: BuildPlan, world: World) -> BuiltStages:
-        schedule, source = outline.schedule, outline.source
-        ties = weights.tied_names(source.model)
-        beside = self.beside(world)
-        if beside is not None:  # by now sizes of -1 are known
-            check_options(beside.axes, self.sharded, self.loss())
-            check_model(source.model, beside.axes, self.ways())
-            check_fits(source.model, outline.chain, beside.axes, self.ways(), trains=schedule.trains)
-        if not world.alone:
-            everyone = world.processes if beside is None else AllProcesses(self.timeout, world.device)
-            (rank,) = world.ranks
-            values = outline.given_values(rank, ties)
-            compare_values(everyone, rank, values, outline.on_several_ranks(ties))
-        make = self._filled if beside is None else self._empty
-        parts = {index: make(outline, index, ties) for index in own_stages(schedule, world.ranks)}
-        names = {index: names_in(part) for index, part in parts.items()}
-        stages = [
-            self._stage(outline, index, part, world.device)
-            if beside is None
-            else self._spread_stage(outline, index, part, world.device, beside, ties)
-            for index, part in parts.items()
-        ]
-        modules = {stage.index: stage.module for stage in stages}
-        generation = getattr(source.model, "generation_config", None)
-        files = source.read_beside() if world.processes.index == 0 else {}  # who writes them
-        return BuiltStages(
-            schedule,
-            world,
-            stages,
-            {index: outline.own_layers(module, index) for index, module in modules.items()},
-            None
-            if self.shapes == "exchanged" or not outline.chain.plain
-            else HFEdges(source.model, outline.chain, None if beside is None else beside.param_dtype),
-            self.loss(),
-            self.splitter(beside, outline.completed(), counts_tokens=asks_for_balance(source.model)),
-            shared=shared_weights(outline, ties, modules),
-            saved=SavedModel(source.model.config, generation, ties, schedule.placement.depth, files),
-            names=names,
-            recomputed=outline.recomputed(self.checkpointing(), None if beside is None else beside.axes),
-            trace_folder=self.trace_folder,
-        )
+    def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
+        """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
 
-    def _facts_of(self, outline: BuildPlan) -> dict[str, str]:
-        """What of the model has to be the same on every rank."""
-        given = outline.source.model.device != torch.device("meta")
-        values = "the model's own" if given else "a folder's" if outline.source.files else f"seed {self.seed}"
-        return {**outline.facts, "values": values, "replay_routing": str(self.replay_routing)}
-
-    def _filled(self, outline: BuildPlan, index: int, ties: weights.Ties) -> PreTrainedModel:
-        """The stage's part of the model, with values, in training mode."""
-        part = outline.part(index)
-        self._fill(part, outline.source, ties)
-        return part if part.training else part.train()
-
-    def _empty(self, outline: BuildPlan, index: int, ties: weights.Ties) -> PreTrainedModel:
-        """The same without values."""
-        part = outline.part(index, values=False)
-        if outline.source.files:
-            weights.check(part, outline.source.files, ties)
-        return part if part.training else part.train()
-
-    def _spread_stage(
-        self,
-        outline: BuildPlan,
-        index: int,
-        part: PreTrainedModel,
-        device: torch.device,
-        beside: MeshPlan,
-        ties: weights.Ties,
-    ) -> Stage:
-        """Laid out over the mesh while it is on the meta device, so that no rank ever holds all of it."""
-        given = outlined(part)
-        placed(part, device)
-        beside.parallelize(part)
-        if beside.param_dtype is not None:
-            compute_in(part, beside.param_dtype)
-
-        def fill() -> None:
-            give_storage(part, device)
-            self._fill(given, outline.source, ties)
-
-        def spread(module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
-            shards = beside.fully_shard(module, layers)
-            if self.parallelize_fn is None:
-                fill()
-            return shards
-
-        if self.parallelize_fn is not None:  # it gets a module with values
-            fill()
-        return self._stage(outline, index, part, device, spread)
-
-    def _stage(
-        self,
-        outline: BuildPlan,
-        index: int,
-        part: PreTrainedModel,
-        device: torch.device,
-        spread: Spread | None = None,
-    ) -> Stage:
-        info = outline.info(index)
-        return make_stage(
-            index,
-            part,
-            device,
-            layers=outline.own_layers(part, index),
-            checkpointing=self.checkpointing(),
-            parallelize_fn=self.parallelize_fn,
-            call=lambda part: HFCall(part, info),
-            routing=None if outline.routed is None else outline.routed.for_stage(part),
-            after={name: part.get_submodule(name) for name in outline.chain.after} if info.is_last else None,
-            place=info.stage,
-            spread=spread,
-            placed=spread is not None,
-        )
+        Durations are those of Costs(). None where only a step can measure them. Not for axes of -1.
+        """
+        return plan.memory_costs(self.checkpointing(), self.axes, shape)
 
     def _routed(self, model: PreTrainedModel) -> ModelRouting | None:
-        """Raises ConfigError, ModelError where what its routers choose cannot be replayed."""
+        """Raises ConfigError, ModelError for routers that cannot be replayed."""
         if not self.replay_routing:
             return None
         with shadow(model) as without_values:
             return ModelRouting(without_values)
 
-    def memory_costs(self, outline: BuildPlan, shape: tuple[int, int]) -> Costs | None:
-        """What microbatches of (rows, sequence) will hold, in bytes, for `simulate` to add up.
-
-        The durations are those of Costs(). None where only a real run can tell. Not with axes of -1.
-        """
-        how, shape = self.checkpointing(), (self.axes or Axes()).local_shape(shape)
-        if how is None:
-            return outline.sizes(shape)
-        sizes = outline.sizes_either_way(how, shape)
-        return None if sizes is None else mixed(outline.schedule, *sizes, outline.recomputed(how, self.axes))
-
-    def _ways(self) -> dict[str, Any]:
-        return {
-            "layout": self.layout,
-            "layers_per_stage": self.layers_per_stage,
-            "first_stage_layers": self.first_stage_layers,
-            "last_stage_layers": self.last_stage_layers,
-            "balance": self.balance,
-        }
-
-    def _shares(self, model: PreTrainedModel, chain: Chain, stages: int) -> list[range]:
+    def _ranges(self, model: PreTrainedModel, chain: Chain, stages: int) -> list[range]:
         """The layers of each stage."""
-        named = self.modules_per_stage or self.module_fqns_per_stage
-        if named is not None:
+        names = self.modules_per_stage or self.module_fqns_per_stage
+        if names is not None:
             known = {n: any(True for _ in m.parameters()) for n, m in model.named_modules() if n}
-            return named_split(named, stages, ModuleNames.of(chain), known)
+            return named_split(names, stages, ModuleNames.of(chain), known)
         return partition(
             chain.count,
             stages,
-            **self._ways(),
+            layout=self.layout,
+            layers_per_stage=self.layers_per_stage,
+            first_stage_layers=self.first_stage_layers,
+            last_stage_layers=self.last_stage_layers,
+            balance=self.balance,
             embedding_weight=self.embedding_weight,
             head_weight=self.head_weight,
         )
 
-    def _fill(self, part: PreTrainedModel, source: Source, ties: weights.Ties) -> None:
-        """Give values to a stage that is still on the meta device; an `outlined` one passes them on."""
+
+class _Build:
+    """Builds this process's stages as `plan` says. Collective over the world's processes."""
+
+    def __init__(self, auto: AutoPipeline, plan: BuildPlan, world: World) -> None:
+        self._auto, self._plan, self._world = auto, plan, world
+        self._ties = weights.tied_names(plan.source.model)
+        self._mesh_plan = auto.mesh_plan(world)
+
+    def run(self) -> BuiltStages:
+        auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
+        schedule, source = plan.schedule, plan.source
+        if mesh_plan is not None:  # by now sizes of -1 are known
+            axes, options = mesh_plan.axes, auto.parallel_options()
+            check_options(axes, auto.sharded, auto.loss())
+            check_model(source.model, axes, options)
+            check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
+        self._compare_values()
+        models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
+        names = {index: parameter_names(model) for index, model in models.items()}
+        stages = [self._stage(index, model) for index, model in models.items()]
+        modules = {stage.index: stage.module for stage in stages}
+        edges = None
+        if auto.shapes != "exchanged" and plan.chain.plain:
+            computed = None if mesh_plan is None else mesh_plan.param_dtype
+            edges = HFEdges(source.model, plan.chain, computed)
+        generation = getattr(source.model, "generation_config", None)
+        files = source.read_beside() if world.processes.index == 0 else {}  # process 0 writes them
+        return BuiltStages(
+            schedule,
+            world,
+            stages,
+            {index: plan.layers_of(module, index) for index, module in modules.items()},
+            edges,
+            auto.loss(),
+            auto.batch_splitter(plan.completed(), counts_tokens=asks_for_balance(source.model)),
+            mesh_plan,
+            shared=shared_weights(plan, self._ties, modules),
+            saved=SavedModel(source.model.config, generation, self._ties, schedule.placement.depth, files),
+            names=names,
+            recomputed=plan.recomputed(auto.checkpointing(), None if mesh_plan is None else mesh_plan.axes),
+            trace_folder=auto.trace_folder,
+        )
+
+    def _compare_values(self) -> None:
+        """Raise an error on every rank where ranks gave a model with other values."""
+        world = self._world
+        if world.alone:
+            return
+        everyone = world.processes
+        if self._mesh_plan is not None:
+            everyone = AllProcesses(self._auto.timeout, world.device)
+        (rank,) = world.ranks
+        values = self._plan.values_of(rank, self._ties)
+        compare_values(everyone, rank, values, self._plan.on_several_ranks(self._ties))
+
+    def _model(self, index: int) -> PreTrainedModel:
+        """The stage's model in training mode: with values, or on meta where a mesh shards it."""
+        model = self._plan.model_of(index, values=self._mesh_plan is None)
+        if self._mesh_plan is None:
+            self._fill(model)
+        elif self._plan.source.files:
+            weights.check(model, self._plan.source.files, self._ties)
+        return model if model.training else model.train()
+
+    def _fill(self, model: PreTrainedModel) -> None:
+        """Give values to a model on meta; an `outlined` one passes them on to the sharded weights."""
+        source = self._plan.source
         if source.files:
-            weights.load(part, source.files, ties)
+            weights.load(model, source.files, self._ties)
         else:
-            weights.copy_values(part, source.model)
-        initial.initialise(part, source.model, ties, self.seed)
+            weights.copy_values(model, source.model)
+        initial.initialise(model, source.model, self._ties, self._auto.seed)
+
+    def _stage(self, index: int, model: PreTrainedModel) -> Stage:
+        auto, plan = self._auto, self._plan
+        info = plan.info(index)
+        shard = None if self._mesh_plan is None else self._sharding(model)
+        return make_stage(
+            index,
+            model,
+            self._world.device,
+            layers=plan.layers_of(model, index),
+            checkpointing=auto.checkpointing(),
+            parallelize_fn=auto.parallelize_fn,
+            call=lambda module: HFCall(module, info),
+            routing=None if plan.routed is None else plan.routed.for_stage(model),
+            after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,
+            position=info.stage,
+            shard=shard,
+            placed=shard is not None,
+        )
+
+    def _sharding(self, model: PreTrainedModel) -> Shard:
+        """Lay the model out over the mesh while it is on meta: no rank ever holds all of it.
+
+        Returns what shards its weights once parallelize_fn has run, and fills them.
+        """
+        mesh_plan, device = self._mesh_plan, self._world.device
+        assert mesh_plan is not None
+        unsharded = outlined(model)
+        placed(model, device)
+        mesh_plan.parallelize(model)
+        if mesh_plan.param_dtype is not None:
+            compute_in(model, mesh_plan.param_dtype)
+
+        def fill() -> None:
+            give_storage(model, device)
+            self._fill(unsharded)
+
+        fill_first = self._auto.parallelize_fn is not None  # it takes a module with values
+        if fill_first:
+            fill()
+
+        def shard(module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
+            shards = mesh_plan.fully_shard(module, layers)
+            if not fill_first:
+                fill()
+            return shards
+
+        return shard

@@ -1,11 +1,11 @@
-"""The split model beside the whole one, on one batch."""
+"""Compare a split model with the whole one on one batch: loss, weights and every gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
-from typing import Literal, Protocol, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,25 @@ from penstock.errors import BatchError, DifferenceError
 from penstock.models.huggingface.stages import outcome
 from penstock.models.stage import ProvidedCall
 from penstock.parallel.reductions import Reductions
-from penstock.pipeline.built import StageFacts
-from penstock.pipeline.split_batch import BatchLike, RefusedBatch
+from penstock.pipeline.split_batch import BatchLike, RefusedBatch, as_list
+from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.step import StepResult
 from penstock.runtime.sharded_weights import whole as gathered
-from penstock.runtime.stage import Stage, evaluating, gradients_aside
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.stage import evaluating, gradients_aside
 
-# largest difference, relative to the largest entry of the tensor compared
+# largest difference that passes, relative to the largest entry of the tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+Place = tuple[str, int, int]  # a parameter's name, its stage, and that stage's rank
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor of the split model beside the whole one's.
+    """One tensor of the split model, compared with the whole model's.
 
-    difference: how much they differ; size: of the whole one's; both as Report.measure says
+    difference, size: of the two tensors, and of the whole model's; measured as Report.measure says
     tolerance: the largest difference that passes
-    remark: what is wrong, where it is more than a difference
+    remark: what is wrong, if it is more than a difference
     """
 
     kind: Literal["weight", "gradient"]
@@ -50,7 +51,7 @@ class Compared:
 
     @property
     def excess(self) -> float:
-        """The difference over the tolerance: above 1 is wrong, and so is what is no number."""
+        """Difference / tolerance: above 1 is wrong; infinite where either is not a number."""
         if self.difference == 0:
             return 0.0
         share = self.difference / self.tolerance if self.tolerance else inf
@@ -60,15 +61,24 @@ class Compared:
     def wrong(self) -> bool:
         return self.excess > 1
 
+    def describe(self, measure: str) -> str:
+        """One line for a person."""
+        where = f"on stage {self.stage} of rank {self.rank}"
+        if self.remark:
+            return f"{self.kind} {self.name} {where}: {self.remark}"
+        before = "before any step, " if self.kind == "weight" else ""
+        difference = f"{before}by {self.difference:.3g} {where}"
+        return f"{self.kind} {self.name}: it differs {difference}, and its {measure} is {self.size:.3g}"
+
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found; the same on every rank.
+    """The result of a comparison; the same on every rank.
 
-    losses: of the split model and of the whole one; None where unequal weights left nothing to compare
+    losses: of the split model and of the whole one; None where weights differ, so that nothing else counts
     tensors: all that were compared, the worst first
     tolerance: the largest difference that passes, relative to the tensor's size
-    measure: by what tensors and differences are measured: "largest entry" or "norm"
+    measure: how tensors and differences are measured: "largest entry" or "norm"
     """
 
     losses: tuple[float, float] | None
@@ -98,7 +108,7 @@ class Report:
             return False
         split, whole = self.losses
         close = abs(split - whole) <= self.tolerance * max(1.0, abs(whole))
-        return not (close and isfinite(whole))  # what is no number is close to nothing
+        return not (close and isfinite(whole))  # a loss of nan is close to nothing
 
     @property
     def passed(self) -> bool:
@@ -110,96 +120,70 @@ class Report:
         return self.tensors[0].excess * self.tolerance if self.tensors else 0.0
 
     def problems(self) -> list[str]:
-        """All that differs, in words: the loss, then the tensors, the worst first."""
-        told = []
+        """All that differs, a line each: the loss, then the tensors, the worst first."""
+        loss = []
         if self.loss_differs and self.losses:
-            told.append(f"loss: {self.losses[0]} split, {self.losses[1]} whole")
-        return told + [self.describe(each) for each in self.wrong]
-
-    def describe(self, each: Compared) -> str:
-        where = f"on stage {each.stage} of rank {each.rank}"
-        if each.remark:
-            return f"{each.kind} {each.name} {where}: {each.remark}"
-        before = "before any step, " if each.kind == "weight" else ""
-        by = f"{before}by {each.difference:.3g} {where}"
-        return f"{each.kind} {each.name}: it differs {by}, and its {self.measure} is {each.size:.3g}"
+            loss.append(f"loss: {self.losses[0]} split, {self.losses[1]} whole")
+        return loss + [each.describe(self.measure) for each in self.wrong]
 
     def raise_if_wrong(self, remedy: str | None = None) -> None:
-        """Raise DifferenceError unless all that was compared is equal."""
+        """Raise DifferenceError unless all passed."""
         if not self.passed:
             raise DifferenceError(self, remedy)
 
 
-class Comparable(Protocol):
-    """A Pipeline, as far as a comparison needs it."""
-
-    @property
-    def stages(self) -> tuple[Stage, ...]: ...
-    @property
-    def modules(self) -> Mapping[int, nn.Module]: ...
-    @property
-    def info(self) -> tuple[StageFacts, ...]: ...
-    @property
-    def processes(self) -> Processes: ...
-    @property
-    def reductions(self) -> Reductions: ...
-    def step(self, batch: BatchLike) -> StepResult: ...
-    def microbatches(self, batch: BatchLike) -> list[Microbatch]: ...
-
-
 def compare(
-    pipe: Comparable, model: nn.Module, batch: BatchLike, loss: Loss, tolerance: float | None = None
+    pipe: SplitModel,
+    step: Callable[[BatchLike], StepResult],
+    split: Callable[[BatchLike], list[Microbatch]],
+    model: nn.Module,
+    batch: BatchLike,
+    loss: Loss,
+    tolerance: float | None = None,
 ) -> Report:
-    """Loss and every gradient of `pipe` beside those of `model`, in evaluation mode.
-
-    Where weights differ to begin with, nothing but them is compared. The gradients of both are put back as
-    they were. tolerance: relative to each gradient's largest entry; None takes the dtype's. Collective.
-    """
+    """Pipeline.compare; `step` and `split` are the pipeline's. Collective."""
     whole = dict(model.named_parameters(remove_duplicate=False))
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
-    own = list(placed_parameters(pipe))
-    weights = [_weight(at, gathered(p), whole.get(at[0])) for at, p in own]
-    weights = everywhere(pipe, [each for each in weights if each.wrong])
+    placed = list(placed_parameters(pipe))
+    weights = [_weight(place, gathered(p), whole.get(place[0])) for place, p in placed]
+    weights = _of_all_processes(pipe, [each for each in weights if each.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
-    if any(ROUTED in part for part in ([batch] if isinstance(batch, Mapping) else batch)):
-        rule = "the whole model's own routers choose, and are told nothing"
+    if any(ROUTED in part for part in as_list(batch)):
+        rule = "the whole model's own routers choose the experts"
         batch = RefusedBatch(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
-    with gradients_aside([*(p for _, p in own), *whole.values()]):
+    with gradients_aside([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
-            found = pipe.step(batch).loss
-            expected = whole_gradients(model, pipe.microbatches(batch), loss, pipe.reductions)
+            found = step(batch).loss
+            expected = _whole_gradients(model, split(batch), loss, pipe.reductions)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
-        gradients = [_gradient(at, _gathered(p.grad), whole[at[0]].grad, tolerance, largest) for at, p in own]
-    return Report.of((found, expected), everywhere(pipe, gradients), tolerance)
+        gradients = [
+            _gradient(
+                place, None if p.grad is None else gathered(p.grad), whole[place[0]].grad, tolerance, largest
+            )
+            for place, p in placed
+        ]
+    return Report.of((found, expected), _of_all_processes(pipe, gradients), tolerance)
 
 
-# the name of a parameter, its stage, and that stage's rank
-Place = tuple[str, int, int]
-
-
-def placed_parameters(pipe: Comparable) -> Iterator[tuple[Place, nn.Parameter]]:
-    """This process's, with their places. A name stands several times where there are several copies."""
+def placed_parameters(pipe: SplitModel) -> Iterator[tuple[Place, nn.Parameter]]:
+    """This process's parameters with their places; a name comes once for each copy."""
     for stage in pipe.stages:
         for name, parameter in stage.module.named_parameters():
             yield (name, stage.index, pipe.info[stage.index].rank), parameter
 
 
-def everywhere(pipe: Comparable, found: Sequence[Compared]) -> list[Compared]:
-    """What all processes found, on every one of them. Collective."""
-    told = pipe.processes.gather([asdict(each) for each in found])
-    return [Compared(**each) for part in told for each in part]
+def _of_all_processes(pipe: SplitModel, found: Sequence[Compared]) -> list[Compared]:
+    """Collective."""
+    everyone = pipe.processes.gather([asdict(each) for each in found])
+    return [Compared(**each) for part in everyone for each in part]
 
 
-def _gathered(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gathered(gradient)
-
-
-def whole_gradients(
+def _whole_gradients(
     model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, reductions: Reductions
 ) -> float:
-    """As `whole_backward`, of all parts of the batch: each pipeline of a mesh has one. Collective."""
+    """As `whole_backward`, summed over the data-parallel parts of the batch. Collective."""
     weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
     total = torch.tensor([whole_backward(model, microbatches, loss, weight)], dtype=torch.float64)
     for parameter in model.parameters():
@@ -211,11 +195,13 @@ def whole_gradients(
 def whole_backward(
     model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, weight: int | None = None
 ) -> float:
-    """Loss and gradients of the whole model in this process, one microbatch after the other.
+    """Add the whole model's gradients to `.grad` and return its loss, one microbatch after the other.
 
-    The same sums as the pipeline's, in the same order where autograd leaves a choice, so that models that
-    round inside (a norm in float32 under float64 weights) round alike.
-    weight: what the loss is divided by; None takes the valid items of the microbatches
+    The sums are the pipeline's, in the same order where autograd leaves a choice, so that models that round
+    inside (a norm in float32 under float64 weights) round alike.
+
+    Args:
+        weight: divides the loss; None takes what `loss` counts in the microbatches
     """
     if weight is None:
         weight = sum(loss.weight(microbatch) for microbatch in microbatches)
@@ -235,17 +221,17 @@ def whole_backward(
 
 
 def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -> float:
-    """The largest difference of a gradient that passes. `largest`: the size of the model's largest gradient.
+    """The largest difference of a gradient of `size` that passes; `largest`: size of the largest gradient.
 
-    A gradient of which nothing reaches rounding of the largest one is zero but for rounding (a bias that
-    softmax cancels); it need only be as small in the split.
+    A gradient smaller than the rounding of the largest one is zero but for rounding (a bias that softmax
+    cancels); it need only be as small in the split model.
     """
     rounding = torch.finfo(dtype).eps * largest
     return max(tolerance * size, rounding) if size <= rounding else tolerance * size
 
 
 def only_one(kind: Literal["weight", "gradient"], place: Place) -> Compared:
-    """A gradient that the other model has none of, or a weight."""
+    """A weight that the whole model lacks, or a gradient that one of the two lacks."""
     remark = "only one of the two has it" if kind == "gradient" else "the whole model has none of that name"
     return Compared(kind, *place, inf, 0.0, 0.0, remark)
 

@@ -1,4 +1,4 @@
-"""Forwards alone: their loss, and what comes out of the last stage."""
+"""Run forwards only: for their loss, for the outputs of the last stage, and to read which experts were chosen."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, put_together, take_apart, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
+from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World
-from penstock.pipeline.built import BuiltStages
-from penstock.pipeline.split_batch import BatchLike, BatchSplitter, MeshBatchSplitter
+from penstock.pipeline.split_batch import BatchLike, as_list
+from penstock.pipeline.stages import BuiltStages
 from penstock.pipeline.step import LoweredSchedule, StepResult, StepRunner
-from penstock.runtime.stage import RoutedStage, Stage, evaluating
+from penstock.runtime.stage import RoutedStage, evaluating
 from penstock.schedule import verify
 from penstock.schedule.builders.gpipe import forwards
 
 
 class Evaluation(NamedTuple):
-    """loss: None for a batch without labels, where it is the next-token loss; tokens: then 0
+    """The outcome of an evaluation with outputs.
 
-    bubble: as StepResult has it
-    outputs: what the last stage returned, or what a function made of it; None on ranks that have none of it
+    loss: None for a batch without labels, if the loss is next-token cross-entropy; tokens: then 0
+    bubble: as in StepResult
+    outputs: those of the last stage, or what a function made of them; None on ranks that have none
     """
 
     loss: float | None
@@ -36,38 +38,35 @@ class Evaluation(NamedTuple):
 
 
 class Evaluations:
-    """Runs forwards of any number of microbatches on the stages of a pipeline."""
+    """Runs forwards of any number of microbatches on a pipeline's stages. All its methods are collective."""
 
-    def __init__(self, parts: BuiltStages, steps: StepRunner) -> None:
-        self._parts, self._steps = parts, steps
+    def __init__(self, built: BuiltStages, steps: StepRunner) -> None:
+        self._built, self._steps = built, steps
         self._lowered: dict[int, LoweredSchedule] = {}  # by number of microbatches
-        self._count = 0  # of microbatches, the last time
 
-    def loss(self, given: BatchLike) -> StepResult:
-        with evaluating(*(stage.module for stage in self._parts.stages)):
-            return self._steps.run(self._of(given), given)[0]
+    def loss(self, batch: BatchLike) -> StepResult:
+        return self._run(self._forwards(batch), batch)
 
-    def results(
-        self, given: BatchLike, collect: Collect, *, scored: bool = False
+    def results(self, batch: BatchLike, collect: Collect) -> dict[int, Any]:
+        """What `collect` returned by microbatch, on the rank where it ran."""
+        return self._results(self._forwards(batch), batch, collect, scored=False)[1]
+
+    def _results(
+        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect, *, scored: bool
     ) -> tuple[StepResult, dict[int, Any]]:
-        """What `collect` returned by microbatch, on the rank where it ran; the loss too where `scored`."""
-        lowered = self._of(given)
-        if isinstance(self._parts.splitter, MeshBatchSplitter):
-            collect = self._parts.splitter.joining(collect)
-        with evaluating(*(stage.module for stage in self._parts.stages)):
-            result, _ = self._steps.run(lowered, given, collect, scored=scored)
+        result = self._run(lowered, batch, collect, scored)
         found: dict[int, Any] = {}
         for executor in lowered.executors:
             found |= executor.ops.results
             executor.ops.results = {}
         return result, dict(sorted(found.items()))
 
-    def outputs(self, given: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
-        """wanted: True for what the last stage returned, or what takes it and the microbatch's number
+    def outputs(self, batch: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
+        """wanted: True for the last stage's outputs, or a function of (output, microbatch's number)
 
-        Raises ConfigError where the copies of a model on several ranks would each have a part of it.
+        Raises ConfigError where each copy of the model has the outputs of half the batch.
         """
-        schedule, processes = self._parts.schedule, self._parts.world.processes
+        schedule, processes = self._built.schedule, self._built.world.processes
         if schedule.placement.replicas > 1 and processes.count > 1 and not everywhere:
             raise ConfigError(
                 f"outputs with schedule {schedule.name!r}",
@@ -75,147 +74,157 @@ class Evaluations:
                 "Give everywhere=True",
             )
         collect: Collect = wanted if callable(wanted) else lambda output, number: output
-        scored = not isinstance(self._parts.loss, NextToken) or _has_labels(given)
-        result, found = self.results(given, collect, scored=scored)
+        labelled = any("labels" in part for part in as_list(batch))
+        scored = labelled or not isinstance(self._built.loss, NextToken)
+        lowered = self._forwards(batch)
+        result, found = self._results(lowered, batch, collect, scored=scored)
+        count = lowered.schedule.microbatches
         if everywhere:
-            found = self._to_all(found)
-        outputs = [found.get(number) for number in range(self._count)] if found else None
+            found = self._send_to_all(found, count)
+        outputs = [found.get(number) for number in range(count)] if found else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
-        if not scored:
-            return Evaluation(None, 0, result.bubble, outputs)
-        return Evaluation(*result, outputs)
+        return Evaluation(*result, outputs) if scored else Evaluation(None, 0, result.bubble, outputs)
 
-    def _to_all(self, found: Mapping[int, Any]) -> dict[int, Any]:
-        """As `to_all`, and what one pipeline of a mesh refuses all do. Collective over the mesh."""
+    def _run(
+        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None = None, scored: bool = False
+    ) -> StepResult:
+        if collect is not None and self._built.mesh_plan is not None:
+            collect = _with_whole_sequences(collect, self._built.mesh_plan)
+        with evaluating(*(stage.module for stage in self._built.stages)):
+            return self._steps.run(lowered, batch, collect, scored=scored)[0]
+
+    def _send_to_all(self, found: Mapping[int, Any], count: int) -> dict[int, Any]:
+        """As `send_to_all`; what one pipeline of a mesh refuses, all refuse. Collective over the mesh."""
         refusal, everyone = None, dict[int, Any]()
         try:
-            everyone = to_all(found, self._parts.world)
+            everyone = send_to_all(found, self._built.world)
         except ShapeError as error:
             refusal = error
-        self._parts.world.reductions.all_accept(self._count, True, refusal)
+        self._built.world.reductions.all_accept(count, True, refusal)
         if refusal is not None:
             raise refusal
         return everyone
 
-    def _of(self, given: BatchLike) -> LoweredSchedule:
-        """The forwards of as many microbatches as an evaluation makes of it."""
-        count = self._count = self._counted(given)
+    def _forwards(self, batch: BatchLike) -> LoweredSchedule:
+        """The forwards of as many microbatches as `batch` makes on every rank. Collective over the mesh."""
+        if isinstance(batch, Mapping):
+            try:
+                rows = batch_rows(batch, self._built.splitter.sharding)
+            except BatchError:  # raised again where the batch is split, there on all ranks alike
+                rows = 1
+            count = min(self._built.schedule.microbatches, rows)
+        else:
+            count = len(batch)
+        count = self._built.world.reductions.min(max(count, 1))
         if count not in self._lowered:
-            proof = verify(forwards(self._parts.schedule.placement, count))
+            proof = verify(forwards(self._built.schedule.placement, count))
             self._lowered[count] = self._steps.lower(proof)
         return self._lowered[count]
 
-    def _counted(self, given: BatchLike) -> int:
-        """The number of microbatches, the same for all parts of a batch. Collective over the mesh."""
-        most = self._parts.schedule.microbatches
-        if isinstance(given, Mapping):
-            try:
-                count = min(most, batch_rows(given, self._parts.splitter.sharding))
-            except BatchError:  # once more where it is split, and there on all ranks alike
-                count = 1
-        else:
-            count = len(given)
-        return self._parts.world.reductions.min(max(count, 1))
+
+def _with_whole_sequences(collect: Collect, mesh_plan: MeshPlan) -> Collect:
+    """`collect`, called with the outputs that the ranks of cp hold together."""
+    return lambda output, number: collect(mesh_plan.gather_output(output, number), number)
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:
-    """One tensor with the rows of all microbatches, where each is a tensor and the rows have one shape."""
+    """One tensor with the rows of all microbatches, if all are tensors with rows of one shape; else a list."""
     tensors = [output for output in outputs if isinstance(output, Tensor) and output.dim()]
     if len(tensors) < len(outputs) or len({(t.shape[1:], t.dtype) for t in tensors}) > 1:
         return list(outputs)
     return torch.cat(tensors)
 
 
-def _has_labels(given: BatchLike) -> bool:
-    return any("labels" in part for part in ([given] if isinstance(given, Mapping) else given))
+# ---- results on every process
 
 
-_SLICE = 1 << 24  # bytes that go at once: everyone receives as many of everyone
+_SLICE = 1 << 24  # bytes in one exchange: every process receives as many from every other
 
 
-def to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
+def send_to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
     """Every process's results, by microbatch, on every process. Collective.
 
-    Tensors travel as their bytes, numbers and strings in lists, tuples and dicts as text.
+    Tensors travel as their bytes; numbers and strings in lists, tuples and dicts as text.
     Raises ShapeError, on every process, for anything else.
     """
     if world.processes.count == 1:
         return dict(found)
     payloads: dict[int, Payload] = {}
-    refusal = None
+    refusal, texts = None, dict[int, str]()
     try:
         for number, value in found.items():
             tensors, form = take_apart(value)
             payloads[number] = Payload(tensors, EdgeSpecs.of(tensors, form))
-        mine = {number: pack_specs(payload.specs).decode() for number, payload in payloads.items()}
-    except ShapeError as error:  # others are about to wait for this process
-        refusal, mine = error.value, {}
-    told = world.processes.gather([refusal, mine])
-    for refused, _ in told:
+            texts[number] = pack_specs(payloads[number].specs).decode()
+    except ShapeError as error:  # the others are about to wait for this process
+        refusal, texts = error.value, {}
+    everyone = world.processes.gather([refusal, texts])
+    for refused, _ in everyone:
         if refused is not None:
             rule = "tensors, numbers, strings and None go to all ranks, in lists, tuples and dicts"
             raise ShapeError(
                 f"a result that cannot be sent ({refused})", rule, "Return these, or leave everywhere out"
             )
-    everyone: dict[int, Any] = {}
-    for owner, (_, held) in enumerate(told):
+    results: dict[int, Any] = {}
+    for owner, (_, held) in enumerate(everyone):
         for number, text in held.items():
             specs = unpack_specs(text.encode())
-            own = payloads[int(number)].tensors if owner == world.processes.index else None
-            received = [_from(owner, None if own is None else own[at], spec.shape, spec.dtype, world)
-                        for at, spec in enumerate(specs.tensors)]  # fmt: skip
-            everyone[int(number)] = put_together(received, specs.form)
-    return dict(sorted(everyone.items()))
+            mine = payloads[int(number)].tensors if owner == world.processes.index else None
+            received = [
+                _broadcast(owner, None if mine is None else mine[at], spec.shape, spec.dtype, world)
+                for at, spec in enumerate(specs.tensors)
+            ]
+            results[int(number)] = put_together(received, specs.form)
+    return dict(sorted(results.items()))
 
 
-def _from(
+def _broadcast(
     owner: int, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, world: World
 ) -> Tensor:
-    """The owner's tensor, on every process."""
+    """The owner's tensor, on every process. Collective."""
     received = torch.empty(tuple(shape), dtype=dtype, device=world.device)
     flat = received.reshape(-1).view(torch.uint8)
     if tensor is not None:
         flat.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
     for start in range(0, flat.numel(), _SLICE):
         piece = flat[start : start + _SLICE]
-        given = piece if tensor is not None else torch.zeros_like(piece)
-        piece.copy_(world.transport.exchange([given])[owner])
+        sent = piece if tensor is not None else torch.zeros_like(piece)
+        piece.copy_(world.transport.exchange([sent])[owner])
     return received
 
 
-# ---- Which experts the tokens of the last step chose, put together from all stages.
+# ---- the experts that the last step chose
 
 
-def chosen_experts(
-    stages: Mapping[int, Stage], microbatches: int, splitter: BatchSplitter, world: World
-) -> Tensor | list[Tensor]:
-    """(rows, sequence, mixtures, top_k) of this pipeline's part of the batch, on each of its processes; a
-    list by microbatch where these differ in length. Collective over the pipeline, and over cp.
+def chosen_experts(built: BuiltStages) -> Tensor | list[Tensor]:
+    """Experts of this pipeline's part of the batch, (rows, sequence, mixtures, top_k), on all its processes.
 
+    A list by microbatch where these differ in length. Collective over the pipeline, and over cp.
     Raises ConfigError, on all of them, where the last step recorded nothing.
     """
-    mine: dict[int, tuple[list[int], Tensor]] = {}
-    for index, stage in stages.items():
+    microbatches = built.schedule.microbatches
+    local: dict[int, tuple[list[int], Tensor]] = {}
+    for stage in built.stages:
         found: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
         for number, (places, chosen, length) in sorted(found.items()):
-            if length is not None and isinstance(splitter, MeshBatchSplitter):
-                chosen = splitter.beside.gather_sequence(chosen, length)
-            mine[index * microbatches + number] = list(places), chosen
-    parts: dict[int, list[tuple[list[int], Tensor]]] = {}
-    for key, part in to_all(mine, world).items():
-        parts.setdefault(key % microbatches, []).append(part)
-    if len(parts) < microbatches:
+            if length is not None and built.mesh_plan is not None:
+                chosen = built.mesh_plan.gather_sequence(chosen, length)
+            local[stage.index * microbatches + number] = list(places), chosen
+    pieces: dict[int, list[tuple[list[int], Tensor]]] = {}
+    for key, piece in send_to_all(local, built.world).items():
+        pieces.setdefault(key % microbatches, []).append(piece)
+    if len(pieces) < microbatches:
         raise ConfigError(
-            f"routed_experts() of {len(parts)} microbatches, where a step has {microbatches}",
-            "they are what the last step chose, in a pipeline with replay_routing=True and in training mode",
+            f"routed_experts() of {len(pieces)} microbatches, where a step has {microbatches}",
+            "they are those of the last step, in a pipeline with replay_routing=True and in training mode",
             "Call step() first",
         )
-    return in_rows([_in_order(parts[number]) for number in range(microbatches)])  # type: ignore[no-any-return]
+    return in_rows([_in_layer_order(pieces[number]) for number in range(microbatches)])  # type: ignore[no-any-return]
 
 
-def _in_order(parts: list[tuple[list[int], Tensor]]) -> Tensor:
-    """The mixtures of all stages, in the order of the layers."""
-    order = [place for places, _ in parts for place in places]
-    together = torch.cat([chosen for _, chosen in parts], 2)
+def _in_layer_order(pieces: list[tuple[list[int], Tensor]]) -> Tensor:
+    """One microbatch's mixtures of all stages."""
+    order = [place for places, _ in pieces for place in places]
+    together = torch.cat([chosen for _, chosen in pieces], 2)
     return together[:, :, torch.tensor(order, device=together.device).argsort()]

@@ -1,4 +1,4 @@
-"""A pipeline of modules of one's own, each built by a provider on the rank that runs it."""
+"""Build a pipeline of a user's own modules: each rank calls the provider for its stages only."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.stage import Provider, StageInfo, provided_edges
 from penstock.parallel.mesh import Axes
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.built import BuiltStages
 from penstock.pipeline.checks import check_options
-from penstock.pipeline.functional import layers_of, make_stage, own_stages
 from penstock.pipeline.options import Options, recomputed_places
+from penstock.pipeline.split_module import layers_of
+from penstock.pipeline.stages import BuiltStages, make_stage, own_stages
 from penstock.runtime.health.agreement import compare_values, named
 from penstock.runtime.shared_weights import of_replicas
 from penstock.runtime.stage import Stage
@@ -28,85 +28,50 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def taking(
-    make: Callable[P, Options],
-) -> Callable[
-    [Callable[[type[T], Provider, Options], T]],
-    Callable[Concatenate[type[T], Provider, P], T],
-]:
-    """Let a method that takes Options take, in their place, the keywords that `make` makes them of.
+def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
+    """Call `provider` for this process's stages and make them ready to run. Collective.
 
-    Raises TypeError for others, with the nearest that there is.
+    Raises what Pipeline.from_provider raises.
     """
-    known = [*signature(make).parameters]
-
-    def decorate(
-        method: Callable[[type[T], Provider, Options], T],
-    ) -> Callable[Concatenate[type[T], Provider, P], T]:
-        def take(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            _check_keywords(f"{cls.__name__}.{method.__name__}()", known, args, kwargs)
-            return method(cls, provider, make(*args, **kwargs))
-
-        update_wrapper(take, method)
-        *own, _ = signature(method).parameters.values()
-        named = [field.replace(kind=Parameter.KEYWORD_ONLY) for field in signature(make).parameters.values()]
-        take.__signature__ = signature(method).replace(parameters=[*own, *named])  # type: ignore[attr-defined]
-        return take
-
-    return decorate
-
-
-def _check_keywords(
-    name: str, known: Sequence[str], args: Sequence[object], kwargs: Mapping[str, object]
-) -> None:
-    if args:
-        raise TypeError(f"{name} takes its options by keyword, such as {known[0]}={args[0]!r}")
-    for key in kwargs:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}"
-            raise TypeError(f"{name} has no option {key!r}. {remedy}")
-
-
-def provided_parts(provider: Provider, options: Options) -> BuiltStages:
-    """The parts of Pipeline.from_provider. Collective."""
     schedule, how = options.chosen_schedule(), options.checkpointing()
     if how is not None and how.memory_limit is not None:
-        rule = "what a module of one's own holds cannot be told before it runs"
-        raise ConfigError("memory_limit with from_provider", rule, "Give in_flight; Pipeline.memory tells")
+        rule = "the memory that a user's own module takes is unknown before it runs"
+        raise ConfigError("memory_limit with from_provider", rule, "Give in_flight, from Pipeline.memory")
     if options.axes is not None and (options.axes.cp, options.axes.ep, options.axes.tp) != (1, 1, 1):
         raise ConfigError(
             f"{options.axes} with from_provider",
-            "only a transformers model tells how sequences, experts and matrices are shared out",
+            "only for a transformers model is it known how to shard sequences, experts and matrices",
             "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
         )
     check_options(options.axes or Axes(), options.sharded, options.loss())
-    world = open_world(schedule, options.link(), {**options.facts(), "provider": named(provider)})
+    facts = {**options.facts(), "provider": named(provider)}
+    world = open_world(schedule, options.world_options(), facts)
     with close_on_error(world.transport):
-        return _parts_in(world, provider, options, schedule)
+        return _stages_in(world, provider, options, schedule)
 
 
-def _parts_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
-    how = options.checkpointing()
+def _stages_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
     depth = schedule.placement.depth
-    beside = options.beside(world)
-    built = {index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)}
-    if beside is not None:
-        check_options(beside.axes, options.sharded, options.loss())
+    mesh_plan = options.mesh_plan(world)
+    provided = {
+        index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
+    }
+    if mesh_plan is not None:
+        check_options(mesh_plan.axes, options.sharded, options.loss())
         (rank,) = world.ranks
-        values = {f"{n} of stage {i}": p for i, made in built.items() for n, p in made.named_parameters()}
+        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
         compare_values(AllProcesses(options.timeout, world.device), rank, values, ())
     stages = [
         make_stage(
             index,
             module,
             world.device,
-            checkpointing=how,
+            checkpointing=options.checkpointing(),
             parallelize_fn=options.parallelize_fn,
-            place=index % depth,
-            spread=None if beside is None else beside.fully_shard,
+            position=index % depth,
+            shard=None if mesh_plan is None else mesh_plan.fully_shard,
         )
-        for index, module in built.items()
+        for index, module in provided.items()
     ]
     modules = _modules(stages)
     edges = None
@@ -119,22 +84,60 @@ def _parts_in(world: World, provider: Provider, options: Options, schedule: Sche
         {index: layers_of(module) for index, module in modules.items()},
         edges,
         options.loss(),
-        options.splitter(beside),
+        options.batch_splitter(),
+        mesh_plan,
         shared=list(of_replicas(schedule.placement, modules)),
-        recomputed=recomputed_places(schedule, how),
+        recomputed=recomputed_places(schedule, options.checkpointing()),
         trace_folder=options.trace_folder,
     )
 
 
-def _modules(stages: list[Stage]) -> Mapping[int, nn.Module]:
-    """By stage. Raises ModelError for a weight of two stages, which would be stepped and clipped twice."""
+def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:
+    """By stage. Raises ModelError for a weight of two stages: it would be stepped and clipped twice."""
     seen: dict[int, int] = {}
     for stage in stages:
         for name, parameter in stage.module.named_parameters():
             if (other := seen.setdefault(id(parameter), stage.index)) != stage.index:
                 raise ModelError(
                     f"the parameter {name} of stage {stage.index}",
-                    f"it is the very one that stage {other} holds",
-                    "Let the provider make modules of their own for each call",
+                    f"it is the same object as one of stage {other}",
+                    "Let the provider make new modules in each call",
                 )
     return {stage.index: stage.module for stage in stages}
+
+
+def takes_options(
+    make: Callable[P, Options],
+) -> Callable[
+    [Callable[[type[T], Provider, Options], T]],
+    Callable[Concatenate[type[T], Provider, P], T],
+]:
+    """Let a method of (provider, options) take the keywords of `make` in place of `options`.
+
+    So the options are stated once, and signature and types still name each of them. The method raises
+    TypeError for any other keyword, and names the nearest one.
+    """
+    known = list(signature(make).parameters.values())
+
+    def decorate(
+        method: Callable[[type[T], Provider, Options], T],
+    ) -> Callable[Concatenate[type[T], Provider, P], T]:
+        def with_keywords(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            name = f"{cls.__name__}.{method.__name__}()"
+            if args:
+                raise TypeError(f"{name} takes its options by keyword, such as {known[0].name}={args[0]!r}")
+            names = [option.name for option in known]
+            for key in kwargs.keys() - set(names):
+                near = get_close_matches(key, names, n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(names)}"
+                raise TypeError(f"{name} has no option {key!r}. {remedy}")
+            return method(cls, provider, make(**kwargs))
+
+        update_wrapper(with_keywords, method)
+        *leading, _ = signature(method).parameters.values()
+        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known]
+        shown = signature(method).replace(parameters=[*leading, *keywords])
+        with_keywords.__signature__ = shown  # type: ignore[attr-defined]
+        return with_keywords
+
+    return decorate

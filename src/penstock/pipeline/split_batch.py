@@ -1,4 +1,4 @@
-"""What is given to a step, made into its microbatches."""
+"""Split the batch of a step into microbatches of equal form on every rank."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from penstock.batch.microbatches import Batch, Collect, Sharding, split
+from penstock.batch.microbatches import Batch, Sharding, split
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
-from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World
 from penstock.runtime.health.agreement import first_error, in_words
 
-BatchLike = Batch | Sequence[Microbatch]  # to be split, or as it is
+BatchLike = Batch | Sequence[Microbatch]  # to be split, or microbatches as they are
+
+
+def as_list(batch: BatchLike) -> list[Mapping[str, Any]]:
+    """The batch alone, or its microbatches."""
+    return [batch] if isinstance(batch, Mapping) else list(batch)
 
 
 class RefusedBatch(dict[str, Any]):
-    """In the place of a batch that was refused before the ranks meet; they are told where they do."""
+    """Stands for a batch that this rank refused before the ranks meet; splitting it raises the error."""
 
     def __init__(self, error: InputError) -> None:
         super().__init__()
@@ -29,46 +33,59 @@ class RefusedBatch(dict[str, Any]):
 
 
 class BatchSplitter(NamedTuple):
-    """How what is given becomes microbatches.
+    """How a batch becomes microbatches.
 
-    sharding: how entries are cut; padding: whether microbatches are made equal in length
-    complete: adds what the model needs and can be told from a microbatch
-    own: what of a whole microbatch is this rank's; None takes all of it
+    sharding: how each entry is split; padding: the length to pad to, if any
+    complete: adds the entries that the model needs and a microbatch implies
     """
 
     sharding: Sharding
     padding: Padding | None = None
     complete: Callable[[Microbatch], Microbatch] = dict
-    own: Callable[[Microbatch], Microbatch] | None = None
 
-    def cut(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
-        """`count` microbatches on the world's device. Raises BatchError.
+    def split(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
+        """Return `count` microbatches on the world's device.
 
-        Collective where they are padded to the longest, and refused by all ranks of the pipeline then.
+        Collective over the pipeline where they are padded to the longest of all ranks.
+        Raises BatchError; where collective, on every rank.
         """
-        if self.padding is None or self.padding.length is not None:
-            return [self.complete(part) for part in self._padded(self._split(given, count, world), None)]
-        refusal, parts, longest = None, list[Microbatch](), -1
+        if self.padding is None:
+            return [self.complete(part) for part in self._divide(batch, count, world)]
+        if self.padding.length is None:
+            microbatches, longest = self._longest(self.padding, batch, count, world)
+        else:
+            microbatches = self._divide(batch, count, world)
+            longest = self.padding.longest(microbatches)
+        lengths = self.padding.lengths(longest)
+        return [self.complete(self.padding.pad(part, lengths)) for part in microbatches]
+
+    def _longest(
+        self, padding: Padding, batch: BatchLike, count: int, world: World
+    ) -> tuple[list[Microbatch], int]:
+        """The microbatches, and the length of the longest on any rank of the pipeline."""
+        refusal, microbatches, longest = None, list[Microbatch](), -1
         try:
-            parts = self._split(given, count, world)
-            longest = self.padding.longest(parts)
+            microbatches = self._divide(batch, count, world)
+            longest = padding.longest(microbatches)
         except InputError as error:
             refusal = error
-        mine = torch.tensor([longest], dtype=torch.float64)
-        told = [int(each) for each in world.transport.exchange([mine] * len(world.ranks))]
-        if min(told) < 0:
-            everyone = world.processes.gather(in_words(refusal))
-            found = first_error(dict(enumerate(everyone)), "rank")
+        vector = torch.tensor([longest], dtype=torch.float64)
+        lengths = [int(each) for each in world.transport.exchange([vector] * len(world.ranks))]
+        if min(lengths) < 0:
+            refusals = world.processes.gather(in_words(refusal))
+            found = first_error(dict(enumerate(refusals)), "rank")
             assert found is not None
             raise found from refusal
-        return [self.complete(part) for part in self._padded(parts, max(told))]
+        return microbatches, max(lengths)
 
-    def _split(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
-        if isinstance(given, RefusedBatch):
-            raise given.error
-        parts = [given] if isinstance(given, Mapping) else list(given)
-        parts = [tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part)) for part in parts]
-        if isinstance(given, Mapping):
+    def _divide(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
+        if isinstance(batch, RefusedBatch):
+            raise batch.error
+        parts = [
+            tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part))
+            for part in as_list(batch)
+        ]
+        if isinstance(batch, Mapping):
             parts = split(parts[0], count, self.sharding)
         elif len(parts) != count:
             raise BatchError(
@@ -80,39 +97,3 @@ class BatchSplitter(NamedTuple):
             if any(isinstance(value, Tensor) and value.dim() and not len(value) for value in part.values()):
                 raise BatchError(f"microbatch {number}", "it has no rows", "Leave it out, or give it one")
         return parts
-
-    def _padded(self, microbatches: list[Microbatch], longest: int | None) -> list[Microbatch]:
-        """longest: over all ranks; None where a fixed length makes it no matter"""
-        if self.padding is None:
-            return microbatches
-        lengths = self.padding.lengths(longest or self.padding.longest(microbatches))
-        return [self.padding.pad(microbatch, lengths) for microbatch in microbatches]
-
-
-# ---- Microbatches of a pipeline on a mesh: cut along the sequence, and put together again.
-
-
-class MeshBatchSplitter(BatchSplitter):
-    """Prepares each rank's part of every microbatch as well."""
-
-    beside: MeshPlan
-
-    @classmethod
-    def around(cls, splitter: BatchSplitter, beside: MeshPlan) -> MeshBatchSplitter:
-        made = cls(*splitter[:3], beside.local)
-        made.beside = beside
-        return made
-
-    def cut(self, given: BatchLike, count: int, world: World) -> list[Microbatch]:
-        """As BatchSplitter has it."""
-        microbatches = super().cut(given, count, world)
-        self.beside.split_sequences(microbatches)
-        return microbatches
-
-    def joining(self, collect: Collect) -> Collect:
-        """Given outputs of whole sequences."""
-
-        def joined(output: Any, number: int) -> Any:
-            return collect(self.beside.gather_output(output, number), number)
-
-        return joined

@@ -1,4 +1,10 @@
-"""A step, from what the caller gives to what all ranks told of it."""
+"""Run one step: from the caller's batch to the numbers that all ranks report.
+
+    split     the batch becomes microbatches                         an error of one rank is raised on all
+    agree     all ranks have the same part of the batch              else BatchError, before anything is sent
+    run       the executors follow their plans
+    report    each rank sends its step report to all                 loss, bubble, timeline
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,11 @@ from torch import Tensor
 
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
-from penstock.batch.shapes import EdgeShapes, Microbatch
+from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
-from penstock.parallel.world import World
-from penstock.pipeline.split_batch import BatchLike, BatchSplitter
+from penstock.pipeline.split_batch import BatchLike, as_list
+from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor, run_together
 from penstock.runtime.health.post_mortem import write_post_mortem
@@ -26,20 +32,19 @@ from penstock.runtime.health.progress import Progress
 from penstock.runtime.plan import lower
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.rng import drawn, foreseen, seeded
-from penstock.runtime.stage import Stage
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.order import exchanges
 from penstock.schedule.recompute import Places
 
-StepRecord = tuple[Schedule, report.Reports]  # a step's schedule, and what the ranks told of it
+StepRecord = tuple[Schedule, report.Reports]  # a step's schedule, and the ranks' reports
 _REFUSED = 1 << 32  # above all fingerprints of batches
 
 
 class StepResult(NamedTuple):
-    """The same numbers on every rank.
+    """The outcome of a step: the same numbers on every rank.
 
-    loss: mean over the batch's valid items; tokens: how many those are
-    bubble: the share of the ranks' time in which they did not compute
+    loss: mean over the batch's valid tokens (or what the loss counts); tokens: their number
+    bubble: share of the ranks' time in which they did not compute
     """
 
     loss: float
@@ -48,7 +53,7 @@ class StepResult(NamedTuple):
 
 
 class LoweredSchedule(NamedTuple):
-    """A schedule ready to run in this process; `number` is equal on ranks that hold the same one."""
+    """A schedule ready to run in this process; `number` is equal on ranks that hold the same schedule."""
 
     schedule: Schedule
     executors: list[Executor]
@@ -56,27 +61,18 @@ class LoweredSchedule(NamedTuple):
 
 
 class StepRunner:
-    """Runs schedules on this process's stages.
+    """Runs schedules on this process's stages."""
 
-    edges: None where what crosses an edge tells itself what it is
-    trace_folder: where each process writes the timeline so far when a step fails
-    """
-
-    def __init__(
-        self,
-        world: World,
-        stages: Mapping[int, Stage],
-        edges: EdgeShapes | None,
-        loss: Loss,
-        splitter: BatchSplitter,
-        trace_folder: Path | None,
-    ) -> None:
-        self._world, self._stages, self._edges, self._loss = world, stages, edges, loss
-        self._splitter, self._trace_folder = splitter, trace_folder
+    def __init__(self, built: BuiltStages) -> None:
+        """Collective."""
+        self._built, self._world = built, built.world
+        self._stages = {stage.index: stage for stage in built.stages}
+        self._trace_folder = None if built.trace_folder is None else Path(built.trace_folder)
+        world = built.world
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._broken = False
-        self._chances = [stage.chance for stage in stages.values() if stage.chance is not None]
-        self.draws = any(world.processes.gather(bool(self._chances)))
+        self._rngs = [stage.chance for stage in built.stages if stage.chance is not None]
+        self.draws: bool = any(world.processes.gather(bool(self._rngs)))
 
     def lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
         """recomputed: the (stage, microbatch) whose layers run again in the backward"""
@@ -87,42 +83,46 @@ class StepRunner:
         for rank in world.ranks:
             plan = lower(proof, rank, recomputed=recomputed, together=together, reduced=reduced)
             hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
-            recorder = self._recorders[rank]
-            executors.append(Executor(plan, hosted, self._edges, self._loss, world.transport, recorder))
+            recorder, built = self._recorders[rank], self._built
+            executors.append(Executor(plan, hosted, built.edges, built.loss, world.transport, recorder))
         return LoweredSchedule(schedule, executors, zlib.crc32(str(schedule).encode()))
 
     def run(
         self,
         lowered: LoweredSchedule,
-        given: BatchLike,
+        batch: BatchLike,
         collect: Collect | None = None,
         *,
         scored: bool = False,
         changed: bool = False,
     ) -> tuple[StepResult, StepRecord]:
-        """collect: takes the place of the loss; where `scored`, it stands beside it; changed: see `report`"""
+        """Run the schedule on `batch`. Collective.
+
+        collect: called with the last stage's outputs in place of the loss; with `scored`, in addition to it
+        changed: see `report`
+        """
         schedule, executors, _ = lowered
         transport = self._world.transport
         if self._broken:
             raise RunError(
                 "a step after one that failed",
-                "other ranks may still send what was meant for that one",
+                "other ranks may still send messages of that step",
                 "Build the pipeline again, best in fresh processes",
             )
         begun = False
         try:
-            step, chance = self._prepare(lowered, given, collect, scored)
+            step, seeds = self._prepare(lowered, batch, collect, scored)
             begun = True
-            with chance:
+            with seeds:
                 run_together(executors, step)
             if not schedule.trains:
                 for stage in self._stages.values():
                     stage.end_forwards()
             if collect and scored:
                 for executor in executors:
-                    _tell_apart(executor, step.weight)
-            told = transport.exchange([report.report(executor, changed) for executor in executors])
-            reports = [vector.tolist() for vector in told]
+                    _separate(executor, step.weight)
+            vectors = transport.exchange([report.report(executor, changed) for executor in executors])
+            reports = [vector.tolist() for vector in vectors]
             loss = self._world.reductions.sum_loss(report.total_loss(reports))
             transport.end_step()
         except BaseException as error:
@@ -132,68 +132,54 @@ class StepRunner:
         assert not left, f"{left} entries left in caches after a step"
         return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
 
+    def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
+        """The microbatches that a step makes of `batch`. Collective over the mesh, and where they are padded."""
+        with self._agreed(count, scored=True):
+            microbatches = self._built.splitter.split(batch, count, self._world)
+            if self._built.mesh_plan is not None:
+                self._built.mesh_plan.split_sequences(microbatches)
+            return microbatches
+
     def _prepare(
-        self, lowered: LoweredSchedule, given: BatchLike, collect: Collect | None, scored: bool
+        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None, scored: bool
     ) -> tuple[StepInput, AbstractContextManager[None]]:
-        """All that is found out, and agreed upon, before anything is sent; and what to run it in."""
+        """Split the batch and agree on it before anything is sent. Returns the input and the seeds to run in."""
         schedule, executors, number = lowered
-        transport, counts = self._world.transport, scored or not collect
-        with self._refused_by_all(schedule.microbatches, counts, agreed=True):
-            microbatches = self._splitter.cut(given, schedule.microbatches, self._world)
-            weight = sum(self._loss.weight(microbatch) for microbatch in microbatches) if counts else 1
-            self._foresee(microbatches, schedule.placement.depth)
+        world, transport, built = self._world, self._world.transport, self._built
+        counts = scored or not collect
+        with self._agreed(schedule.microbatches, counts, fingerprints_follow=True):
+            microbatches = built.splitter.split(batch, schedule.microbatches, world)
+            if built.mesh_plan is not None:
+                built.mesh_plan.split_sequences(microbatches)
+            weight = sum(built.loss.weight(microbatch) for microbatch in microbatches) if counts else 1
+            self._infer_edges(microbatches, schedule.placement.depth)
         if counts:
-            weight = self._world.reductions.sum_tokens(weight)
-        if self._world.mesh is not None:
-            parts = [given] if isinstance(given, Mapping) else given
+            weight = world.reductions.sum_tokens(weight)
+        if world.mesh is not None:
             transport.follow(_progress_of(executors[0]))
-            told = fingerprint(parts, len(microbatches), number)
-            transport.agree(*told)
-            self._world.reductions.all_equal(*told)
+            numbers = fingerprint(as_list(batch), len(microbatches), number)
+            transport.agree(*numbers)
+            world.reductions.all_equal(*numbers)
         if weight == 0:
-            transport.settle()  # or a rank that was given another batch would wait for this one
+            transport.settle()  # or a rank with another batch would wait for this one
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
-        if isinstance(self._edges, DeclaredEdges):
-            with self._refused_by_all(schedule.microbatches, counts):
-                if unseen := self._edges.unseen(microbatches):
+        if isinstance(built.edges, DeclaredEdges):
+            with self._agreed(schedule.microbatches, counts):
+                if unseen := built.edges.unseen(microbatches):
                     transport.settle()  # or ranks with other batches would not meet in what follows
-                    self._edges.agree(unseen, self._world.processes)
-        own = microbatches
-        if self._splitter.own is not None:
-            own = [self._splitter.own(microbatch) for microbatch in microbatches]
+                    built.edges.agree(unseen, world.processes)
+        local = microbatches
+        if built.mesh_plan is not None:
+            local = [built.mesh_plan.local(microbatch) for microbatch in microbatches]
         if collect and scored:
-            collect = _with_loss(collect, self._loss, own)
-        return StepInput(own, weight, collect), self._chance(schedule, microbatches, own)
-
-    def _chance(
-        self, schedule: Schedule, microbatches: Sequence[Microbatch], own: Sequence[Microbatch]
-    ) -> AbstractContextManager[None]:
-        """Collective over the mesh.
-
-        Nothing is drawn where the batch is refused, nor where nothing is in training on any rank.
-        """
-        if not self.draws or not schedule.trains:
-            return nullcontext()
-        world = self._world
-        training = any(part.training for stage in self._stages.values() for part in stage.module.modules())
-        mine = torch.tensor([foreseen() if training else 0], dtype=torch.float64)
-        told = world.transport.exchange([mine] * len(world.ranks))  # after all ranks took the batch
-        seed = world.reductions.max(int(max(told)))  # one for all, whatever each was seeded with
-        if not seed:
-            return nullcontext()
-        drawn()
-        return seeded(self._chances, seed, microbatches, own)
-
-    def cut(self, given: BatchLike, count: int) -> list[Microbatch]:
-        """The microbatches that a step makes of it. Collective over the mesh, and where they are padded."""
-        with self._refused_by_all(count, True):
-            return self._splitter.cut(given, count, self._world)
+            collect = _with_loss(collect, built.loss, local)
+        return StepInput(local, weight, collect), self._seeds(schedule, microbatches, local)
 
     @contextmanager
-    def _refused_by_all(self, count: int, scored: bool, *, agreed: bool = False) -> Iterator[None]:
-        """What a rank refuses within is raised on all of them: they are about to exchange something.
+    def _agreed(self, count: int, scored: bool, *, fingerprints_follow: bool = False) -> Iterator[None]:
+        """Raise an InputError of one rank on all ranks of the mesh: they are about to exchange something.
 
-        agreed: the pipeline's own ranks go on to make sure of having the same batch, and learn it there
+        fingerprints_follow: the pipeline's ranks compare fingerprints next, and learn of the error there
         """
         refusal = None
         try:
@@ -203,23 +189,43 @@ class StepRunner:
         self._world.reductions.all_accept(count, scored, refusal)
         if refusal is None:
             return
-        if agreed:
+        if fingerprints_follow:
             transport, words = self._world.transport, f"it refuses its batch ({refusal})"
             transport.agree(_REFUSED + zlib.crc32(words.encode()), words)
             transport.settle()
         raise refusal
 
-    def _foresee(self, microbatches: Sequence[Microbatch], depth: int) -> None:
-        """Learn what goes over the edges where parts of a batch may differ in it: one may be refused."""
+    def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
+        """Infer what crosses the edges now where data-parallel ranks have other shapes: one may be refused."""
         if depth == 1 or self._world.reductions.batch_part[1] == 1:
             return
-        if self._edges is not None and not isinstance(self._edges, DeclaredEdges):
+        edges = self._built.edges
+        if edges is not None and not isinstance(edges, DeclaredEdges):
             for microbatch in microbatches:
-                self._edges(0, microbatch)
+                edges(0, microbatch)
+
+    def _seeds(
+        self, schedule: Schedule, microbatches: Sequence[Microbatch], local: Sequence[Microbatch]
+    ) -> AbstractContextManager[None]:
+        """Seed what the step draws, equally on every mesh. Collective over the mesh.
+
+        Nothing is drawn from the global generator for a refused batch, nor without a module in training.
+        """
+        if not self.draws or not schedule.trains:
+            return nullcontext()
+        world = self._world
+        training = any(inner.training for stage in self._stages.values() for inner in stage.module.modules())
+        own = torch.tensor([foreseen() if training else 0], dtype=torch.float64)
+        numbers = world.transport.exchange([own] * len(world.ranks))  # after all ranks took the batch
+        seed = world.reductions.max(int(max(numbers)))  # one for all, however each was seeded
+        if not seed:
+            return nullcontext()
+        drawn()
+        return seeded(self._rngs, seed, microbatches, local)
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
-        """Tell the other ranks, say where it happened, and leave nothing half-done behind."""
-        # found by all ranks alike and before anything was sent, so that the next batch may do
+        """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
+        # found by all ranks alike before anything was sent: another batch may follow
         early = not begun or not any(executor.current for executor in executors)
         harmless = early and isinstance(error, BatchError)
         harmless |= not begun and isinstance(error, InputError)
@@ -233,20 +239,20 @@ class StepRunner:
             executor.reset()
         self._world.transport.reset()
 
-    def fail(self) -> None:
-        """No step may follow: where there are other processes, they may still be in this one."""
-        self._broken |= not self._world.alone
+    def fail(self, error: PeerError | None = None, lowered: LoweredSchedule | None = None) -> None:
+        """Let no step follow: other processes, if any, may still be in this one.
 
-    def tell_of(self, error: PeerError, lowered: LoweredSchedule) -> None:
-        """What this rank knows of a wait that broke off after the schedule had run."""
-        if error.timeline is None:
+        error: of a wait after the schedule `lowered` has run; its post-mortem is written
+        """
+        self._broken |= not self._world.alone
+        if error is not None and lowered is not None and error.timeline is None:
             write_post_mortem(error, lowered.executors, self._trace_folder)
 
 
 def _progress_of(executor: Executor) -> Callable[[], Progress | None]:
-    """For a thread that lives on where a pipeline is dropped without `close`: it is not to keep weights."""
-    known = weakref.ref(executor)
-    return lambda: None if (still := known()) is None else still.progress
+    """The executor's progress, for a watch thread that must not keep a dropped pipeline's weights alive."""
+    reference = weakref.ref(executor)
+    return lambda: None if (alive := reference()) is None else alive.progress
 
 
 def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch]) -> Collect:
@@ -258,7 +264,7 @@ def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch])
     return both
 
 
-def _tell_apart(executor: Executor, weight: int) -> None:
-    """What `_with_loss` put together, each to where it belongs."""
+def _separate(executor: Executor, weight: int) -> None:
+    """Store the results of `_with_loss`: the loss as shares, the rest as results."""
     executor.ops.shares = [total / weight for total, _ in executor.ops.results.values()]
     executor.ops.results = {number: kept for number, (_, kept) in executor.ops.results.items()}

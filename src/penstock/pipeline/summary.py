@@ -1,4 +1,4 @@
-"""What was measured of a pipeline, in the form in which something else is told by it."""
+"""What a pipeline measured: costs of ops and layers for simulate and balance, and a table for people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from penstock.models.partition import LayerCosts
-from penstock.pipeline.built import Layers, StageFacts
+from penstock.pipeline.stages import Layers, StageFacts
 from penstock.pipeline.step import StepRecord
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor
@@ -25,26 +25,19 @@ from penstock.schedule import Costs, Schedule, Timeline
 Times = dict[tuple[int, int], list[float]]  # by stage and layer, seconds of each call
 
 
-def step_costs(told: StepRecord, executors: Sequence[Executor], processes: Processes) -> Costs:
-    """What a step took and held: the median time of each stage's ops, the bytes of each stage and microbatch.
-
-    Collective.
-    """
-    schedule = told[0]
-    mine = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
-    known = {(stage, number): Sizes(*sizes) for part in processes.gather(mine)
-             for stage, number, *sizes in part}  # fmt: skip
+def step_costs(last: StepRecord, executors: Sequence[Executor], processes: Processes) -> Costs:
+    """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
+    schedule = last[0]
+    local = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
+    everyone = (entry for process in processes.gather(local) for entry in process)
+    known = {(stage, number): Sizes(*sizes) for stage, number, *sizes in everyone}
     none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
-    of = [[known.get((stage, number), none) for number in range(schedule.microbatches)]
-          for stage in range(schedule.stages)]  # fmt: skip
-    return replace(
-        Costs.measured(report.measured(*told)),
-        activation=[[sizes.activation for sizes in row] for row in of],
-        sent=[[sizes.sent for sizes in row] for row in of],
-        buffer=[[sizes.buffer for sizes in row] for row in of],
-        bytes=[[sizes.buffer for sizes in row] for row in of],
-        held_for_weight=[[sizes.held_for_weight for sizes in row] for row in of],
-    )
+    table = [
+        [known.get((stage, number), none) for number in range(schedule.microbatches)]
+        for stage in range(schedule.stages)
+    ]
+    held = {name: [[getattr(sizes, name) for sizes in row] for row in table] for name in Sizes._fields}
+    return replace(Costs.measured(report.measured(*last)), bytes=held["buffer"], **held)
 
 
 def layer_costs(
@@ -55,52 +48,51 @@ def layer_costs(
     device: torch.device,
     processes: Processes,
 ) -> LayerCosts:
-    """Seconds that each layer takes in a microbatch's forward and backward, over `repeats` steps. Collective.
+    """Seconds of each layer in a microbatch's forward and backward, over `repeats` steps. Collective.
 
-    Each layer's forward is timed by itself, and the stage's backward is shared out as its forward is. What a
-    first stage needs besides is the embedding's, what a last one does the head's; all of it the head's where
-    there is one stage.
+    Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
+    first stage's time is the embedding's, of the last one's the head's; with one stage all of it the head's.
     """
-    step()  # which compiles, and finds out what is new to it
+    step()  # compiles, and warms up
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
-    mine = [(*place, median(seconds)) for place, seconds in times.items()]
+    local = [(*place, median(seconds)) for place, seconds in times.items()]
     forward: dict[int, dict[int, float]] = defaultdict(dict)
-    for stage, number, seconds in (entry for process in processes.gather(mine) for entry in process):
+    for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
         forward[stage][number] = seconds
     found: dict[int, float] = {}
     rests = []
     depth = info[0].info.stages
     for stage in range(depth):
         one = _median(costs, stage, "forward")
-        whole = one + _median(costs, stage, "input_grad") + _median(costs, stage, "weight_grad")
-        scale = whole / max(one, sum(forward[stage].values()))
+        both = one + _median(costs, stage, "input_grad") + _median(costs, stage, "weight_grad")
+        scale = both / max(one, sum(forward[stage].values()))
         found |= {number: seconds * scale for number, seconds in forward[stage].items()}
-        rests.append(whole - scale * sum(forward[stage].values()))
+        rests.append(both - scale * sum(forward[stage].values()))
     ordered = [found[number] for number in sorted(found)]
     return LayerCosts(ordered, embedding=rests[0] if depth > 1 else 0.0, head=rests[-1])
 
 
 def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
-    return median([float(getattr(of, name)[stage]) for of in costs])
+    return median([float(getattr(each, name)[stage]) for each in costs])
 
 
 @contextmanager
 def timed(layers: Layers, device: torch.device) -> Iterator[Times]:
-    """Each call of a layer is timed. Around all that the call does, or what is compiled would be so anew."""
+    """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
     times: Times = defaultdict(list)
-    before = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
+    classes = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
     for stage, held in layers.items():
         for number, layer in held:
-            layer.__class__ = _timed(before[id(layer)][1], times[stage, number], device)
+            layer.__class__ = _timed(classes[id(layer)][1], times[stage, number], device)
     try:
         yield times
     finally:
-        for layer, own in before.values():
-            layer.__class__ = own
+        for layer, kind in classes.values():
+            layer.__class__ = kind
 
 
-def _timed(own: type[nn.Module], times: list[float], device: torch.device) -> type[nn.Module]:
+def _timed(kind: type[nn.Module], times: list[float], device: torch.device) -> type[nn.Module]:
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -109,14 +101,14 @@ def _timed(own: type[nn.Module], times: list[float], device: torch.device) -> ty
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         began = now()
         try:
-            return own.__call__(self, *args, **kwargs)
-        finally:  # a stage may end with its last layer, by an exception
+            return kind.__call__(self, *args, **kwargs)
+        finally:  # a stage may leave its last layer by an exception
             times.append(now() - began)
 
-    return type(own.__name__, (own,), {"__module__": own.__module__, "__call__": call})
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
 
 
-# ---- A pipeline in one table of plain text.
+# ---- a pipeline in one table of plain text
 
 
 _HEAD = ("stage", "rank", "layers", "parameters", "memory", "time")
@@ -129,13 +121,12 @@ def summary(
     memory: Sequence[Held] | None = None,
     timeline: Timeline | None = None,
 ) -> str:
-    """A line for each stage. memory, by rank, and timeline: of a step, None before the first.
+    """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
 
-    weights: how many parameters there are, one that several stages hold (of copies of the model, or tied)
-        counted once
-    memory: of all of a rank's stages, shown beside its first: weights, gradients and the most that the step
-        held; before a step without the last
-    time: the stage's share of the time in which all ranks computed
+    weights: number of parameters; one that several stages hold (copies of the model, tied weights) counts
+        once
+    memory, timeline: by rank, and of the last step; None before the first. A rank's memory, shown at its
+        first stage: weights, gradients and, after a step, the most that the step held.
     """
     times = _times(timeline, len(info))
     rows = [_HEAD]
@@ -154,17 +145,19 @@ def summary(
 
 def _title(schedule: Schedule, timeline: Timeline | None) -> str:
     stages = f"{schedule.stages} stages on {schedule.ranks} ranks"
-    said = f"{schedule.name}, {stages}, {schedule.microbatches} microbatches"
+    title = f"{schedule.name}, {stages}, {schedule.microbatches} microbatches"
     if timeline is None:
-        return said
-    return f"{said}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
+        return title
+    return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
 
 
 def _legend(measured: bool, shared: bool) -> list[str]:
     known = "weights, gradients and the most that the last step held"
     unknown = "weights and gradients; more is known after a step"
     lines = [f"memory: a rank's {known if measured else unknown}"]
-    return [*lines, "all: a weight that several stages hold is counted once"] if shared else lines
+    if shared:
+        lines.append("all: a weight that several stages hold is counted once")
+    return lines
 
 
 def _times(timeline: Timeline | None, stages: int) -> list[float] | None:
@@ -182,7 +175,7 @@ def _memory(rank: int, info: Sequence[StageFacts], memory: Sequence[Held] | None
 
 
 def size(nbytes: float) -> str:
-    """In the largest unit that leaves a whole number: 3.2 MiB."""
+    """Bytes in words: 3.2 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
@@ -202,7 +195,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Numbers to the right, with a rule under the head and above the sum."""
+    """Right-aligned columns, a rule under the head and above the total."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     lines = ["  ".join(row).rstrip() for row in cells]

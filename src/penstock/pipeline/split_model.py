@@ -1,0 +1,304 @@
+"""A model split into stages: this process's modules and parameters, the global norm, and the model's files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+from penstock.errors import CheckpointError, ModelError, RunError
+from penstock.models.weights.folder import together, write_folder
+from penstock.models.weights.saved import MAX_SHARD_SIZE, FileLayout, SavedModel
+from penstock.parallel.reductions import Reductions
+from penstock.parallel.world import World
+from penstock.pipeline.stages import BuiltStages, StageFacts, parameter_names, stage_facts
+from penstock.runtime.sharded_weights import host_copy, own, whole
+from penstock.runtime.stage import Stage
+from penstock.runtime.transport.groups import Processes
+
+T = TypeVar("T")
+
+
+class SplitModel:
+    """This process's stages of a model, and what is done with them apart from running them."""
+
+    def __init__(self, built: BuiltStages) -> None:
+        """Collective."""
+        self.schedule, self._world = built.schedule, built.world
+        self._stages = {stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)}
+        self._layers, self._saved, self._names = built.layers, built.saved, built.names or {}
+        placement = built.schedule.placement
+        self._info = stage_facts(built.stages, built.layers, placement, built.world.processes)
+
+    # ---- stages and processes
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """This process's stages, in order."""
+        return tuple(self._stages.values())
+
+    @property
+    def modules(self) -> Mapping[int, nn.Module]:
+        """This process's modules by stage, in order."""
+        return {index: stage.module for index, stage in self._stages.items()}
+
+    @property
+    def info(self) -> tuple[StageFacts, ...]:
+        """Position, rank, layers, parameters and bytes of every stage, when it was built."""
+        return self._info
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face config of the whole model. Raises ModelError for one made by from_provider."""
+        return self.saved.config
+
+    @property
+    def batch_part(self) -> tuple[int, int]:
+        """(index, count): which part of the whole batch `step` takes on this process.
+
+        More than one part where the mesh has ranks on dp_replicate and dp_shard.
+        """
+        return self._world.reductions.batch_part
+
+    @property
+    def reductions(self) -> Reductions:
+        """Reductions over the ranks of the mesh that host the same stages."""
+        return self._world.reductions
+
+    @property
+    def processes(self) -> Processes:
+        """The processes of this pipeline."""
+        return self._world.processes
+
+    # ---- parameters and gradients
+
+    def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this process's parameters under the whole model's names.
+
+        A process that holds several copies, of a tied weight or of the model, yields them all.
+
+        Args:
+            remove_duplicate: give a tied weight the first of its names on every stage, so that parameter
+                groups made by name treat its copies alike; False gives the name that each stage has for it
+        """
+        ties = self._saved.ties if self._saved and remove_duplicate else ()
+        first = {name: names[0] for names in ties for name in names}
+        for stage in self._stages.values():
+            for name, parameter in stage.module.named_parameters():
+                yield first.get(name, name), parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this process's parameters so that over all processes each weight comes once."""
+        copies = self._saved.copies if self._saved else frozenset()
+        for stage in self.first_copy.values():
+            yield from ((n, p) for n, p in stage.module.named_parameters() if n not in copies)
+
+    @property
+    def first_copy(self) -> dict[int, Stage]:
+        """This process's stages of the model's first copy; those of a second copy are equal."""
+        depth = self.schedule.placement.depth
+        return {index: stage for index, stage in self._stages.items() if index < depth}
+
+    def zero_grad(self) -> None:
+        """Set the gradients of this process's parameters to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`. Collective.
+
+        Returns the norm before: one over all stages and ranks, a shared weight counted once; the same
+        number on every rank.
+        """
+        counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
+        norm = global_norm(counted, self._world)
+        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        if scale < 1:
+            scale_([p.grad for p in self.parameters() if p.grad is not None], scale)
+        return norm
+
+    # ---- files
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Read this process's weights, in place, from a folder that save_pretrained wrote.
+
+        Raises CheckpointError for a folder that is missing or holds other weights.
+        """
+        self.saved.load(folder, self._stages)
+
+    def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+        """Write a folder that `from_pretrained` opens: complete or not at all. Collective.
+
+        Args:
+            path: on a file system that all processes share
+            max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
+
+        Raises ModelError for weights that are not under the model's names, CheckpointError for weights of
+        another mesh; RunError on all ranks but the one that failed.
+        """
+        deed = f"write {path}"
+        self.all_or_none(deed, self.check_savable)
+        write = self.weights_writer(copied=False)
+
+        def write_all() -> None:
+            write_folder(
+                Path(path), lambda folder: write(folder, self.processes, max_shard_size), self.processes
+            )
+
+        self.first_alone(deed, write_all)
+
+    def weights_writer(self, *, copied: bool) -> Callable[..., None]:
+        """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
+
+        Collective over the mesh; the result is collective over the processes it gets.
+        copied: into host memory, so that training may go on meanwhile. Sharded weights always are.
+        """
+        saved, stages = self.saved, self.first_copy
+        sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+        values = None
+        if copied or sharded:
+            kept = self.writes
+            values = {index: _values(stage, saved.copies, kept) for index, stage in stages.items()}
+
+        def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> None:
+            layouts: dict[int, FileLayout] = {}
+            together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, values)))
+            saved.write(folder, layouts, processes, size)
+
+        return write
+
+    @property
+    def saved(self) -> SavedModel:
+        """The whole model's files. Raises ModelError for a pipeline made by from_provider."""
+        if self._saved is None:
+            raise ModelError(
+                "a pipeline made by from_provider",
+                "only its provider knows its files",
+                "Save `modules` yourself",
+            )
+        return self._saved
+
+    def check_savable(self) -> None:
+        """Raise, on every rank of the pipeline, ModelError for weights that are not under the model's names,
+        and CheckpointError for a weight that is sharded over another mesh."""
+        odd = [min(names ^ parameter_names(self._stages[index].module), default=None)
+               for index, names in self._names.items()]  # fmt: skip
+        ours = self._world.reductions.stage_ranks
+        foreign = [name for name, p in self.named_parameters()
+                   if isinstance(p, DTensor) and not ours.issuperset(_ranks_of(p))]  # fmt: skip
+        everyone = self.processes.gather((odd, min(foreign, default=None)))
+        if name := next((name for names, _ in everyone for name in names if name is not None), None):
+            raise ModelError(
+                f"weights with {name}, which only the model or what parallelize_fn made of it has",
+                "a folder holds the model's weights under its own names",
+                "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
+            )
+        if name := next((name for _, name in everyone if name is not None), None):
+            raise CheckpointError(
+                f"{name}, a DTensor",
+                "its weights are sharded over another mesh; gather them first",
+                "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
+            )
+
+    # ---- agreement of the mesh's pipelines
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process's pipeline is the one of the mesh that writes files."""
+        return self._world.reductions.is_first
+
+    def first_alone(self, deed: str, work: Callable[[], None]) -> None:
+        """Let the first pipeline of the mesh do `work` while the others wait. Collective.
+
+        Raises the error of `work` there; RunError on the other pipelines.
+        """
+        self.all_or_none(deed, lambda: work() if self.writes else None)
+
+    def all_or_none(self, deed: str, work: Callable[[], T]) -> T:
+        """Return the result of `work`, or raise on all pipelines of the mesh if it fails on one. Collective.
+
+        work: fails on all processes of a pipeline or on none
+        Raises the error of `work` there; RunError on the other pipelines.
+        """
+        results: list[T] = []
+        failure: Exception | None = None
+        try:
+            results.append(work())
+        except Exception as error:
+            failure = error
+        words = self._world.reductions.first_problem(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        if words is not None:
+            raise RunError("another pipeline of the mesh", f"it could not {deed}: {words}", "Mend that first")
+        return results[0]
+
+
+def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Tensor]:
+    """Copy the stage's values into host memory; a tied weight once. Collective where they are sharded.
+
+    kept: False takes part in gathering sharded values and keeps none
+    """
+    copies: dict[int, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for name, value in stage.module.state_dict(keep_vars=True).items():
+        if name in left_out:
+            continue
+        if id(value) not in copies:
+            copies[id(value)] = host_copy(value) if kept else whole(value).new_empty(0)
+        values[name] = copies[id(value)]
+    return values if kept else {}
+
+
+# ---- the norm of all gradients, over all stages and all ranks of the mesh
+
+
+def global_norm(gradients: Sequence[Tensor], world: World) -> float:
+    """The norm over the gradients of all ranks, sharded ones in full; the same on every rank. Collective."""
+    squares = torch.zeros(1, dtype=torch.float64, device=world.device)
+    for holders, held in _by_holders(gradients, world).items():
+        norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(held)])
+        squares += norms.double().square().sum() / holders
+    squares = world.reductions.sum_over_mesh(squares)
+    vectors = [squares if place == 0 else torch.zeros_like(squares) for place in range(len(world.ranks))]
+    return float(torch.stack(world.transport.exchange(vectors)).sum().sqrt())
+
+
+def _by_holders(gradients: Sequence[Tensor], world: World) -> dict[int, list[Tensor]]:
+    """This rank's gradients or shards of them, by the number of ranks of its stage that hold the same."""
+    replicas = max(1, len(world.reductions.stage_ranks))
+    held: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            held.setdefault(replicas, []).append(gradient)
+        elif world.reductions.stage_ranks.issuperset(_ranks_of(gradient)):
+            held.setdefault(replicas // _shard_count(gradient), []).append(gradient.to_local())
+        else:  # of a mesh of the user's own
+            held.setdefault(replicas, []).append(whole(torch.linalg.vector_norm(gradient)))
+    return held
+
+
+def _ranks_of(tensor: DTensor) -> list[int]:
+    ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def _shard_count(gradient: DTensor) -> int:
+    mesh, placements = gradient.device_mesh, gradient.placements
+    assert not any(isinstance(placement, Partial) for placement in placements), "a sum not yet made"
+    return math.prod(mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate())
+
+
+def scale_(gradients: Sequence[Tensor], factor: float) -> None:
+    torch._foreach_mul_([own(gradient) for gradient in gradients], factor)

@@ -1,0 +1,215 @@
+"""From a module to a stage that is ready to run, and all that a Pipeline is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from penstock.batch.loss import Loss
+from penstock.batch.shapes import EdgeShapes
+from penstock.errors import ModelError
+from penstock.models.activation_checkpointing import Checkpointing, install
+from penstock.models.stage import ProvidedCall, StageInfo
+from penstock.models.weights.saved import SavedModel
+from penstock.parallel.mesh_plan import MeshPlan
+from penstock.parallel.world import World
+from penstock.pipeline.options import Parallelize
+from penstock.pipeline.split_batch import BatchSplitter
+from penstock.pipeline.split_module import layers_of
+from penstock.runtime.rng import Seeded, StageRNG, dropouts
+from penstock.runtime.shared_weights import SharedWeights
+from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
+from penstock.runtime.transport.groups import Processes
+from penstock.schedule import Schedule
+from penstock.schedule.ops import Placement
+from penstock.schedule.recompute import Places
+
+NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their numbers in the whole model
+Layers = Mapping[int, NumberedLayers]  # by stage
+Shard = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
+
+
+@dataclass(frozen=True)
+class BuiltStages:
+    """What a build hands to Pipeline.
+
+    stages: those of this process
+    edges: the shapes that cross each edge; None where messages carry them
+    mesh_plan: how the axes other than the pipeline's change a microbatch; None without them
+    shared: weights that several stages hold
+    names: by stage of this process, the names of the parameters that are saved
+    recomputed: the (stage, microbatch) whose layers run again in the backward
+    trace_folder: where each process writes the timeline of a step that fails
+    """
+
+    schedule: Schedule
+    world: World
+    stages: Sequence[Stage]
+    layers: Layers
+    edges: EdgeShapes | None
+    loss: Loss
+    splitter: BatchSplitter
+    mesh_plan: MeshPlan | None = None
+    shared: Sequence[SharedWeights] = ()
+    saved: SavedModel | None = None
+    names: Mapping[int, frozenset[str]] | None = None
+    recomputed: Places = frozenset()
+    trace_folder: str | Path | None = None
+
+
+class StageFacts(NamedTuple):
+    """A stage in numbers.
+
+    info: its position in its copy of the model; layers: their numbers in the whole model
+    parameters, trainable: numbers of scalars; bytes: of all parameters
+    """
+
+    info: StageInfo
+    rank: int
+    layers: tuple[int, ...]
+    parameters: int
+    trainable: int
+    bytes: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients, if trained and frozen weights have one dtype."""
+        return self.bytes * self.trainable // self.parameters if self.parameters else 0
+
+
+def stage_facts(
+    stages: Sequence[Stage], layers: Layers, placement: Placement, processes: Processes
+) -> tuple[StageFacts, ...]:
+    """The facts of all stages, on every process. Collective."""
+    local = []
+    for stage in stages:
+        held = list(stage.module.parameters())
+        numbers = [number for number, _ in layers[stage.index]]
+        trainable = sum(parameter.numel() for parameter in held if parameter.requires_grad)
+        sizes = sum(p.numel() for p in held), trainable, sum(p.numel() * p.itemsize for p in held)
+        local.append((stage.index, numbers, *sizes))
+    everyone = sorted(entry for process in processes.gather(local) for entry in process)
+    depth = placement.depth
+    return tuple(
+        StageFacts(StageInfo(index % depth, depth), placement.rank_of[index], tuple(numbers), *sizes)
+        for index, numbers, *sizes in everyone
+    )
+
+
+def parameter_names(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+
+def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:
+    """The stages that these ranks host."""
+    return [stage for rank in ranks for stage in schedule.placement.stages_of(rank)]
+
+
+def make_stage(
+    index: int,
+    module: nn.Module,
+    device: torch.device,
+    *,
+    layers: NumberedLayers | None = None,
+    checkpointing: Checkpointing | None = None,
+    parallelize_fn: Parallelize | None = None,
+    call: Callable[[nn.Module], StageCall] = ProvidedCall,
+    shard: Shard | None = None,
+    placed: bool = False,
+    routing: Routing | None = None,
+    after: Mapping[str, nn.Module] | None = None,
+    position: int | None = None,
+) -> Stage:
+    """Make stage `index` ready to run: on its device, its layers checkpointed, wrapped by `parallelize_fn`.
+
+    Args:
+        layers: layers of `module` with their numbers in the whole model; None searches its module lists
+        parallelize_fn: see Options
+        call: makes what runs the module that `parallelize_fn` returned
+        shard: called last, with the module and its layers, to shard its weights over a mesh
+        placed: whether `module` is where it belongs: on its device, or on meta until `shard` fills it
+        routing: records and replays the choices of its routers
+        after: by name, the modules that run after all layers of the model
+        position: number of the stage in its copy of the model; None takes `index`
+
+    Raises ModelError for what `parallelize_fn` may not return.
+    """
+    position = index if position is None else position
+    held = layers_of(module) if layers is None else layers
+    if layers is None:  # their numbers over all stages are unknown
+        names = {id(inner): name for name, inner in module.named_modules()}
+        labels = [(f"stage {position}, {names[id(layer)]}", layer) for _, layer in held]
+    else:
+        labels = [(f"layer {number}", layer) for number, layer in held]
+    switch = None if checkpointing is None else install(held, checkpointing)
+    module, callee = parallelized(module if placed else module.to(device), parallelize_fn, index)
+    draws = next(dropouts(module), None) is not None  # adapters of parallelize_fn may
+    rng = StageRNG(position, device, [*labels, *(after or {}).items()]) if draws else None
+    shards = None if shard is None else shard(module, [layer for _, layer in held])
+    runs = call(callee)
+    runs = Seeded(runs, rng) if rng else runs
+    if routing is None:
+        stage = Stage(index, module, runs, switch, shards)
+    else:
+        stage = RoutedStage(index, module, runs, routing, switch, shards)
+    stage.chance = rng
+    return stage
+
+
+def parallelized(
+    module: nn.Module, parallelize_fn: Parallelize | None, stage: int
+) -> tuple[nn.Module, nn.Module]:
+    """The module that holds the stage's parameters, and the one to call: usually the same.
+
+    If `module` comes back inside another one (torch.compile, a user's wrapper), the outer one is called, and
+    the parameters keep their names in `module`.
+    Raises ModelError for a result that is no module, loses the parameters' names or adds parameters.
+    """
+    if parallelize_fn is None:
+        return module, module
+    names = {name for name, _ in module.named_parameters()}
+    result = parallelize_fn(module)
+
+    def refusal(returned: str, remedy: str) -> ModelError:
+        return ModelError(
+            f"parallelize_fn, which returned {returned} for stage {stage}",
+            "it returns the stage's module, or one around it, with the parameters under their names",
+            remedy,
+        )
+
+    if not isinstance(result, nn.Module):
+        remedy = "Return the module, also where it is changed in place"
+        raise refusal(f"a {type(result).__name__}", remedy)
+    found = [name for name, _ in result.named_parameters()]
+    if result is module or all(inner is not module for inner in result.modules()):
+        if names and names.isdisjoint(found):
+            remedy = f"Keep names such as {min(names)}, or put the stage's module into the one returned"
+            raise refusal(f"parameters such as {found[0] if found else 'none'}", remedy)
+        return result, result
+    inside = set(map(id, module.parameters()))
+    if added := [name for name, parameter in result.named_parameters() if id(parameter) not in inside]:
+        rest = f"a module with {added[0]} in addition to the stage's own parameters"
+        raise refusal(rest, "Put it into the stage's module")
+    return module, cast(nn.Module, _CalledThrough(result, module))
+
+
+class _CalledThrough:
+    """The stage's module `inner` in every respect, except that a call runs `outer`, which contains it."""
+
+    def __init__(self, outer: nn.Module, inner: nn.Module) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._inner)
