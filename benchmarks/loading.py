@@ -53,7 +53,7 @@ def load_stage(rank: Rank, folder: str) -> tuple[float, float, float, float]:
     """Seconds, and MiB of the peak, of the stage and of its largest weight."""
     auto = AutoPipeline(ranks=rank.count, microbatches=rank.count)
     rank.kept.pop("pipe", None)
-    auto.outline(folder)  # what is imported by it does not count
+    auto.build_plan(folder)  # what is imported by it does not count
     dist.barrier()
     before, start = reset_peak(), time.perf_counter()
     pipe = rank.kept["pipe"] = auto.build(folder)
@@ -66,7 +66,7 @@ def load_spread(rank: Rank, folder: str) -> tuple[float, float, float, float]:
     """The same of one stage that FSDP2 spreads over all ranks: with MiB of this rank's part of it."""
     auto = AutoPipeline(ranks=1, microbatches=rank.count, axes=Axes(dp_shard=rank.count))
     rank.kept.pop("pipe", None)
-    auto.outline(folder)
+    auto.build_plan(folder)
     dist.barrier()
     before, start = reset_peak(), time.perf_counter()
     pipe = rank.kept["pipe"] = auto.build(folder)

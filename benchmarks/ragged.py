@@ -22,7 +22,7 @@ from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline
 from penstock.batch.padding import Padding
-from penstock.pipeline.pipeline import Shapes
+from penstock.pipeline.options import Shapes
 from penstock.train.data.packing import Numbers, best_fit, cut, one_each
 from penstock.train.data.rows import DocumentRows
 

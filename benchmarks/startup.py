@@ -34,7 +34,7 @@ def piped(_: Rank, layers: int) -> tuple[float, float, float, float]:
     config = LlamaConfig(**SIZES, num_hidden_layers=layers)
     auto = AutoPipeline(ranks=RANKS, microbatches=RANKS)
     times = [time.perf_counter()]
-    auto.outline(config)
+    auto.build_plan(config)
     times.append(time.perf_counter())
     pipe = auto.build(config)
     for _again in range(2):

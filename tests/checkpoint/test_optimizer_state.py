@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
-from penstock.checkpoint.optimizer_state import Named, Stored, state_of
+from penstock.checkpoint.optimizer_state import Named, Optimizers, StoredState, state_of
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
 from penstock.pipeline.pipeline import Pipeline
@@ -99,9 +99,13 @@ def members(of: Named) -> list[nn.Parameter]:
     return [parameter for _, parameter in of]
 
 
-def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> Stored:
+def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> StoredState:
     state_of(optimizer, of, copied=True).write(folder, 0, 1)
-    return Stored(folder, ())
+    return StoredState(folder, ())
+
+
+def restore(stored: StoredState, optimizers: Optimizers, of: Named, *, learning_rates: bool = True) -> None:
+    stored.restorer(optimizers, of, learning_rates=learning_rates)()
 
 
 class Counting(Optimizer):
@@ -120,7 +124,7 @@ def test_numbers_come_back_as_numbers(tmp_path: Path) -> None:
     here = named()
     stored = written(tmp_path, stepped(Counting(members(here))), here)
     again = Counting(members(here))
-    stored.restore(again, here, learning_rates=True)
+    restore(stored, again, here)
     assert again.state[here[1][1]] == {"step": 3, "scale": 0.1, "warm": True, "none": None}
     assert [type(value) for value in again.state[here[1][1]].values()] == [int, float, bool, type(None)]
 
@@ -130,7 +134,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
     rate = torch.tensor(0.25)
     stored = written(tmp_path, AdamW(members(here), lr=torch.tensor(0.125)), here)
     again = AdamW(members(here), lr=rate)
-    stored.restore(again, here, learning_rates=True)
+    restore(stored, again, here)
     assert again.param_groups[0]["lr"] is rate
     assert float(rate) == 0.125
 
@@ -139,9 +143,9 @@ def test_other_options_stay_those_that_the_optimizer_was_made_with(tmp_path: Pat
     here = named()
     stored = written(tmp_path, stepped(SGD(members(here), lr=0.5, momentum=0.9)), here)
     again = SGD(members(here), lr=0.1, momentum=0.8)
-    stored.restore(again, here, learning_rates=False)
+    restore(stored, again, here, learning_rates=False)
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.1, 0.8)
-    stored.restore(again, here, learning_rates=True)
+    restore(stored, again, here)
     assert (again.param_groups[0]["lr"], again.param_groups[0]["momentum"]) == (0.5, 0.8)
 
 
@@ -157,7 +161,7 @@ def test_state_of_another_dtype_becomes_the_parameters_as_torch_makes_it(
     there = stepped(stepped(kind(members(here), lr=0.1, **options)))
     expected, again = (kind(members(of), lr=0.1, **options) for of in (theirs, ours))
     expected.load_state_dict(there.state_dict())
-    written(tmp_path, there, here).restore(again, ours, learning_rates=True)
+    restore(written(tmp_path, there, here), again, ours)
     for _ in range(2):
         for name, parameter in theirs:
             found, wanted = again.state[dict(ours)[name]], expected.state[parameter]
@@ -170,18 +174,18 @@ def test_state_of_another_dtype_becomes_the_parameters_as_torch_makes_it(
 def test_counters_keep_their_dtype_but_for_what_a_fused_step_asks(tmp_path: Path) -> None:
     here = named(1, torch.bfloat16)
     there, again = stepped(NAdam(members(here))), NAdam(members(here))
-    written(tmp_path, there, here).restore(again, here, learning_rates=True)
+    restore(written(tmp_path, there, here), again, here)
     ((before,), (after,)) = there.state.values(), again.state.values()
     assert after["mu_product"].dtype == torch.float32
     (state,) = there.state.values()
     state["exp_avg"] = state["exp_avg"].float() + 1e-5  # as an optimizer of one's own may keep it
-    written(tmp_path, there, here).restore(again, here, learning_rates=True)
+    restore(written(tmp_path, there, here), again, here)
     ((before,), (after,)) = there.state.values(), again.state.values()
     assert all(same(after[part], value) for part, value in before.items())
     (tmp_path / "fused").mkdir()
     plain, fused = stepped(AdamW(members(here))), AdamW(members(here), fused=True)
     plain.state[here[0][1]]["step"] = plain.state[here[0][1]]["step"].double()
-    written(tmp_path / "fused", plain, here).restore(fused, here, learning_rates=True)
+    restore(written(tmp_path / "fused", plain, here), fused, here)
     assert fused.state[here[0][1]]["step"].dtype == torch.float32
 
 
@@ -202,19 +206,19 @@ def test_an_option_whose_state_is_not_there_is_refused(
         told = json.loads(file.read_text())
         assert [group.pop("options") for group in told["groups"]]
         file.write_text(json.dumps(told))
-        stored = Stored(tmp_path, ())
+        stored = StoredState(tmp_path, ())
     again = kind(members(here), lr=0.1, **{option: value})
     if kind is SGD and older:
-        stored.restore(again, here, learning_rates=True)
+        restore(stored, again, here)
         return
     with pytest.raises(
         CheckpointError, match=rf"without {option}.*{option}={value}, and the state lacks {part}"
     ):
-        stored.restore(again, here, learning_rates=True)
+        restore(stored, again, here)
     assert not again.state
     (tmp_path / "other").mkdir()
     stored = written(tmp_path / "other", kind(members(here), lr=0.1, **{option: value}), here)
-    stored.restore(again, here, learning_rates=True)  # with the option, and before the first step
+    restore(stored, again, here)  # with the option, and before the first step
 
 
 def test_rates_that_no_longer_fit_the_groups_are_refused_unless_told_to_be_left_out(tmp_path: Path) -> None:
@@ -223,8 +227,8 @@ def test_rates_that_no_longer_fit_the_groups_are_refused_unless_told_to_be_left_
     stored = written(tmp_path, AdamW(groups), here)
     together = AdamW(members(here), lr=0.3)
     with pytest.raises(CheckpointError, match=r"learning rates \[0\.1, 0\.2\].*learning_rates=False"):
-        stored.restore(together, here, learning_rates=True)
-    stored.restore(together, here, learning_rates=False)
+        restore(stored, together, here)
+    restore(stored, together, here, learning_rates=False)
     assert together.param_groups[0]["lr"] == 0.3
 
 
@@ -260,24 +264,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path: Path)
     with pytest.raises(
         CheckpointError, match=r"layer\.0\.weight was trained by Adagrad: here it is by AdamW"
     ):
-        stored.restore(other, here, learning_rates=True)
+        restore(stored, other, here)
     more = Adagrad(members(here))
     before = more.state[here[0][1]]["sum"].clone()
     with pytest.raises(CheckpointError, match=r"no state of layer\.1\.weight"):
-        stored.restore(more, here, learning_rates=True)
+        restore(stored, more, here)
     assert torch.equal(more.state[here[0][1]]["sum"], before)
     (tmp_path / "optimizer-00001-of-00001.json").write_text(json.dumps({"groups": 3, "numbers": {}}))
     with pytest.raises(CheckpointError, match=r"optimizer-00001-of-00001\.safetensors: it cannot be read"):
-        Stored(tmp_path, ())
+        StoredState(tmp_path, ())
 
 
 def test_a_tied_weight_finds_its_state_under_its_other_name(tmp_path: Path) -> None:
     here = named(1)
     written(tmp_path, stepped(AdamW(members(here))), here)
-    stored = Stored(tmp_path, (("head.weight", "layer.0.weight"),))
+    stored = StoredState(tmp_path, (("head.weight", "layer.0.weight"),))
     head = [("head.weight", nn.Parameter(torch.ones(2, 3)))]
     again = AdamW(members(head))
-    stored.restore(again, head, learning_rates=True)
+    restore(stored, again, head)
     assert float(again.state[head[0][1]]["step"]) == 1
     assert stored.shape("head.weight", "exp_avg") == [2, 3]
 
@@ -290,10 +294,10 @@ def test_the_files_of_0_3_0_are_still_read(tmp_path: Path) -> None:
     save_file(moments | steps, tmp_path / "optimizer-00001-of-00001.safetensors")
     again = AdamW(members(here), lr=0.3)
     stepped(again)  # what it holds has to go
-    Stored(tmp_path, ()).restore(again, here, learning_rates=True)
+    restore(StoredState(tmp_path, ()), again, here)
     assert float(again.state[here[0][1]]["step"]) == 5
     assert torch.equal(again.state[here[0][1]]["exp_avg"], torch.full((2, 3), 2.0))
     assert not again.state.get(here[1][1])
     assert again.param_groups[0]["lr"] == 0.3
     with pytest.raises(CheckpointError, match=r"layer\.0\.weight was trained by AdamW: here it is by SGD"):
-        Stored(tmp_path, ()).restore(SGD(members(here), lr=0.3), here, learning_rates=True)
+        restore(StoredState(tmp_path, ()), SGD(members(here), lr=0.3), here)

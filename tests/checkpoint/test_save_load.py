@@ -261,7 +261,7 @@ def each(pipe: Pipeline) -> list[Tensor]:
 def test_weights_under_names_of_an_adapter_are_refused(tmp_path: Path) -> None:
     """0.4.0 wrote a folder that no from_pretrained opens, where save_pretrained refused."""
     pipe, optimizers = make(2, "1f1b")
-    layer = pipe.parts[0].get_submodule("model.layers.0.mlp")
+    layer = pipe.modules[0].get_submodule("model.layers.0.mlp")
     layer.down_proj = nn.Sequential(layer.get_submodule("down_proj"))
     for background in (False, True):
         with pytest.raises(ModelError, match=r"down_proj.*which only the model or"):
@@ -272,7 +272,7 @@ def test_weights_under_names_of_an_adapter_are_refused(tmp_path: Path) -> None:
 def test_weights_sharded_over_another_mesh_are_refused(tmp_path: Path, one_process: None) -> None:
     pipe = AutoPipeline(ranks=1, microbatches=8, transport="local").build(tiny_model("llama"))
     mesh = init_device_mesh("cpu", (1,))
-    norm = pipe.parts[0].get_submodule("model.norm")
+    norm = pipe.modules[0].get_submodule("model.norm")
     norm.weight = nn.Parameter(distribute_tensor(norm.get_parameter("weight").detach(), mesh, [Shard(0)]))
     optimizer = AdamW(pipe.parameters())
     writes: list[Callable[[], None]] = [
@@ -439,7 +439,7 @@ class Kept:
 def test_modules_that_cannot_be_copied(tmp_path: Path, family: str) -> None:
     """0.4.0 made deep copies of modules with all that hung on them, to save and to load."""
     pipe, optimizers = make(2, "1f1b", family)
-    for part in pipe.parts:
+    for part in pipe.modules.values():
         part.lock = threading.Lock()  # type: ignore[assignment]
         for module in part.modules():
             module.register_forward_hook(Kept())
@@ -450,7 +450,7 @@ def test_modules_that_cannot_be_copied(tmp_path: Path, family: str) -> None:
         advance(pipe, optimizers, 2, 2)
     load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
     assert all(map(torch.equal, saved, each(pipe)))
-    assert all(len(module._forward_hooks) for part in pipe.parts for module in part.modules())
+    assert all(len(module._forward_hooks) for part in pipe.modules.values() for module in part.modules())
     advance(pipe, optimizers, 2, 2)
 
 

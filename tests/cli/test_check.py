@@ -15,7 +15,7 @@ from penstock import AutoPipeline
 from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch
 from penstock.cli.main import main
-from penstock.models.weights import files as weights
+from penstock.pipeline import auto_pipeline
 from support.families import tiny_config, tiny_model
 
 
@@ -84,16 +84,16 @@ def test_a_schedule_from_a_file(
 
 def broken(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Every gradient of the second stage's layers is off."""
-    filled = AutoPipeline._filled
+    made = auto_pipeline._Build._model
 
-    def off(self: AutoPipeline, outline: Any, index: int, ties: weights.Ties) -> PreTrainedModel:
-        part = filled(self, outline, index, ties)
+    def off(self: auto_pipeline._Build, index: int) -> PreTrainedModel:
+        part = made(self, index)
         for name, parameter in part.named_parameters():
             if index == 1 and ".layers." in name:
                 parameter.register_hook(lambda grad: grad * factor)
         return part
 
-    monkeypatch.setattr(AutoPipeline, "_filled", off)
+    monkeypatch.setattr(auto_pipeline._Build, "_model", off)
 
 
 def test_tensors_that_differ_are_listed_worst_first_and_not_all(
@@ -181,7 +181,7 @@ def test_a_model_that_does_not_fit_is_refused_with_numbers(
 def test_what_both_models_hold_is_estimated() -> None:
     model = tiny_model("llama")
     auto = AutoPipeline(ranks=2, microbatches=4)
-    fixed, activations = needed_bytes(auto, auto.outline(model), (5, 32))
+    fixed, activations = needed_bytes(auto, auto.build_plan(model), (5, 32))
     held = sum(p.nbytes for p in model.parameters())
     largest = max(p.nbytes for p in model.parameters())
     assert fixed == 4 * held + 2 * largest

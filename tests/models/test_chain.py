@@ -72,17 +72,17 @@ def test_what_is_no_chain(wire: Callable[[Any, Any], Any], told: str) -> None:
 def test_refusals_by_name() -> None:
     auto = AutoPipeline(ranks=2, microbatches=2)
     with pytest.raises(ModelError, match="transformers builds no causal LM from it"):
-        auto.outline(T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2))
+        auto.build_plan(T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2))
     with pytest.raises(PartitionError, match="6 stages for 4 layers"):
-        AutoPipeline(ranks=6, microbatches=2).outline(tiny_config("llama"))
+        AutoPipeline(ranks=6, microbatches=2).build_plan(tiny_config("llama"))
     with pytest.raises(ModelError, match="model given as int"):
-        auto.outline(3)
+        auto.build_plan(3)
     with pytest.raises(ModelError, match="there is no such folder"):
-        auto.outline("/nowhere/at/all")
+        auto.build_plan("/nowhere/at/all")
     with pytest.raises(ModelError, match="taken as it is"):
-        AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).outline(tiny_model("llama"))
+        AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).build_plan(tiny_model("llama"))
     with pytest.raises(ModelError, match="attention=eager for a model object with sdpa"):
-        AutoPipeline(ranks=2, microbatches=2, attention="eager").outline(tiny_model("llama"))
+        AutoPipeline(ranks=2, microbatches=2, attention="eager").build_plan(tiny_model("llama"))
 
 
 def test_a_weight_that_is_used_without_a_gradient() -> None:

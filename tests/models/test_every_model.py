@@ -94,7 +94,7 @@ def check_routed(model_type: str) -> None:
 def test_more_than_hidden_states_does_not_go_in_batches() -> None:
     auto = AutoPipeline(ranks=2, microbatches=2, exchange="batched")
     with pytest.raises(ConfigError, match="exchange='batched' for Gemma3nForCausalLM"):
-        auto.outline(zoo.tiny_config("gemma3n_text"))
+        auto.build_plan(zoo.tiny_config("gemma3n_text"))
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])

@@ -20,7 +20,8 @@ import json, sys, threading
 from pathlib import Path
 import torch
 from penstock import AutoPipeline
-from penstock.models import weights
+from penstock.models.weights import files as weights
+from penstock.pipeline.auto_pipeline import fill
 
 torch.set_num_threads(1)
 folder, rank, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
@@ -30,11 +31,11 @@ def held(what):
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what + ":"))
 
 auto = AutoPipeline(ranks=2, microbatches=2, dtype=dtype)
-outline = auto.outline(folder)
-part = outline.part(rank)
+outline = auto.build_plan(folder)
+part = outline.model_of(rank)
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 before = held("VmRSS")
-auto._fill(part, outline.source, weights.tied_names(outline.source.model))
+fill(part, outline.source, weights.tied_names(outline.source.model), auto.seed)
 after = sum(p.nbytes for p in {id(p): p for p in part.parameters()}.values())
 print(json.dumps([held("VmHWM") - before, after, max(p.nbytes for p in part.parameters())]))
 """

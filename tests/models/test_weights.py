@@ -119,8 +119,8 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path: Path, monkeypatch: pytest.
             return self._file.get_tensor(key)
 
     monkeypatch.setattr(weights, "safe_open", Noting)
-    outline = AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
-    weights.load(outline.part(1), outline.source.files, ())
+    outline = AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
+    weights.load(outline.model_of(1), outline.source.files, ())
     assert read
     assert all(
         key.startswith(("model.layers.2.", "model.layers.3.", "model.norm", "lm_head")) for key in read
@@ -141,10 +141,10 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
         auto.outline(tmp_path)
     shard.unlink()
     with pytest.raises(CheckpointError, match="the index names it and it is missing"):
-        auto.outline(tmp_path)
+        auto.build_plan(tmp_path)
     (tmp_path / weights.INDEX).write_text("{")
     with pytest.raises(CheckpointError, match="no index of weight files"):
-        auto.outline(tmp_path)
+        auto.build_plan(tmp_path)
 
 
 def test_weights_in_a_form_that_is_not_read(tmp_path: Path) -> None:
@@ -153,12 +153,12 @@ def test_weights_in_a_form_that_is_not_read(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     (tmp_path / weights.INDEX).unlink()
     with pytest.raises(CheckpointError, match="neither is here"):
-        AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
     for shard in tmp_path.glob("model-*"):
         shard.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
-        AutoPipeline(ranks=2, microbatches=2).outline(tmp_path)
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
 
 
 def test_weights_of_another_model(tmp_path: Path) -> None:

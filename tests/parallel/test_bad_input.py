@@ -127,7 +127,7 @@ def test_a_model_that_an_axis_does_not_fit(
 ) -> None:
     made = AutoPipeline(ranks=1, schedule="1f1b", microbatches=2, axes=axes)
     with pytest.raises(kind, match=message):
-        made.outline(jobs.model_of(family, **sizes))
+        made.build_plan(jobs.model_of(family, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_layers_that_cannot_have_a_part_of_the_tokens(family: str, message: str)
     """0.5.0: their first forward failed in a sum of tensors of two lengths."""
     options: dict[str, Any] = {"axes": Axes(tp=2), "sequence_parallel": True}
     with pytest.raises(ModelError, match=message):
-        AutoPipeline(ranks=1, microbatches=2, **options).outline(jobs.model_of(family))
+        AutoPipeline(ranks=1, microbatches=2, **options).build_plan(jobs.model_of(family))
 
 
 DROPS: list[tuple[str, dict[str, Any], Axes, dict[str, Any], str]] = [
@@ -158,19 +158,19 @@ def test_dropout_that_would_hang_on_the_mesh(
 ) -> None:
     common: dict[str, Any] = {"ranks": 1, "microbatches": 2, "axes": axes, **options}
     with pytest.raises(ConfigError, match=message):
-        AutoPipeline(schedule="1f1b", **common).outline(jobs.model_of(family, **sizes))
+        AutoPipeline(schedule="1f1b", **common).build_plan(jobs.model_of(family, **sizes))
     plain = jobs.model_of(family, **dict.fromkeys(sizes, 0.0))
-    AutoPipeline(schedule="1f1b", **common).outline(plain)
+    AutoPipeline(schedule="1f1b", **common).build_plan(plain)
 
 
 def test_without_backwards_nothing_is_dropped() -> None:
     made = AutoPipeline(ranks=1, schedule="inference", microbatches=2, axes=Axes(tp=2))
-    made.outline(jobs.model_of("qwen3", attention_dropout=0.1))
+    made.build_plan(jobs.model_of("qwen3", attention_dropout=0.1))
 
 
 def test_heads_by_the_ring_need_not_divide() -> None:
     made = AutoPipeline(ranks=1, schedule="1f1b", microbatches=2, axes=Axes(cp=4, tp=2), context="ring")
-    made.outline(jobs.model_of("llama"))
+    made.build_plan(jobs.model_of("llama"))
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "local"}])
@@ -347,7 +347,7 @@ def ragged_loss(model: Any, microbatches: list[dict[str, Tensor]]) -> float:
 def test_options_that_would_be_wrong_or_ignored(options: dict[str, Any], message: str) -> None:
     """0.5.0: the loss and all gradients were cp times too large; and weights stayed as they were."""
     with pytest.raises(ConfigError, match=message):
-        AutoPipeline(ranks=2, microbatches=2, **options).outline(
+        AutoPipeline(ranks=2, microbatches=2, **options).build_plan(
             tiny_model("mixtral" if "ep=2" in str(options) else "llama")
         )
 

@@ -16,6 +16,7 @@ from penstock.errors import ModelError
 from penstock.models.tracing.meta import outlined
 from penstock.models.weights import files as weights
 from penstock.models.weights.initial import initialise
+from penstock.pipeline.auto_pipeline import fill
 from penstock.runtime.sharded_weights import give_storage
 from support import jobs_spread as jobs
 from support.families import FAMILIES, tiny_config, tiny_model
@@ -117,11 +118,12 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
     """transformers reads the norms of this one in float32 where the rest is float16."""
     tiny_model("gpt_oss").save_pretrained(tmp_path)
     auto = AutoPipeline(ranks=2, microbatches=2, dtype=torch.float16)
-    outline = auto.outline(tmp_path)
-    whole, part = auto._filled(outline, 0, ()), auto._empty(outline, 0, ())
+    plan = auto.build_plan(tmp_path)
+    whole, part = plan.model_of(0), plan.model_of(0, values=False)
+    fill(whole, plan.source, (), auto.seed)
     given = outlined(part)
     give_storage(part, torch.device("cpu"))
-    auto._fill(given, outline.source, ())
+    fill(given, plan.source, (), auto.seed)
     expected, found = dict(whole.named_parameters()), dict(part.named_parameters())
     assert {p.dtype for p in expected.values()} == {torch.float16, torch.float32}
     assert all(found[name].dtype == value.dtype for name, value in expected.items())
@@ -130,11 +132,11 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
 
 def check_pieces(family: str) -> None:
     """Initial values are the same bit for bit, whether they come all at once or piece by piece."""
-    outline = AutoPipeline(ranks=2, microbatches=2).outline(tiny_config(family))
+    outline = AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config(family))
     model = outline.source.model
     ties = weights.tied_names(model)
     for stage in range(2):
-        whole, part = outline.part(stage), outline.part(stage)
+        whole, part = outline.model_of(stage), outline.model_of(stage)
         initialise(whole, model, ties, 3)
         given = outlined(part)
         give_storage(part, torch.device("cpu"))

@@ -151,7 +151,7 @@ def test_choices_that_are_none(pool: Pool, axes: Axes | None, options: dict[str,
 
 
 def outlined(model: Any) -> None:
-    AutoPipeline(ranks=2, microbatches=2, replay_routing=True).outline(model)
+    AutoPipeline(ranks=2, microbatches=2, replay_routing=True).build_plan(model)
 
 
 def test_models_whose_choices_are_not_replayed() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from penstock import AutoPipeline
 from penstock.errors import DifferenceError, EquivalenceError
-from penstock.pipeline.compare import Compared, Report, compare
+from penstock.pipeline.compare import Compared, Report
 from penstock.train.check.memory import free_memory
 from support.families import ragged_batch, tiny_model
 
@@ -52,7 +52,7 @@ def test_what_differs_comes_first_and_the_error_has_all_of_it() -> None:
         assert each.difference == pytest.approx(relative * each.size, rel=1e-2)
         assert each.tolerance == pytest.approx(1e-5 * each.size)
     assert str(caught.value).index("embed_tokens") < str(caught.value).index("model.norm")
-    assert compare(pipe, model, batch, AutoPipeline().loss(), tolerance=0.2).passed
+    assert pipe.compare(model, batch, tolerance=0.2).passed
     assert pickle.loads(pickle.dumps(caught.value)).report == report
 
 
@@ -62,13 +62,13 @@ def test_weights_that_differ_are_all_that_is_told_of() -> None:
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.norm.weight[0] += 0.5
-    report = compare(pipe, other, batch, AutoPipeline().loss())
+    report = pipe.compare(other, batch)
     assert report.losses is None
     assert not report.passed
     (wrong,) = report.tensors
     assert (wrong.kind, wrong.name, wrong.stage, wrong.difference) == ("weight", "model.norm.weight", 1, 0.5)
     smaller = tiny_model("llama", intermediate_size=24)
-    told = compare(pipe, smaller, batch, AutoPipeline().loss()).problems()
+    told = pipe.compare(smaller, batch).problems()
     assert any("its shape is" in line for line in told)
 
 
@@ -76,7 +76,7 @@ def test_gradients_that_one_of_the_two_lacks() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
     pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
     model.model.norm.weight.requires_grad_(False)
-    (wrong,) = compare(pipe, model, batch, AutoPipeline().loss()).wrong
+    (wrong,) = pipe.compare(model, batch).wrong
     assert wrong.name == "model.norm.weight"
     assert wrong.remark == "only one of the two has it"
 

@@ -95,7 +95,7 @@ def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str, chec
 )
 def test_each_way_to_say_it_is_exact(ranks: int, options: dict[str, Any], counts: list[int]) -> None:
     auto = exact("llama", ranks, **options)
-    stages = auto.outline(tiny_config("llama")).stages
+    stages = auto.build_plan(tiny_config("llama")).stages
     assert [len(stage.layers) for stage in stages] == counts
 
 
@@ -167,11 +167,11 @@ def test_the_model_given_is_left_as_it_was() -> None:
 )
 def test_refused_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        AutoPipeline(ranks=2, microbatches=2, **options).outline(tiny_config("llama"))
+        AutoPipeline(ranks=2, microbatches=2, **options).build_plan(tiny_config("llama"))
 
 
 def outlined(**changes: Any) -> BuildPlan:
-    return AutoPipeline(ranks=4, microbatches=4).outline(tiny_config("llama", layers=8, **changes))
+    return AutoPipeline(ranks=4, microbatches=4).build_plan(tiny_config("llama", layers=8, **changes))
 
 
 def test_balance_gives_a_layout_that_runs() -> None:
@@ -202,7 +202,7 @@ def test_balance_within_memory() -> None:
         balance(outline, memory=estimated_memory(outline, 1e4, (4, 64)))
     least = float(caught.value.remedy.split()[1].replace(",", ""))
     tight = balance(outline, memory=estimated_memory(outline, least, (4, 64)))
-    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).outline(
+    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).build_plan(
         tiny_config("llama", layers=8)
     ).stages  # fmt: skip
     assert len(first.layers) < len(last.layers)

@@ -42,7 +42,7 @@ def test_an_unknown_option_is_refused() -> None:
 
 def layers(**said: Any) -> list[list[int]]:
     auto = AutoPipeline(ranks=2, microbatches=2, **said)
-    return [list(stage.layers) for stage in auto.outline(tiny_config("llama")).stages]
+    return [list(stage.layers) for stage in auto.build_plan(tiny_config("llama")).stages]
 
 
 def test_modules_per_stage_by_either_name() -> None:

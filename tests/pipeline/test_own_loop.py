@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.loss import NextToken
 from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
+from penstock.pipeline import names_per_stage, provider_of
 from penstock.pipeline.compare import whole_backward
-from penstock.pipeline.functional import names_per_stage, provider_of
 from support.families import ragged_batch, tiny_model
 from support.own_chain import Piece, made, squares, x_batch
 from support.pool import Pool
@@ -133,7 +133,7 @@ def test_adapters_in_the_place_of_linears(schedule: str, tmp_path: Path) -> None
     with pytest.raises(ModelError, match=r"layers.0.self_attn.q_proj.base.weight, which only the model or"):
         pipe.save_pretrained(tmp_path / "adapted")
     assert not (tmp_path / "adapted").exists()
-    for part in pipe.parts:
+    for part in pipe.modules.values():
         for layer in each_layer(part):
             attention = layer.get_submodule("self_attn")
             attention.q_proj = attention.get_submodule("q_proj.base")
@@ -337,10 +337,12 @@ def test_info_stages_and_parts() -> None:
     assert sum(facts.parameters for facts in pipe.info) == sum(p.numel() for p in model.parameters())
     assert [facts.bytes for facts in pipe.info] == [4 * facts.parameters for facts in pipe.info]
     assert [stage.index for stage in pipe.stages] == [0, 1]
-    assert list(pipe.parts) == [pipe.modules[0], pipe.modules[1]]
+    assert list(pipe.modules) == [0, 1]
+    with pytest.warns(DeprecationWarning, match=r"use Pipeline\.modules\.values"):
+        assert list(pipe.parts) == list(pipe.modules.values())
     zigzag = pipeline(tiny_model("llama"), schedule="zb_v")
     assert [facts.rank for facts in zigzag.info] == [0, 1, 1, 0]
-    assert list(zigzag.parts) == [zigzag.modules[stage] for stage in range(4)]
+    assert list(zigzag.modules) == [0, 1, 2, 3]
     own = Pipeline.from_provider(provider_of(made(), names_per_stage(made(), 2)), ranks=2, microbatches=2)
     assert [facts.layers for facts in own.info] == [(0, 1), (2, 3)]
 
@@ -474,15 +476,15 @@ def test_the_costs_of_layers_balance_the_model() -> None:
         spin = torch.randn(200, 200)
         layer.register_forward_pre_hook(lambda module, args: [spin @ spin for _ in range(40)] and None)
 
-    slow(next(iter(each_layer(pipe.parts[0]))))
-    types = [type(layer) for part in pipe.parts for layer in each_layer(part)]
+    slow(next(iter(each_layer(pipe.modules[0]))))
+    types = [type(layer) for part in pipe.modules.values() for layer in each_layer(part)]
     costs = pipe.layer_costs(ragged_batch())
     assert len(costs.layers) == 4
     assert costs.layers[0] > 3 * max(costs.layers[1:])
     assert costs.embedding >= 0
     assert costs.head >= 0
-    assert types == [type(layer) for part in pipe.parts for layer in each_layer(part)]
-    balanced = AutoPipeline(ranks=2, microbatches=2, balance=costs).outline(model)
+    assert types == [type(layer) for part in pipe.modules.values() for layer in each_layer(part)]
+    balanced = AutoPipeline(ranks=2, microbatches=2, balance=costs).build_plan(model)
     assert [len(stage.layers) for stage in balanced.stages] == [1, 3]
 
 

@@ -14,7 +14,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
 from penstock.errors import ConfigError, EquivalenceError, ModelError, PartitionError
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.pipeline.functional import (
+from penstock.pipeline import (
     layers_of,
     make_schedule,
     make_stage,
@@ -66,7 +66,7 @@ def test_the_names_in_the_order_in_which_they_run() -> None:
         ("transformer.ln_f", "lm_head"),
     )
     assert module_names(sequence()) == ((), ("0", "1", "2", "3", "4"), ())
-    outline = AutoPipeline(ranks=2, microbatches=2).outline(tiny_config("llama"))
+    outline = AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("llama"))
     told = module_names(outline.source.model)
     assert told.before == ("model.embed_tokens",)
     assert set(told.after) == {"model.norm", "lm_head"}

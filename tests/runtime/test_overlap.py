@@ -253,11 +253,11 @@ def test_what_cannot_run_side_by_side_is_refused(options: dict[str, Any], said: 
 
 
 def test_by_default_pairs_run_side_by_side_where_experts_are_spread() -> None:
-    assert not Options().overlaps
-    assert not Options(axes=Axes(dp_shard=2)).overlaps
-    assert Options(axes=Axes(dp_shard=2, ep=2)).overlaps
-    assert Options(axes=Axes(dp_shard=2, ep=-1)).overlaps
-    assert not Options(axes=Axes(dp_shard=2, ep=2), overlap=False).overlaps
-    assert not Options(axes=Axes(dp_shard=2, ep=2, tp=2)).overlaps
+    assert not Options().world_options().overlap
+    assert not Options(axes=Axes(dp_shard=2)).world_options().overlap
+    assert Options(axes=Axes(dp_shard=2, ep=2)).world_options().overlap
+    assert Options(axes=Axes(dp_shard=2, ep=-1)).world_options().overlap
+    assert not Options(axes=Axes(dp_shard=2, ep=2), overlap=False).world_options().overlap
+    assert not Options(axes=Axes(dp_shard=2, ep=2, tp=2)).world_options().overlap
     with pytest.raises(ConfigError, match="overlap='yes'"):
-        Options(overlap="yes").link()  # type: ignore[arg-type]
+        Options(overlap="yes").world_options()  # type: ignore[arg-type]

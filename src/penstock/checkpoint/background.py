@@ -1,4 +1,4 @@
-"""A checkpoint's write in a thread of its own, which can be waited for and given up."""
+"""Write a checkpoint in a thread that can be waited for and abandoned."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from penstock.runtime.transport.groups import Processes
 
 Work = Callable[[Processes], None]
 
-DROPPED = 2.0  # seconds that a write given up may take to notice it
-LINGERS = 30.0  # seconds for a write to end after an error elsewhere, or as Python ends
+_AT_EXIT = 30.0  # seconds for a write to end as Python ends
 
 
-class Background:
-    """One write in a thread of its own, and what follows it."""
+class BackgroundWrite:
+    """Calls `write`, then `follow`, in a thread; the checkpoint exists once `write` has returned."""
 
-    def __init__(self, path: Path, work: Work, then: Work, processes: Processes) -> None:
+    def __init__(self, path: Path, write: Work, follow: Work, processes: Processes) -> None:
         self.path = path
-        self._work: Work | None = work
-        self._then, self._written = then, False
+        self._write: Work | None = write
+        self._follow, self._written = follow, False
         self._error: BaseException | None = None
         self._dropped = threading.Event()
         self._processes = _Droppable(processes, self._dropped)
@@ -34,23 +33,27 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
-        assert self._work is not None
+        assert self._write is not None
         try:
-            self._work(self._processes)
-            self._work, self._written = None, True
-            self._then(self._processes)
-        except BaseException as error:  # told by whoever waits
+            self._write(self._processes)
+            self._write, self._written = None, True
+            self._follow(self._processes)
+        except BaseException as error:  # raised by whoever waits
             self._error = error
         finally:
-            self._work = None  # and with it the copies
+            self._write = None  # and with it the copies
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
         if not self._thread.is_alive():
             atexit.unregister(self._end)
 
-    def tell(self) -> None:
-        """Raise the error that the write ended in, as a typed one."""
+    def drop(self, linger: float) -> None:
+        self._dropped.set()
+        self.join(linger)
+
+    def raise_error(self) -> None:
+        """Raise the error that the write ended in, if any, as a typed one."""
         if self._error is None:
             return
         if isinstance(self._error, PenstockError):
@@ -70,13 +73,9 @@ class Background:
         why = f"{type(self._error).__name__}: {self._error}"
         return f"it was written, but then {why}" if self._written else f"it was not written: {why}"
 
-    def drop(self, linger: float) -> None:
-        self._dropped.set()
-        self.join(linger)
-
     def _end(self) -> None:
         """Python ends, and nobody waited."""
-        self.join(0 if self._dropped.is_set() else LINGERS)
+        self.join(0 if self._dropped.is_set() else _AT_EXIT)
         self._dropped.set()
         if self._thread.is_alive() or self._error is not None:
             why = "it was not finished" if self._error is None else repr(self._error)
@@ -84,7 +83,7 @@ class Background:
 
 
 class _Droppable:
-    """The processes of a write that may be given up between two of its parts."""
+    """Processes whose collectives fail once the write is abandoned."""
 
     def __init__(self, processes: Processes, dropped: threading.Event) -> None:
         self.index, self.count = processes.index, processes.count

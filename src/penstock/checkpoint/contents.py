@@ -1,6 +1,12 @@
-"""What one process puts into a checkpoint: weights, optimizer state, random state, and the loop's JSON.
+"""What one process adds to a checkpoint: weights, optimizer state, random state, and the loop's JSON.
 
-Collected at one moment, and written then or later. Random state and JSON are read back here too.
+    model-*.safetensors, config.json ...      the weights, as save_pretrained writes them
+    optimizer-*.safetensors, optimizer-*.json   see penstock.checkpoint.optimizer_state
+    random-*.safetensors                      the random state of each process
+    state.json                                what the loop gives and gets back
+    manifest.json                             size and sha256 of every file (penstock.models.weights.folder)
+
+Contents are collected at one moment, and written then or later.
 """
 
 from __future__ import annotations
@@ -19,29 +25,32 @@ from torch import Tensor
 from penstock.checkpoint.optimizer_state import Optimizers, OptimizerState, check_state, state_of
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import write_folder
-from penstock.pipeline.pipeline import SplitModel, laid_out
+from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.transport.groups import Processes
 
 STATE = "state.json"
 
 Extra = Callable[[Path], None]
+RandomState = dict[str, Tensor]  # by device type
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What this process puts into a checkpoint.
+    """What this process adds to a checkpoint.
 
-    write_weights: collective, over the processes given
-    random: by file, the random state of this process and of those beside it in the mesh
+    write_weights: collective over the processes it gets
+    random: by file, the random state of this process and of those that host the same stages
+    state: JSON; extra: adds files of the caller's; both of process 0
     """
 
     write_weights: Callable[[Path, Processes], None]
     optimizer: OptimizerState
-    random: dict[str, dict[str, Tensor]]
+    random: dict[str, RandomState]
     state: str
     extra: Extra | None
 
     def publish(self, path: Path, processes: Processes) -> None:
+        """Write the folder, complete or not at all. Collective over `processes`."""
         write_folder(path, lambda folder: self._write(folder, processes), processes)
 
     def _write(self, folder: Path, processes: Processes) -> None:
@@ -55,7 +64,7 @@ class Contents:
             (folder / STATE).write_text(self.state, encoding="utf-8")
 
 
-def planned(
+def collector(
     pipe: SplitModel,
     optimizer: Optimizers,
     state: Mapping[str, Any] | None,
@@ -63,86 +72,78 @@ def planned(
     *,
     copied: bool,
 ) -> Callable[[], Contents]:
-    """What collects what this process puts into a checkpoint; here it is only checked, and nothing is sent.
+    """Check what this process adds to a checkpoint; the result collects it.
 
-    To collect is collective over the mesh: what is spread over it is gathered by all its pipelines, and the
-    first one keeps it. So all must have passed the check. Nothing is written.
+    The check sends nothing. Collecting is collective over the mesh, as it gathers what is sharded: every
+    process must have passed the check.
 
-    copied: in host memory of its own, so that training may go on while it is written
-    Raises CheckpointError for what cannot be kept.
+    Args:
+        copied: into host memory, so that training may go on while it is written
+
+    Raises CheckpointError for optimizer state or `state` that a checkpoint cannot hold.
     """
     named = list(pipe.named_parameters(remove_duplicate=False))
     check_state(optimizer, named)
-    text = _as_json(state or {})
+    _check_json(state or {}, "state")
+    text = json.dumps(state or {}, indent=1) + "\n"
 
     def collect() -> Contents:
         held = state_of(optimizer, named, copied=copied)
-        return Contents(_weights(pipe, copied=copied), held, _random_states(pipe), text, extra)
+        return Contents(pipe.weights_writer(copied=copied), held, _random_states(pipe), text, extra)
 
     return collect
 
 
-def _weights(pipe: SplitModel, *, copied: bool) -> Callable[[Path, Processes], None]:
-    """Only values are copied: modules, with their hooks and all that hangs on them, stay the pipeline's."""
-    saved, stages = pipe._needs_saved(), pipe._first_stages()
-    held = pipe.whole_values() if copied or pipe.is_spread else None
-
-    def write(folder: Path, processes: Processes) -> None:
-        saved.write(folder, laid_out(saved, stages, processes, held), processes)
-
-    return write
+# ---- random state
 
 
-def _random_states(pipe: SplitModel) -> dict[str, dict[str, Tensor]]:
-    """By file, of this process and of those beside it. Collective over these."""
-    own = {"cpu": torch.get_rng_state()}
+def _random_states(pipe: SplitModel) -> dict[str, RandomState]:
+    """By file, of the processes that host the same stages. Collective over these."""
+    local = {"cpu": torch.get_rng_state()}
     if pipe.reductions.min(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
-        own["cuda"] = torch.cuda.get_rng_state()
+        local["cuda"] = torch.cuda.get_rng_state()
     files, place = _random_files(pipe)
-    states: dict[str, dict[str, Tensor]] = {file: {} for file in files}
-    for kind, state in own.items():
-        table = torch.zeros(len(files), len(state), dtype=torch.uint8, device=pipe._world.device)
+    states: dict[str, RandomState] = {file: {} for file in files}
+    for kind, state in local.items():
+        table = torch.zeros(len(files), len(state), dtype=torch.uint8, device=pipe.device)
         table[place] = state
         for file, row in zip(files, pipe.reductions.sum_over_mesh(table).cpu(), strict=True):
             states[file][kind] = row.clone()
     return states
 
 
-def random_state(path: Path, pipe: SplitModel) -> dict[str, Tensor]:
-    """Empty for an older checkpoint, or one of another number of processes."""
+def read_random_state(path: Path, pipe: SplitModel) -> RandomState:
+    """This process's; empty for an older checkpoint, or one of another number of processes."""
     files, place = _random_files(pipe)
     file = path / files[place]
     return load_file(file) if file.is_file() else {}
 
 
-def set_random_state(held: Mapping[str, Tensor]) -> None:
-    """Put back what random_state read; nothing where it read nothing."""
-    if not held:
-        return
-    torch.set_rng_state(held["cpu"].clone())
-    if "cuda" in held and torch.cuda.is_available():
-        torch.cuda.set_rng_state(held["cuda"].clone())
+def set_random_state(state: RandomState) -> None:
+    """Restore what read_random_state read, if anything."""
+    if "cpu" in state:
+        torch.set_rng_state(state["cpu"].clone())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].clone())
 
 
 def _random_files(pipe: SplitModel) -> tuple[list[str], int]:
-    """Of this process and of those beside it, which host the same stages; and which of them is its own."""
+    """The files of the processes that host this process's stages, and this process's place among them."""
     processes, ranks = pipe.processes, sorted(pipe.reductions.stage_ranks)
-    beside = max(1, len(ranks))  # a pipeline that is all there is has no ranks beside it
-    first, count = processes.index * beside + 1, processes.count * beside
-    files = [f"random-{first + place:05d}-of-{count:05d}.safetensors" for place in range(beside)]
+    replicas = max(1, len(ranks))  # no ranks without a mesh
+    first, count = processes.index * replicas + 1, processes.count * replicas
+    files = [f"random-{first + place:05d}-of-{count:05d}.safetensors" for place in range(replicas)]
     return files, ranks.index(dist.get_rank()) if ranks else 0
 
 
-def _as_json(state: Mapping[str, Any]) -> str:
-    _check_json(state, "state")
-    return json.dumps(state, indent=1) + "\n"
+# ---- the loop's JSON
 
 
 def _check_json(value: object, name: str) -> None:
-    """Whether JSON gives it back as it was, but for tuples, which come back as lists."""
+    """Raise CheckpointError unless JSON returns `value` unchanged, except that tuples become lists."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if not isinstance(key, str):  # JSON would make it text in silence
+            if not isinstance(key, str):  # JSON would make it text silently
                 raise _no_json(f"{name}: the key {key!r}")
             _check_json(inner, f"{name}[{key!r}]")
     elif isinstance(value, list | tuple):

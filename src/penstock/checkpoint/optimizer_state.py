@@ -1,7 +1,11 @@
-"""The optimizer state in a checkpoint, found by the names of parameters and put back.
+"""The state of any optimizer, by names of parameters, in safetensors and JSON.
 
-penstock.checkpoint.optimizer_state tells how it is written. Checkpoints of 0.3.0 and before have the
-tensors alone, which are AdamW's.
+    optimizer-00001-of-00002.safetensors   tensors, by part and name: "exp_avg.model.norm.weight"
+    optimizer-00001-of-00002.json          groups: optimizer, lr, options, names and dtypes of parameters
+                                           numbers: by name and part, the parts that are plain numbers
+
+Each process writes such a pair, and reads what it needs from all pairs, so that parameters may move between
+processes. Files without JSON, of penstock 0.3.0 and before, hold AdamW's state.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,96 +27,28 @@ from penstock.errors import CheckpointError
 from penstock.models.weights.files import Ties
 from penstock.runtime.sharded_weights import host_copy, spread_like, whole
 
-# ---- What optimizers hold, by the names of parameters: as tensors and JSON.
-#
-# Each process writes a pair of files, and whoever needs something of them reads it
-# (penstock.checkpoint.optimizer_state):
-#
-#     optimizer-00001-of-00002.safetensors   tensors by part and name: "exp_avg.model.norm.weight"
-#     optimizer-00001-of-00002.json          groups: optimizer, lr, options and parameters' names;
-#                                            numbers: by name and part, where a part is a plain number
-
-
-Optimizers = Optimizer | Sequence[Optimizer]
+Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
 Named = Sequence[tuple[str, nn.Parameter]]
+Group = dict[str, Any]
 
-# options of torch's optimizers that keep a tensor more of each parameter, and what it is called
-NEEDED = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-
-
-def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+# options of torch's optimizers that keep one more tensor of each parameter, and its name
+OPTIONAL_PARTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
 
 
-@dataclass(frozen=True)
-class OptimizerState:
-    """What one process's optimizers hold. tensors: by "part.name"; numbers: by name and part"""
+def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, Group, Named]]:
+    """Every group of every optimizer, with its named parameters.
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
-
-    def write(self, folder: Path, index: int, count: int) -> None:
-        file = folder / f"optimizer-{index + 1:05d}-of-{count:05d}.safetensors"
-        save_file(self.tensors, file)
-        described = {"groups": self.groups, "numbers": self.numbers}
-        file.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-
-
-def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
-    """What `optimizers` hold of the parameters `named`, whole: collective where they are spread over ranks.
-
-    copied: in host memory that is nobody else's
-    Raises what check_state does, before anything is gathered.
+    Raises CheckpointError for a parameter without a name, or in two optimizers.
     """
-    check_state(optimizers, named)
-    state = OptimizerState()
-    for optimizer, group, members in groups_of(optimizers, named):
-        lr = group.get("lr")
-        state.groups.append(
-            {
-                "optimizer": type(optimizer).__name__,
-                "lr": None if lr is None else float(lr),
-                "options": {option: bool(group[option]) for option in NEEDED if option in group},
-                "parameters": [name for name, _ in members],
-                "dtypes": [str(parameter.dtype) for _, parameter in members],
-            }
-        )
-        for name, parameter in members:
-            for part, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    state.tensors[f"{part}.{name}"] = host_copy(value) if copied else _plain(value)
-                else:
-                    state.numbers.setdefault(name, {})[part] = value
-    return state
-
-
-def check_state(optimizers: Optimizers, named: Named) -> None:
-    """Raise CheckpointError where a parameter bears no name or belongs to two optimizers, or where a state is
-    neither a plain tensor nor a number."""
-    for optimizer, _, members in groups_of(optimizers, named):
-        for name, parameter in members:
-            for part, value in optimizer.state.get(parameter, {}).items():
-                _check_part(optimizer, name, part, value)
-
-
-def _plain(value: Tensor) -> Tensor:
-    return whole(value).detach().contiguous()
-
-
-def groups_of(
-    optimizers: Optimizers, named: Named
-) -> Iterator[tuple[Optimizer, dict[str, Any], list[tuple[str, nn.Parameter]]]]:
-    """Every group of every optimizer, with its parameters and their names."""
     names = {id(parameter): name for name, parameter in named}
     seen: set[int] = set()
-    for optimizer in as_list(optimizers):
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         for group in optimizer.param_groups:
             members = []
             for parameter in group["params"]:
                 if parameter.numel() == 0 and id(parameter) not in names:
-                    continue  # what stands in where a process holds no parameter, as optimizers ask for one
+                    continue  # a stand-in, as optimizers need a parameter and this process may have none
                 members.append((_name(parameter, names, seen), parameter))
             yield optimizer, group, members
 
@@ -134,26 +70,85 @@ def _name(parameter: nn.Parameter, names: Mapping[int, str], seen: set[int]) -> 
     return names[id(parameter)]
 
 
-def _check_part(optimizer: Optimizer, name: str, part: object, value: object) -> None:
-    tensor = isinstance(value, Tensor)
-    plain = type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided  # type: ignore[attr-defined]
-    if (plain if tensor else value is None or type(value) in (int, float, bool)) and (
-        isinstance(part, str) and "." not in part
-    ):
-        return
-    raise CheckpointError(
-        f"{type(optimizer).__name__} holds {part!r} of {name} as a {type(value).__name__}",
-        "a checkpoint holds plain tensors and numbers by name, and nothing that would have to be pickled",
-        "Take another optimizer, or keep the state of this one yourself",
-    )
+# ---- save
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of one process's optimizers. tensors: by "part.name"; numbers: by name and part"""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
+
+    def write(self, folder: Path, index: int, count: int) -> None:
+        file = folder / f"optimizer-{index + 1:05d}-of-{count:05d}.safetensors"
+        save_file(self.tensors, file)
+        described = {"groups": self.groups, "numbers": self.numbers}
+        file.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+
+
+def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
+    """The full state that `optimizers` hold of the parameters `named`. Collective where these are sharded.
+
+    copied: into host memory
+    Raises what check_state does, before anything is gathered.
+    """
+    check_state(optimizers, named)
+    state = OptimizerState()
+    for optimizer, group, members in _groups(optimizers, named):
+        lr = group.get("lr")
+        state.groups.append(
+            {
+                "optimizer": type(optimizer).__name__,
+                "lr": None if lr is None else float(lr),
+                "options": {option: bool(group[option]) for option in OPTIONAL_PARTS if option in group},
+                "parameters": [name for name, _ in members],
+                "dtypes": [str(parameter.dtype) for _, parameter in members],
+            }
+        )
+        for name, parameter in members:
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    state.numbers.setdefault(name, {})[part] = value
+                elif copied:
+                    state.tensors[f"{part}.{name}"] = host_copy(value)
+                else:
+                    state.tensors[f"{part}.{name}"] = whole(value).detach().contiguous()
+    return state
+
+
+def check_state(optimizers: Optimizers, named: Named) -> None:
+    """Raise CheckpointError for state that is neither a plain tensor nor a number, a parameter without a
+    name, or one in two optimizers."""
+    for optimizer, _, members in _groups(optimizers, named):
+        for name, parameter in members:
+            for part, value in optimizer.state.get(parameter, {}).items():
+                if not (isinstance(part, str) and "." not in part and _is_plain(value)):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} holds {part!r} of {name} as a {type(value).__name__}",
+                        "a checkpoint holds plain tensors and numbers by name, and nothing that would have "
+                        "to be pickled",
+                        "Take another optimizer, or keep the state of this one yourself",
+                    )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided
+    return value is None or type(value) in (int, float, bool)
+
+
+# ---- load
 
 
 @dataclass
 class Entry:
-    """What is stored of one parameter.
+    """The stored state of one parameter.
 
-    optimizer, lr, options, dtype: None where an older checkpoint does not tell; parts: each tensor's file
-    options: of NEEDED, whether each was on; dtype: the parameter's
+    parts: the file of each tensor; numbers: the parts that are numbers
+    optimizer, lr, options (of OPTIONAL_PARTS), dtype (the parameter's): None where an older checkpoint does
+        not say
     """
 
     optimizer: str | None = None
@@ -164,121 +159,106 @@ class Entry:
     dtype: str | None = None
 
     def lacks(self, option: str, part: str) -> bool:
-        """Whether there is state, and not what `option` keeps in it."""
+        """Whether there is state without the part that `option` keeps."""
         if self.options is not None:
             return not self.options.get(option, False)
         return bool(self.parts) and part not in self.parts
 
 
-class Stored:
-    """The optimizer state in the checkpoint `path`. Tensors are read when asked for."""
+class StoredState:
+    """The optimizer state in the checkpoint `path`. Tensors are read when they are needed.
+
+    ties: a tied weight may be stored under another of its names
+    Raises CheckpointError where there is none, or a file is damaged.
+    """
 
     def __init__(self, path: Path, ties: Ties) -> None:
-        """ties: a tied weight may be stored under another of its names"""
         self._path = path
-        self._others = {name: names for names in ties for name in names}
+        self._aliases = {name: names for names in ties for name in names}
         self._opened: dict[Path, Any] = {}
         self._entries: dict[str, Entry] = {}
         for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
-            self._read(file)
+            try:
+                self._entries |= self._read(file)  # processes that hold one weight hold one state of it
+            except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(
+                    f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
+                ) from error
         if not self._opened:
             raise CheckpointError(
                 f"checkpoint {path}", "it holds no optimizer state", "Give one that penstock wrote"
             )
 
-    def _read(self, file: Path) -> None:
-        try:
-            self._opened[file] = safe_open(file, framework="pt")
-            keys = list(self._opened[file].keys())
-            described = file.with_suffix(".json")
-            told = json.loads(described.read_text(encoding="utf-8")) if described.is_file() else None
-            entries = self._entries_of(told)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
-            ) from error
-        for key in keys:
+    def _read(self, file: Path) -> dict[str, Entry]:
+        self._opened[file] = safe_open(file, framework="pt")
+        description = file.with_suffix(".json")
+        entries: dict[str, Entry] = {}
+        if described := description.is_file():
+            content = json.loads(description.read_text(encoding="utf-8"))
+            for group in content["groups"]:
+                dtypes = dict(zip(group["parameters"], group.get("dtypes", ()), strict=False))
+                for name in group["parameters"]:
+                    numbers = dict(content["numbers"].get(name, {}))
+                    kind, options = str(group["optimizer"]), group.get("options")
+                    entries[name] = Entry(kind, group["lr"], {}, numbers, options, dtypes.get(name))
+        for key in self._opened[file].keys():  # noqa: SIM118
             part, _, name = key.partition(".")
             entries.setdefault(name, Entry()).parts[part] = file
-        if told is None:
+        if not described:
             for entry in entries.values():
                 if "exp_avg" in entry.parts:
                     entry.optimizer = "AdamW"
                 if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote that AdamW had nothing yet
                     entry.parts.clear()
-        self._entries |= entries  # a weight that several processes hold is in the same state on each
+        return entries
 
-    def _entries_of(self, told: Any) -> dict[str, Entry]:
-        if told is None:
-            return {}
-        dtypes = {
-            name: dtype
-            for group in told["groups"]
-            for name, dtype in zip(group["parameters"], group.get("dtypes", ()), strict=False)
-        }
-        return {
-            name: Entry(
-                str(group["optimizer"]),
-                group["lr"],
-                {},
-                dict(told["numbers"].get(name, {})),
-                group.get("options"),
-                dtypes.get(name),
-            )
-            for group in told["groups"]
-            for name in group["parameters"]
-        }
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the parameters of which anything is stored."""
+        return frozenset(self._entries)
 
     def find(self, name: str) -> tuple[str, Entry] | None:
         """The name under which the state of parameter `name` is stored, and what there is."""
-        candidates = (name, *self._others.get(name, ()))
+        candidates = (name, *self._aliases.get(name, ()))
         return next(((other, self._entries[other]) for other in candidates if other in self._entries), None)
 
     def shape(self, name: str, part: str) -> list[int] | None:
-        """Of a tensor that is there. No tensor is read."""
+        """The shape of a stored tensor, if it is there. Reads no tensor."""
         found = self.find(name)
         if found is None or part not in found[1].parts:
             return None
         return list(self._opened[found[1].parts[part]].get_slice(f"{part}.{found[0]}").get_shape())
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Of the parameters of which anything is stored."""
-        return frozenset(self._entries)
+    def restorer(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
+        """Check the state of `named` for `optimizers`; the result restores it. Reads no tensor.
 
-    def restore(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> None:
-        """Put the state of `named` into `optimizers`, and into each group its learning rate.
-
-        Other options stay those that the optimizers were made with. Raises, as `plan` does, before anything
-        is changed.
-        """
-        self.plan(optimizers, named, learning_rates=learning_rates)()
-
-    def plan(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
-        """What `restore` does, checked and not yet done. No tensor is read.
-
+        The options of the optimizers stay as they were made, except that with `learning_rates` each group
+        gets the rate that its parameters had.
         Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
-        lacks what an option asks for (NEEDED), or where parameters of one group had several learning rates.
+        lacks a part that an option needs, or where parameters of one group had several learning rates.
         """
         found = []
-        for optimizer, group, members in groups_of(optimizers, named):
+        for optimizer, group, members in _groups(optimizers, named):
             entries = [(p, *self._fitting(optimizer, group, name, p)) for name, p in members]
             lr = self._learning_rate([entry for *_, entry in entries]) if learning_rates else None
             found.append((optimizer, group, entries, lr))
 
-        def put() -> None:
+        def restore() -> None:
             for optimizer, group, entries, lr in found:
                 for parameter, name, entry in entries:
-                    self._put(optimizer, group, parameter, name, entry)
+                    state = {**entry.numbers, **self._tensors(group, parameter, name, entry)}
+                    optimizer.state.pop(parameter, None)
+                    if state:
+                        optimizer.state[parameter] = state
                 if isinstance(group.get("lr"), Tensor) and lr is not None:
                     group["lr"].fill_(lr)
                 elif lr is not None:
                     group["lr"] = lr
 
-        return put
+        return restore
 
     def _fitting(
-        self, optimizer: Optimizer, group: Mapping[str, Any], name: str, parameter: nn.Parameter
+        self, optimizer: Optimizer, group: Group, name: str, parameter: nn.Parameter
     ) -> tuple[str, Entry]:
         kind, found = type(optimizer).__name__, self.find(name)
         if found is None:
@@ -287,7 +267,7 @@ class Stored:
             return name, Entry(kind)
         if found[1].optimizer not in (None, kind):
             raise unfit(self._path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
-        for option, part in NEEDED.items():
+        for option, part in OPTIONAL_PARTS.items():
             if group.get(option) and found[1].lacks(option, part):
                 rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
                 raise unfit(self._path, f"{name} was trained without {option}", rule)
@@ -298,42 +278,33 @@ class Stored:
         if len(rates) > 1:
             raise CheckpointError(
                 f"checkpoint {self._path}: learning rates {rates}",
-                "they are of parameters that now stand in one group, which has one",
+                "they are of parameters that are now in one group, which has one rate",
                 "Group the parameters as before, or load with learning_rates=False",
             )
         return rates[0] if rates else None
 
-    def _put(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter, name: str, entry: Entry
-    ) -> None:
-        held: dict[str, Any] = dict(entry.numbers)
+    def _tensors(self, group: Group, parameter: nn.Parameter, name: str, entry: Entry) -> dict[str, Tensor]:
+        """The stored tensors, converted as torch's optimizers load them.
+
+        `step` is on the CPU in its own dtype, unless the step runs on the device. The rest is on the device,
+        and in the parameter's dtype if that has changed since; integers and scalar counters keep theirs, as
+        do optimizers that hold float32 for weights of bfloat16.
+        """
+        tensors = {}
+        changed = entry.dtype != str(parameter.dtype)
         for part, file in entry.parts.items():
             value = self._opened[file].get_tensor(f"{part}.{name}")
-            changed = entry.dtype != str(parameter.dtype)
-            held[part] = _placed(part, value, parameter, group, changed=changed)
-        optimizer.state.pop(parameter, None)
-        if held:
-            optimizer.state[parameter] = held
-
-
-def _placed(
-    part: str, value: Tensor, parameter: nn.Parameter, group: Mapping[str, Any], *, changed: bool
-) -> Tensor:
-    """As torch's optimizers load it: `step` on the CPU in its own dtype, unless the step runs on the device;
-    all else there, in the parameter's dtype where that has `changed`, but for whole numbers and what counts
-    by one number. Else it stays as it was: some optimizers keep float32 beside weights of bfloat16.
-
-    Always a copy: what a file is read into is shared by all who read it, two copies of a tied weight too.
-    """
-    device, dtype = parameter.device, value.dtype
-    if part == "step":
-        if group.get("capturable") or group.get("fused"):
-            dtype = torch.float32
-        else:
-            device = torch.device("cpu")
-    elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
-        dtype = parameter.dtype
-    return spread_like(value, parameter).to(device, dtype, copy=True)
+            device, dtype = parameter.device, value.dtype
+            if part == "step":
+                if group.get("capturable") or group.get("fused"):
+                    dtype = torch.float32
+                else:
+                    device = torch.device("cpu")
+            elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
+                dtype = parameter.dtype
+            # a copy: safetensors gives all readers of a tensor the same memory
+            tensors[part] = spread_like(value, parameter).to(device, dtype, copy=True)
+        return tensors
 
 
 def unfit(path: Path, found: str, rule: str) -> CheckpointError:

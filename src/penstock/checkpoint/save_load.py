@@ -1,8 +1,7 @@
-"""Checkpoints of a training run: weights, optimizer state, random state, and whatever JSON the loop adds.
+"""Save and load checkpoints of a training run: complete or absent, and readable by `from_pretrained`.
 
-A checkpoint is a folder that is complete or absent, and that `from_pretrained` opens. Beside the weights lie
-the optimizer's state by parameter name (penstock.checkpoint.optimizer_state), each process's random state,
-and state.json. It is read at any number of ranks and under any schedule, placement or split.
+A checkpoint is loaded at any number of ranks and under any schedule, placement or split. Its files are
+listed in penstock.checkpoint.contents.
 
     writer = CheckpointWriter(pipe)                      # or save_checkpoint(), which waits for the disk
     with writer:
@@ -23,17 +22,20 @@ from typing import Any, Self, TypeVar
 
 from transformers import PretrainedConfig
 
-from penstock.checkpoint.background import DROPPED, LINGERS, Background
-from penstock.checkpoint.contents import Extra, planned, random_state, read_state, set_random_state
-from penstock.checkpoint.optimizer_state import Optimizers, Stored, unfit
+from penstock.checkpoint.background import BackgroundWrite
+from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
+from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
 from penstock.errors import CheckpointError, PenstockError, RunError
 from penstock.models.weights.folder import check_folder_together, together
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.transport.distributed import apart
 from penstock.runtime.transport.groups import Processes
 
-# keys of a model's config that may differ between a checkpoint and the model that goes on from it
+# keys of a model's config that may differ between a checkpoint and the model that loads it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
+
+_NOTICE = 2.0  # seconds that an abandoned write may take to notice it
+_GRACE = 30.0  # seconds for a write to end after an error elsewhere
 
 T = TypeVar("T")
 Then = Callable[[], None]
@@ -42,16 +44,18 @@ Then = Callable[[], None]
 def save_checkpoint(
     path: str | Path, pipe: Pipeline, optimizer: Optimizers, state: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint, whole or not at all, and return when it is on the disk. Collective.
+    """Write a checkpoint, complete or not at all, and return when it is on the disk. Collective.
 
-    path: on a file system that all processes share. A checkpoint that stands there is replaced
-    optimizer: one of torch's, or several over disjoint parameters of the pipeline; their state is tensors and
-        numbers
-    state: what else the loop needs to go on, such as its step, its place in the data and a scheduler's
-        state_dict(): text, numbers, lists and dicts by text. That of process 0 is kept.
-    Raises CheckpointError for what cannot be kept (a weight sharded over another mesh, too), ModelError for
-    weights that are not under the model's own names and for a pipeline made by from_provider; RunError names
-    the process, or tells of the other pipeline of the mesh, that failed on all others.
+    Args:
+        path: on a file system that all processes share; a checkpoint of that name is replaced
+        optimizer: one of torch's, or several over disjoint parameters of the pipeline; their state is
+            tensors and numbers
+        state: what the loop needs to go on, such as its step, its place in the data and a scheduler's
+            state_dict(): text, numbers, lists, and dicts by text. Process 0's is kept.
+
+    Raises CheckpointError for state that a checkpoint cannot hold and weights sharded over another mesh;
+    ModelError for weights that are not under the model's names and a pipeline made by from_provider; on
+    processes other than the one that failed, RunError, which names it.
     """
     CheckpointWriter(pipe, background=False).save(path, optimizer, state)
 
@@ -59,19 +63,21 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path, pipe: Pipeline, optimizer: Optimizers, *, learning_rates: bool = True
 ) -> dict[str, Any]:
-    """Put weights, optimizer state and random state back, in place, and return the `state`. Collective.
+    """Restore weights, optimizer state and random state in place, and return the loop's `state`. Collective.
 
-    The pipeline may have another number of ranks, schedule, placement or split than the one that saved. The
-    optimizers are of the same kinds, and their options stay as they were made, but for the learning rates:
-    each group gets the one that its parameters had (not with learning_rates=False). A learning-rate scheduler
-    is made before this, and given its part of the returned state.
+    The number of ranks, schedule, placement and split may differ from those at the save. The random state
+    is restored if the number of processes is the same.
 
-    The random state is put back where there are as many processes as there were, and otherwise left alone.
+    Args:
+        path: of the checkpoint
+        optimizer: of the same kinds as at the save. Options stay as they were made, but for learning rates.
+        learning_rates: give each group the rate that its parameters had. Make a scheduler before this call,
+            and give it its part of the returned state.
+
     Raises CheckpointError where a file is missing or altered, or the checkpoint is of another model or
     optimizer, before anything is changed on any process.
     """
-    folder, processes = Path(path).expanduser(), pipe.processes
-    saved = pipe._needs_saved()
+    folder, processes, saved = Path(path).expanduser(), pipe.processes, pipe.saved
     pipe.all_or_none(f"check checkpoint {folder}", lambda: check_folder_together(folder, processes))
     named = list(pipe.named_parameters(remove_duplicate=False))
     known = {name for names in processes.gather([name for name, _ in named]) for name in names}
@@ -79,16 +85,16 @@ def load_checkpoint(
     def check() -> Callable[[], dict[str, Any]]:
         state = read_state(folder)
         check_config(folder, saved.config)
-        stored = Stored(folder, saved.ties)
+        stored = StoredState(folder, saved.ties)
         if foreign := sorted(stored.names - known - saved.copies.union(*saved.ties)):
             raise unfit(folder, f"it holds {foreign[0]}", "the model has no such parameter")
-        saved.check(folder, dict(zip(pipe.modules, pipe.stages, strict=True)))
-        put = stored.plan(optimizer, named, learning_rates=learning_rates)
-        random = random_state(folder, pipe)
+        saved.check(folder, {stage.index: stage for stage in pipe.stages})
+        restore = stored.restorer(optimizer, named, learning_rates=learning_rates)
+        random = read_random_state(folder, pipe)
 
         def apply() -> dict[str, Any]:
             pipe.load_weights(folder)
-            put()
+            restore()
             set_random_state(random)
             return state
 
@@ -99,14 +105,14 @@ def load_checkpoint(
 
 
 def check_config(path: Path, config: PretrainedConfig) -> None:
-    """Raise CheckpointError unless the checkpoint `path` is one of a model with this config.
+    """Raise CheckpointError unless the checkpoint `path` is of a model with this config.
 
-    Both are compared as files give them back; who wrote it, its name, dtype and cache do not count.
+    Both are compared as files return them; writer, name, dtype and cache do not count.
     """
     try:
-        told = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        theirs = _comparable(type(config).from_dict(told).to_dict())
-        kind = told.get("model_type")
+        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        theirs = _comparable(type(config).from_dict(content).to_dict())
+        kind = content.get("model_type")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
@@ -120,29 +126,30 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
 
 
 def _comparable(config: Any) -> Any:
-    """Without what is incidental, in configs of parts too."""
+    """Without incidental keys, in nested configs too."""
     if not isinstance(config, Mapping):
         return list(config) if isinstance(config, tuple) else config
     return {key: _comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
 
 
 class CheckpointWriter:
-    """Writes checkpoints while training goes on: `save` takes copies in host memory, a thread writes them.
+    """Writes checkpoints while training goes on: `save` copies to host memory, a thread writes the copies.
 
-    Made collectively, once for a pipeline, by every process of the job. A context: leaving it waits for the
-    last write; after an error it gives that write 30 s to end, after Ctrl-C it gives it up, and where no
-    checkpoint came of it the error bears a note that says which and why. Whoever uses it otherwise calls
-    `wait` at the end, before `pipe.close()`. Where a job has several pipelines, one of them saves, or each to
-    a path of its own.
-    background: False writes in `save` itself, from where the tensors are
+    Every process of the job makes one, together, once for a pipeline. As a context manager it waits for the
+    last write at its end. After an error it gives that write 30 s, after Ctrl-C none; if no checkpoint came
+    of it, a note on the error says which and why. Otherwise call `wait` at the end, before `pipe.close()`.
+    If a job has several pipelines, one of them saves, or each to its own path.
+
+    Args:
+        background: False writes within `save`, without copies
     """
 
     def __init__(self, pipe: Pipeline, *, background: bool = True) -> None:
         self._pipe, self._background = pipe, background
         self._processes = apart(pipe.processes) if background else pipe.processes
         self._target: Path | None = None  # of the write under way
-        self._task: Background | None = None  # on the pipeline of a mesh that writes
-        self._gave_up = False
+        self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
+        self._abandoned = False
 
     def save(
         self,
@@ -153,76 +160,87 @@ class CheckpointWriter:
         extra: Extra | None = None,
         then: Then | None = None,
     ) -> None:
-        """As save_checkpoint, but return as soon as all is copied. Waits for the write before. Collective.
+        """Save as save_checkpoint does, but return as soon as all is copied. Collective.
 
-        extra: called by process 0 with the folder that is being written, to add files of its own
-        then: called by process 0 when the checkpoint stands under its name; both in the writer's thread
-        Raises what `wait` raises; then nothing was saved, and the next call is a fresh one. Where `then`
-        fails the checkpoint stands, and the RunError says so. After `drop` among several processes the
-        writer takes no more: RunError.
+        Waits for the previous write first, and raises what `wait` raises: then nothing was saved, and the
+        next call starts afresh.
+
+        Args:
+            path, optimizer, state: as for save_checkpoint
+            extra: function of the folder being written, to add files; process 0 calls it
+            then: process 0 calls it when the checkpoint has its name. If it fails the checkpoint stays, and
+                the RunError says so. Both are called in the writer's thread.
+
+        Raises what save_checkpoint raises, and RunError after `drop` among several processes.
         """
         pipe, target = self._pipe, Path(os.path.abspath(Path(path).expanduser()))
         self._check_usable()
         self.wait()
-        pipe._needs_saved()
+        pipe.saved  # noqa: B018  raises for a pipeline without files
         deed = f"collect what goes into checkpoint {target}"
-        pipe.all_or_none(deed, pipe._check_savable)
-        collect = _agreed(pipe, deed, lambda: planned(pipe, optimizer, state, extra, copied=self._background))
+        pipe.all_or_none(deed, pipe.check_savable)
+        copied = self._background
+        collect = _agreed(pipe, deed, lambda: collector(pipe, optimizer, state, extra, copied=copied))
         contents = _agreed(pipe, deed, collect)
+
+        def publish(processes: Processes) -> None:
+            contents.publish(target, processes)
+
+        def follow(processes: Processes) -> None:
+            _follow(target, processes, then)
+
         if not self._background:
 
-            def publish() -> None:
-                contents.publish(target, pipe.processes)
-                _follow(target, pipe.processes, then)
+            def write() -> None:
+                publish(pipe.processes)
+                follow(pipe.processes)
 
-            pipe.first_alone(f"write checkpoint {target}", publish)
+            pipe.first_alone(f"write checkpoint {target}", write)
             return
         self._target = target
         if pipe.writes:
-            self._task = Background(
-                target,
-                lambda processes: contents.publish(target, processes),
-                lambda processes: _follow(target, processes, then),
-                self._processes,
-            )
+            self._write = BackgroundWrite(target, publish, follow, self._processes)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.
 
-        Raises, on all processes, the error that its write ended in: RunError or CheckpointError.
+        Raises, on all processes, the error of its write: RunError or CheckpointError.
         """
         if self._target is None:
             return
-        if self._task is not None:
-            self._task.join()  # Ctrl-C leaves it to be waited for
-        deed, task = f"write checkpoint {self._target}", self._task
-        self._target = self._task = None  # on all pipelines alike, whatever came of it
+        if self._write is not None:
+            self._write.join()  # after Ctrl-C here it can still be waited for
+        deed, write = f"write checkpoint {self._target}", self._write
+        self._target = self._write = None  # on all pipelines alike, also if it failed
 
-        def tell() -> None:
-            assert task is not None
-            together(self._pipe.processes, deed, task.tell)
+        def raise_error() -> None:
+            assert write is not None
+            together(self._pipe.processes, deed, write.raise_error)
 
-        self._pipe.first_alone(deed, tell)
+        self._pipe.first_alone(deed, raise_error)
 
-    def drop(self, linger: float = DROPPED) -> None:
-        """Give up the write under way: it leaves no checkpoint. Not collective; takes `linger` s at most.
+    def drop(self, linger: float = _NOTICE) -> None:
+        """Abandon the write under way: it leaves no checkpoint. Not collective.
 
-        Among several processes the writer is then used up: theirs may still be in that write.
+        Among several processes the writer cannot be used again: others may still be in that write.
+
+        Args:
+            linger: seconds to wait for the write to notice
         """
         if self._target is None:
             return
-        if self._task is not None:
-            self._task.drop(linger)
-        self._task = self._target = None
-        self._gave_up = True
+        if self._write is not None:
+            self._write.drop(linger)
+        self._write = self._target = None
+        self._abandoned = True
 
     def _check_usable(self) -> None:
-        """Raises RunError, on all processes: a second write would read the messages of the one given up."""
+        """Raises RunError, on all processes: a second write would read the messages of an abandoned one."""
         pipe = self._pipe
         if not self._background or (pipe.processes.count == 1 and len(pipe.reductions.stage_ranks) <= 1):
             return
-        gave_up = any(pipe.processes.gather(self._gave_up))
-        if pipe.reductions.first_problem("it gave up" if gave_up else None):
+        abandoned = any(pipe.processes.gather(self._abandoned))
+        if pipe.reductions.first_problem("it gave up" if abandoned else None):
             raise RunError(
                 "a CheckpointWriter that gave a write up",
                 "its group may still be in that write",
@@ -238,12 +256,12 @@ class CheckpointWriter:
         if error is None:
             self.wait()
             return
-        task = self._task
-        if task is not None and isinstance(error, Exception):
-            task.join(LINGERS)  # a whole checkpoint from before the error; other ranks write it too
+        write = self._write
+        if write is not None and isinstance(error, Exception):
+            write.join(_GRACE)  # a good checkpoint from before the error; other ranks write it too
         self.drop()
-        if task is not None and task.failure is not None:
-            error.add_note(f"checkpoint {task.path}: {task.failure}")
+        if write is not None and write.failure is not None:
+            error.add_note(f"checkpoint {write.path}: {write.failure}")
 
 
 def _follow(path: Path, processes: Processes, then: Then | None) -> None:
@@ -265,8 +283,7 @@ def _follow(path: Path, processes: Processes, then: Then | None) -> None:
 
 
 def _agreed(pipe: Pipeline, deed: str, work: Callable[[], T]) -> T:
-    """This process's result of `work`, which no message could hold; or an error on every process of the mesh
-    where it fails on any."""
+    """Return this process's result of `work`; raise on every process of the mesh if it fails on any."""
     results: list[T] = []
     pipe.all_or_none(deed, lambda: together(pipe.processes, deed, lambda: results.append(work())))
     return results[0]

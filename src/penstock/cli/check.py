@@ -18,7 +18,7 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, ModelError
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
-from penstock.pipeline.compare import Report, compare
+from penstock.pipeline.compare import Report
 from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating
 from penstock.schedule import Schedule, simulate
@@ -63,7 +63,7 @@ def check(
         device="cpu",
         transport="local",
     )
-    plan = auto.outline(folder)
+    plan = auto.build_plan(folder)
     model = plan.source.model
     shape = batch_shape(model, schedule.microbatches, rows, length)
     refuse_too_large(auto, plan, shape, free_memory())
@@ -71,7 +71,7 @@ def check(
     summary = pipe.summary()  # before the step: the time of a first step says nothing
     whole, batch = whole_model(folder, auto, plan), random_batch(model, shape)
     _refuse_what_fails_whole(whole, batch, dtype)
-    report = compare(pipe, whole, batch, auto.loss(), tolerance)
+    report = pipe.compare(whole, batch, tolerance)
 
     origin = "its weights" if plan.source.files else f"random weights (seed {_SEED}): the folder has none"
     print(f"{type(model).__name__} in {dtype}, {origin}")

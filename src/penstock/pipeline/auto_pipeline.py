@@ -1,9 +1,9 @@
 """AutoPipeline: a Hugging Face model, unchanged, as a pipeline.
 
-    build_plan    options and model -> schedule, proof, stages          no weight is read, nothing is sent
-    open_world    this process becomes one rank, or holds them all      all ranks agree on the facts
-    _Build        each stage: its model, its values, its shards         each rank reads its stages only
-    Pipeline      the stages, ready to step
+build_plan    options and model -> schedule, proof, stages          no weight is read, nothing is sent
+open_world    this process becomes one rank, or holds them all      all ranks agree on the facts
+_Build        each stage: its model, its values, its shards         each rank reads its stages only
+Pipeline      the stages, ready to step
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_what_would_not_show
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import LayerCosts, check_one_description, partition
-from penstock.models.source import ModelLike, open_source
+from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import outlined, placed, shadow
 from penstock.models.weights import files as weights
@@ -144,7 +144,8 @@ class AutoPipeline(Options):
         """
         plan = self.build_plan(model)
         has_values = plan.source.model.device != torch.device("meta")
-        values = "the model's own" if has_values else "a folder's" if plan.source.files else f"seed {self.seed}"
+        without = "a folder's" if plan.source.files else f"seed {self.seed}"
+        values = "the model's own" if has_values else without
         facts = {**plan.facts, "values": values, "replay_routing": str(self.replay_routing)}
         world = open_world(plan.schedule, self.world_options(), {**self.facts(), **facts})
         with close_on_error(world.transport):
@@ -181,6 +182,15 @@ class AutoPipeline(Options):
             embedding_weight=self.embedding_weight,
             head_weight=self.head_weight,
         )
+
+
+def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:
+    """Give values to a stage's model on meta; an `outlined` one passes them on to the sharded weights."""
+    if source.files:
+        weights.load(model, source.files, ties)
+    else:
+        weights.copy_values(model, source.model)
+    initial.initialise(model, source.model, ties, seed)
 
 
 class _Build:
@@ -248,13 +258,7 @@ class _Build:
         return model if model.training else model.train()
 
     def _fill(self, model: PreTrainedModel) -> None:
-        """Give values to a model on meta; an `outlined` one passes them on to the sharded weights."""
-        source = self._plan.source
-        if source.files:
-            weights.load(model, source.files, self._ties)
-        else:
-            weights.copy_values(model, source.model)
-        initial.initialise(model, source.model, self._ties, self._auto.seed)
+        fill(model, self._plan.source, self._ties, self._auto.seed)
 
     def _stage(self, index: int, model: PreTrainedModel) -> Stage:
         auto, plan = self._auto, self._plan

@@ -1,4 +1,4 @@
-"""A build before any weight is read: schedule, proof, which layers each stage holds, how much memory it takes.
+"""A build before any weight is read: schedule, proof, the layers of each stage, and the memory they take.
 
 AutoPipeline.build_plan makes it; AutoPipeline.build follows it.
 """

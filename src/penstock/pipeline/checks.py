@@ -22,7 +22,7 @@ _AFTER_BLOCK = ("resid", "hidden_dropout")
 
 
 def check_options(axes: Axes, sharded: Sharded, loss: Loss) -> None:
-    """Raise ConfigError for options that do not fit the axes. An axis of -1 passes until its size is known."""
+    """Raise ConfigError for options that do not fit the axes; an axis of -1 passes until it is known."""
     if sharded != Sharded() and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
         raise ConfigError(
             f"sharded={sharded} with the axes {axes}",

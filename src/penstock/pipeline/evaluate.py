@@ -1,4 +1,4 @@
-"""Run forwards only: for their loss, for the outputs of the last stage, and to read which experts were chosen."""
+"""Run forwards only: for their loss, and for the outputs of the last stage; the experts of the last step."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _with_whole_sequences(collect: Collect, mesh_plan: MeshPlan) -> Collect:
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:
-    """One tensor with the rows of all microbatches, if all are tensors with rows of one shape; else a list."""
+    """One tensor with the rows of all microbatches if all rows are tensors of one shape, else a list."""
     tensors = [output for output in outputs if isinstance(output, Tensor) and output.dim()]
     if len(tensors) < len(outputs) or len({(t.shape[1:], t.dtype) for t in tensors}) > 1:
         return list(outputs)

@@ -131,7 +131,7 @@ def takes_options(
                 near = get_close_matches(key, names, n=1)
                 remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(names)}"
                 raise TypeError(f"{name} has no option {key!r}. {remedy}")
-            return method(cls, provider, make(**kwargs))
+            return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(with_keywords, method)
         *leading, _ = signature(method).parameters.values()

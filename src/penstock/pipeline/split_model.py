@@ -1,4 +1,4 @@
-"""A model split into stages: this process's modules and parameters, the global norm, and the model's files."""
+"""A model split into stages: this process's modules and parameters, the global norm, the model's files."""
 
 from __future__ import annotations
 
@@ -70,6 +70,11 @@ class SplitModel:
     def reductions(self) -> Reductions:
         """Reductions over the ranks of the mesh that host the same stages."""
         return self._world.reductions
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's stages."""
+        return self._world.device
 
     @property
     def processes(self) -> Processes:
@@ -237,7 +242,9 @@ class SplitModel:
             results.append(work())
         except Exception as error:
             failure = error
-        words = self._world.reductions.first_problem(None if failure is None else f"{type(failure).__name__}: {failure}")
+        words = self._world.reductions.first_problem(
+            None if failure is None else f"{type(failure).__name__}: {failure}"
+        )
         if failure is not None:
             raise failure
         if words is not None:

@@ -173,7 +173,7 @@ def parallelized(
     if parallelize_fn is None:
         return module, module
     names = {name for name, _ in module.named_parameters()}
-    result = parallelize_fn(module)
+    result: object = parallelize_fn(module)
 
     def refusal(returned: str, remedy: str) -> ModelError:
         return ModelError(

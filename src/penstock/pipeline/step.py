@@ -1,16 +1,16 @@
 """Run one step: from the caller's batch to the numbers that all ranks report.
 
-    split     the batch becomes microbatches                         an error of one rank is raised on all
-    agree     all ranks have the same part of the batch              else BatchError, before anything is sent
-    run       the executors follow their plans
-    report    each rank sends its step report to all                 loss, bubble, timeline
+split     the batch becomes microbatches                         an error of one rank is raised on all
+agree     all ranks have the same part of the batch              else BatchError, before anything is sent
+run       the executors follow their plans
+report    each rank sends its step report to all                 loss, bubble, timeline
 """
 
 from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ class StepRunner:
         return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
-        """The microbatches that a step makes of `batch`. Collective over the mesh, and where they are padded."""
+        """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
         with self._agreed(count, scored=True):
             microbatches = self._built.splitter.split(batch, count, self._world)
             if self._built.mesh_plan is not None:
@@ -143,7 +143,7 @@ class StepRunner:
     def _prepare(
         self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None, scored: bool
     ) -> tuple[StepInput, AbstractContextManager[None]]:
-        """Split the batch and agree on it before anything is sent. Returns the input and the seeds to run in."""
+        """Split the batch and agree on it before anything is sent: the input, and the seeds to run with."""
         schedule, executors, number = lowered
         world, transport, built = self._world, self._world.transport, self._built
         counts = scored or not collect
@@ -196,7 +196,7 @@ class StepRunner:
         raise refusal
 
     def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
-        """Infer what crosses the edges now where data-parallel ranks have other shapes: one may be refused."""
+        """Infer the edges before ranks with other parts of the batch step: one part may be refused."""
         if depth == 1 or self._world.reductions.batch_part[1] == 1:
             return
         edges = self._built.edges

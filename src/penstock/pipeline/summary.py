@@ -37,7 +37,8 @@ def step_costs(last: StepRecord, executors: Sequence[Executor], processes: Proce
         for stage in range(schedule.stages)
     ]
     held = {name: [[getattr(sizes, name) for sizes in row] for row in table] for name in Sizes._fields}
-    return replace(Costs.measured(report.measured(*last)), bytes=held["buffer"], **held)
+    measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
+    return replace(measured, **held)  # type: ignore[arg-type]
 
 
 def layer_costs(

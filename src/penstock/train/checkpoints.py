@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from penstock.checkpoint.contents import STATE
-from penstock.checkpoint.optimizer_state import Stored, unfit
+from penstock.checkpoint.optimizer_state import StoredState, unfit
 from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.weights.files import Ties, tied_names
@@ -157,7 +157,7 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muon_names: Colle
     Raises: CheckpointError.
     """
     check_config(path, model.config)
-    stored = Stored(path, ties)
+    stored = StoredState(path, ties)
     for name, parameter in model.named_parameters():
         kind, part = ("Muon", "momentum_buffer") if name in muon_names else ("AdamW", "exp_avg")
         found = stored.find(name)

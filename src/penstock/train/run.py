@@ -82,7 +82,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     axes = axes_of(config)
     _check_output(config.output.path)
     named, auto = named_model(config.model), make_auto(config)
-    plan = auto.outline(named)
+    plan = auto.build_plan(named)
     if not plan.schedule.trains:
         value = f"pipeline.schedule={plan.schedule.name}"
         raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
