@@ -199,7 +199,7 @@ def test_a_module_around_the_stage(tmp_path: Path) -> None:
         (lambda part: nn.Sequential(nn.Linear(2, 2)), "parameters such as 0.weight for stage 0"),
         (
             lambda part: Around(nn.ModuleList([part, nn.Linear(2, 2)])),
-            r"a module with module.1.weight beside",
+            r"a module with module.1.weight in addition",
         ),
     ],
 )

@@ -87,7 +87,7 @@ def test_a_provider_may_return_modules_that_it_keeps() -> None:
 def test_one_module_for_two_stages_is_refused(schedule: str) -> None:
     blocks = [Block(StageInfo(stage, 2)) for stage in range(2)]
     shared = blocks[0]
-    with pytest.raises(ModelError, match="it is the very one that stage"):
+    with pytest.raises(ModelError, match="it is the same object as one of stage"):
         pipeline(lambda info: shared if schedule == "1f1b" else blocks[info.stage], schedule=schedule)
 
 

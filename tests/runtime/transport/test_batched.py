@@ -94,7 +94,7 @@ def test_all_that_is_posted_or_sent_is_in_the_next_exchange(name: str) -> None:
 
 
 def test_what_cannot_go_in_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a message that tells itself comes in two parts.*'channels'"):
+    with pytest.raises(ConfigError, match=r"a message that carries its shapes has two parts.*'channels'"):
         jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
     with pytest.raises(ConfigError, match="exchange='ring'"):
         jobs.step("1f1b", 2, 2, exchange="ring")
