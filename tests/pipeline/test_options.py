@@ -83,7 +83,7 @@ def test_an_axis_that_the_mesh_does_not_have(one_process: None) -> None:
 
 
 def test_options_of_a_provider_are_checked_alike() -> None:
-    for options, told in (({"exchange": "batched", "shapes": "exchanged"}, "a message that carries its shapes"),
+    for options, told in (({"exchange": "batched", "shapes": "exchanged"}, "carries its shapes"),
                           ({"shapes": "guessed"}, "shapes='guessed'"),
                           ({"timeout": 0}, "timeout=0")):  # fmt: skip
         with pytest.raises(ConfigError, match=told):

@@ -147,7 +147,7 @@ def checked_when_deep(layers: int) -> str:
     auto = AutoPipeline(ranks=2, microbatches=2, axes=axes, dtype=torch.bfloat16)
     pipe = auto.build(config)
     tokens = torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(1))
-    reference = Reference(auto.outline(config).source, auto.seed, auto.loss(), axes=axes)
+    reference = Reference(auto.build_plan(config).source, auto.seed, auto.loss(), axes=axes)
     told = check_split(pipe, reference, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
     pipe.close()
     return told
