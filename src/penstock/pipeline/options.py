@@ -167,7 +167,7 @@ class Options:
         if self.exchange == "batched":
             return "exchange='batched'", "the exchange between two ops is fixed for ops in sequence"
         if self.axes is not None and (self.axes.cp != 1 or self.axes.tp != 1):
-            return str(self.axes), "cp and tp use one process group in forwards and in backwards"
+            return str(self.axes), "cp and tp exchange over one process group in forwards and in backwards"
         if self.sharded.reshard_after_forward:
             rule = "weights are gathered over one process group in forwards and in backwards"
             return "reshard_after_forward", rule
