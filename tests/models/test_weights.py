@@ -135,10 +135,10 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
     with pytest.raises(CheckpointError, match=r"it is no complete safetensors file .*not fully covered"):
-        auto.outline(tmp_path)
+        auto.build_plan(tmp_path)
     shard.write_bytes(b"")
     with pytest.raises(CheckpointError, match="header too small"):
-        auto.outline(tmp_path)
+        auto.build_plan(tmp_path)
     shard.unlink()
     with pytest.raises(CheckpointError, match="the index names it and it is missing"):
         auto.build_plan(tmp_path)
