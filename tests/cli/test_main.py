@@ -95,7 +95,7 @@ BAD = {
     "data of another field": ({}, ["data.kind=jsonl"], "line 1: it is not JSON"),
     "no chain of layers": ({"model": {"config": {"model_type": "t5"}}}, [], "model_type='t5'"),
     "no such checkpoint": ({}, ["--resume", "/nowhere"], "checkpoint /nowhere: there is no such folder"),
-    "nothing to resume from": ({}, ["--resume"], "it holds no whole checkpoint"),
+    "nothing to resume from": ({}, ["--resume"], "it holds no complete checkpoint"),
     "two paths": ({}, ["--resume", "/a", "/b"], "'/a': what follows the config file is section.key=value"),
     "a stray argument": ({}, ["steps=3"], "'steps=3': what follows the config file is section.key=value"),
 }  # fmt: skip

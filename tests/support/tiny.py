@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from safetensors.torch import load_file
+from torch import Tensor
 
 from penstock.train.config.sections import TrainConfig
 
@@ -41,9 +46,21 @@ def tree(folder: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def config(folder: Path, model: dict[str, Any] | None = None, **train: Any) -> TrainConfig:
+def config(
+    folder: Path, model: dict[str, Any] | None = None, keys: Mapping[str, Any] | None = None, **train: Any
+) -> TrainConfig:
+    """The config of a tiny run.
+
+    keys: of any section, such as {"pipeline.schedule": "zb_v"}; train: of the section train
+    """
     made = tree(folder, model)
     made["train"] |= train
+    for name, value in (keys or {}).items():
+        *sections, key = name.split(".")
+        section = made
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[key] = value
     return TrainConfig.model_validate(made)
 
 
@@ -54,3 +71,33 @@ def config_file(folder: Path, **sections: dict[str, Any]) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(made))
     return file
+
+
+def write_documents(folder: Path, count: int = 80) -> dict[str, Any]:
+    """Write documents of 2 to 24 letters in place of the text; the keys that name them."""
+    texts = (bytes(range(33, 35 + number % 23)).decode() for number in range(count))
+    (folder / "documents").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return {"data.path": str(folder / "documents"), "data.kind": "jsonl", "data.packing": "best_fit"}
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl of the run of `tree(folder)`."""
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """The checkpoint of the run of `tree(folder)`."""
+    return folder / "out" / "checkpoints" / f"step-{step:08d}"
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, by its file and name."""
+    return {f"{file.name} {key}": value for file in sorted(checkpoint.glob("*.safetensors"))
+            for key, value in load_file(file).items()}  # fmt: skip
+
+
+def assert_same_tensors(first: Path, second: Path) -> None:
+    """Two checkpoints hold the same tensors, bit for bit."""
+    one, other = tensors(first), tensors(second)
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []

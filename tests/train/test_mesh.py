@@ -1,8 +1,7 @@
-"""Runs of four processes on a mesh: the loss curve of one process, and steps that all leave out alike."""
+"""Runs of four processes on a mesh: the loss curve of one process, and steps that all skip alike."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,17 +12,18 @@ import torch
 from penstock import Pipeline
 from penstock.errors import CheckpointError
 from penstock.train import loop
-from penstock.train.checkpoints import NEWEST, check_fits, newest_checkpoint
+from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data
 from penstock.train.data.rows import Batch
 from penstock.train.run import preflight, run
 from support import jobs_train
 from support.pool import Pool
-from support.tiny import GPT2_WITH_DROPOUT, QWEN3, tree
+from support.tiny import GPT2_WITH_DROPOUT, QWEN3, checkpoint, metrics, tree, write_documents
 
 STEPS = 4
 SMALL = {key: value for key, value in QWEN3.items() if key not in ("model_type", "head_dim")}
+Curve = list[tuple[Any, ...]]
 
 
 def sections(folder: Path, **parallel: Any) -> dict[str, Any]:
@@ -34,19 +34,21 @@ def sections(folder: Path, **parallel: Any) -> dict[str, Any]:
     return made
 
 
-def curve(folder: Path) -> list[tuple[Any, ...]]:
-    """Of each row: step, loss or held-out loss, the norm, the rate and how many tokens it is of."""
-    rows = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+def errors(pool: Pool, *arguments: Any) -> set[str]:
+    """The errors of a run of four processes; "" for none."""
+    return {each["error"] for each in pool.run(4, jobs_train.trained, *arguments)}
+
+
+def curve(folder: Path) -> Curve:
+    """Of each row: step, loss or held-out loss, the norm, the rate, tokens and padding."""
     return [
         (row["step"], row.get("loss", row.get("held_out_loss")), row.get("grad_norm", 0.0),
          row.get("learning_rate", 0.0), row["tokens"], row.get("padding", 0.0))
-        for row in rows
+        for row in metrics(folder)
     ]  # fmt: skip
 
 
-def alone(
-    folder: Path, made: dict[str, Any], ranks: int = 2, resume: str | None = None
-) -> list[tuple[Any, ...]]:
+def alone(folder: Path, made: dict[str, Any], ranks: int = 2, resume: str | None = None) -> Curve:
     """The curve of the same run in one process, without a mesh."""
     output = {"folder": str(folder / "alone" / "out")}
     made = {**made, "parallel": {}, "output": output, "pipeline": {**made["pipeline"], "ranks": ranks}}
@@ -54,7 +56,7 @@ def alone(
     return curve(folder / "alone")
 
 
-def close(found: list[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+def assert_close(found: Curve, expected: Curve) -> None:
     assert len(found) == len(expected)
     for row, other in zip(found, expected, strict=True):
         assert row == pytest.approx(other, rel=1e-5), other[0]
@@ -84,11 +86,11 @@ def test_a_mesh_has_the_curve_of_one_process(
     made["train"]["batch_size"] = rows
     made["pipeline"] |= pipeline
     made["train"]["check"] = "always"
-    told = pool.run(4, jobs_train.trained, made)
-    assert [each["error"] for each in told] == [""] * 4
-    assert "checked in " in told[0]["said"]
-    assert [bool(each["said"]) for each in told] == [True, False, False, False]
-    close(curve(tmp_path), alone(tmp_path, made))
+    results = pool.run(4, jobs_train.trained, made)
+    assert [each["error"] for each in results] == [""] * 4
+    assert "checked in " in results[0]["said"]
+    assert [bool(each["said"]) for each in results] == [True, False, False, False]
+    assert_close(curve(tmp_path), alone(tmp_path, made))
 
 
 MUON = {
@@ -97,7 +99,7 @@ MUON = {
 }  # fmt: skip
 
 
-def of_muon(folder: Path, **parallel: Any) -> dict[str, Any]:
+def with_muon(folder: Path, **parallel: Any) -> dict[str, Any]:
     """In double precision: Muon rounds to bfloat16 inside, and tells small differences of sums apart."""
     made = sections(folder, **parallel)
     made["model"] = {"config": made["model"]["config"], "dtype": "float64"}
@@ -108,12 +110,12 @@ def of_muon(folder: Path, **parallel: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_muon_trains_as_one_process_without_axes_too(tmp_path: Path, schedule: str) -> None:
     """Two ranks in this process, and one."""
-    made = of_muon(tmp_path)
+    made = with_muon(tmp_path)
     made["pipeline"]["schedule"] = schedule
     found = alone(tmp_path, made)
     other = {**made, "pipeline": {**made["pipeline"], "schedule": "1f1b"}}
     (tmp_path / "one").mkdir()
-    close(found, alone(tmp_path / "one", other, ranks=1))
+    assert_close(found, alone(tmp_path / "one", other, ranks=1))
     losses = [row[1] for row in found]
     (tmp_path / "adamw").mkdir()
     adamw = [row[1] for row in alone(tmp_path / "adamw", {**other, "optimizer": {}})]
@@ -131,23 +133,23 @@ def test_muon_trains_as_one_process_without_axes_too(tmp_path: Path, schedule: s
 def test_muon_goes_on_bit_for_bit_and_on_another_mesh(
     pool: Pool, tmp_path: Path, parallel: dict[str, Any]
 ) -> None:
-    made = of_muon(tmp_path, **parallel)
+    made = with_muon(tmp_path, **parallel)
     made["model"]["config"] = {**made["model"]["config"], "num_key_value_heads": 2}
     made["train"]["checkpoint_every"] = 2
-    assert {each["error"] for each in pool.run(4, jobs_train.trained, made)} == {""}
+    assert errors(pool, made) == {""}
     found = curve(tmp_path)
-    close(found, alone(tmp_path, made))
-    half = str(tmp_path / "out" / "checkpoints" / "step-00000002")
+    assert_close(found, alone(tmp_path, made))
+    half = str(checkpoint(tmp_path, 2))
 
     again = {**made, "output": {"folder": str(tmp_path / "again" / "out")}}
-    assert {each["error"] for each in pool.run(4, jobs_train.trained, again, (), 0, half)} == {""}
+    assert errors(pool, again, (), 0, half) == {""}
     rest = [row for row in found if row[0] > 2]
     assert curve(tmp_path / "again") == rest
-    close(alone(tmp_path / "other", made, resume=half), rest)
+    assert_close(alone(tmp_path / "other", made, resume=half), rest)
 
 
 def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_path: Path) -> None:
-    made = of_muon(tmp_path)
+    made = with_muon(tmp_path)
     run(preflight(TrainConfig.model_validate(made)))
     made["train"]["steps"] = 6
     made["optimizer"] = {}
@@ -157,12 +159,11 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
 
 def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) -> None:
     """Its files do not tell the optimizer, so that it passed for Muon's."""
-    made = of_muon(tmp_path)
+    made = with_muon(tmp_path)
     muons = preflight(TrainConfig.model_validate(made)).muon_names
     prepared = preflight(TrainConfig.model_validate({**made, "optimizer": {}}))
     run(prepared)
-    path = newest_checkpoint(tmp_path / "out")[0]
-    assert path is not None
+    path = checkpoint(tmp_path, STEPS)
     for file in path.glob("optimizer-*.json"):
         file.unlink()
     check_fits(path, prepared.plan.source.model, ())
@@ -204,13 +205,11 @@ def test_ranks_are_seeded_alike_only_where_the_step_tells_them_apart(
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_ragged_rows_are_dealt_out_to_the_parts(pool: Pool, tmp_path: Path, packing: str) -> None:
     made = sections(tmp_path, dp_shard=2)
-    texts = (bytes(range(33, 35 + number % 23)).decode() for number in range(120))
-    (tmp_path / "text").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    made["data"] |= {"kind": "jsonl", "packing": packing}
-    told = pool.run(4, jobs_train.trained, made)
-    assert [each["error"] for each in told] == [""] * 4
+    path = write_documents(tmp_path, 120)["data.path"]
+    made["data"] |= {"path": path, "kind": "jsonl", "packing": packing}
+    assert errors(pool, made) == {""}
     expected = alone(tmp_path, made)
-    close([row[:-1] for row in curve(tmp_path)], [row[:-1] for row in expected])  # padding is another
+    assert_close([row[:-1] for row in curve(tmp_path)], [row[:-1] for row in expected])  # padding is another
 
 
 def test_a_step_that_one_part_spoils_is_left_out_by_all(
@@ -219,10 +218,10 @@ def test_a_step_that_one_part_spoils_is_left_out_by_all(
     made = sections(tmp_path, dp_shard=2)
     made["train"] |= {"nonfinite": "skip", "evaluate_every": 100}
     made["optimizer"] |= {"warmup_steps": 3}
-    told = pool.run(4, jobs_train.trained, made, [2], 1)
-    assert [each["error"] for each in told] == [""] * 4
-    assert [each["updates"] for each in told] == [STEPS - 1] * 4
-    assert "step 2/4  skipped: loss=nan, grad_norm=nan" in told[0]["said"]
+    results = pool.run(4, jobs_train.trained, made, [2], 1)
+    assert [each["error"] for each in results] == [""] * 4
+    assert [each["updates"] for each in results] == [STEPS - 1] * 4
+    assert "step 2/4  skipped: loss=nan, grad_norm=nan" in results[0]["said"]
     found = curve(tmp_path)[1:-1]  # without the evaluations at both ends
     assert found[1][1] is None
 
@@ -233,17 +232,17 @@ def test_a_step_that_one_part_spoils_is_left_out_by_all(
 
     monkeypatch.setattr(Data, "batch", never_two)
     expected = alone(tmp_path, made)[1:-1]
-    close([row[1:] for row in (found[0], *found[2:])], [row[1:] for row in expected[: STEPS - 1]])
+    assert_close([row[1:] for row in (found[0], *found[2:])], [row[1:] for row in expected[: STEPS - 1]])
 
 
 def test_a_step_that_one_part_spoils_stops_all(pool: Pool, tmp_path: Path) -> None:
-    told = pool.run(4, jobs_train.trained, sections(tmp_path, dp_replicate=2), [2], 0)
-    assert {each["error"] for each in told} == {
+    results = pool.run(4, jobs_train.trained, sections(tmp_path, dp_replicate=2), [2], 0)
+    assert {each["error"] for each in results} == {
         "RunError: step 2: loss=nan, grad_norm=nan: these are finite numbers while a model trains. Lower "
         "optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32. Single steps "
-        "may be left out with train.nonfinite=skip"
+        "may be skipped with train.nonfinite=skip"
     }
-    assert [each["updates"] for each in told] == [1] * 4
+    assert [each["updates"] for each in results] == [1] * 4
 
 
 MIXTURE = {
@@ -269,15 +268,15 @@ def test_the_check_finds_a_wrong_gradient_on_any_mesh(
     plain = {key: value for key, value in made["model"]["config"].items() if key != "head_dim"}
     made["model"]["config"] = {**plain, **kind}
     made["train"] |= {"check": "always", "steps": 1}
-    told = pool.run(4, jobs_train.trained, made)
-    assert [each["error"] for each in told] == [""] * 4
-    assert "checked in " in told[0]["said"]
-    told = pool.run(4, jobs_train.trained, made, (), 0, None, (2, name))
-    (error,) = {each["error"] for each in told}
+    results = pool.run(4, jobs_train.trained, made)
+    assert [each["error"] for each in results] == [""] * 4
+    assert "checked in " in results[0]["said"]
+    results = pool.run(4, jobs_train.trained, made, (), 0, None, (2, name))
+    (error,) = {each["error"] for each in results}
     assert error.startswith("DifferenceError: gradient model.layers.1."), error
     assert f"{name}: it differs by " in error
     assert "; gradient" not in error
-    assert [each["updates"] for each in told] == [0] * 4
+    assert [each["updates"] for each in results] == [0] * 4
 
 
 def test_a_mesh_that_computes_something_else_is_found_by_all_before_the_first_step(
@@ -285,6 +284,6 @@ def test_a_mesh_that_computes_something_else_is_found_by_all_before_the_first_st
 ) -> None:
     made = sections(tmp_path, dp_shard=2)
     made["train"]["check"] = "auto"
-    told = pool.run(4, jobs_train.trained, made, [1], 1)  # the check's own step is the first
-    assert all(each["error"].startswith("DifferenceError: loss: nan split, ") for each in told)
-    assert [each["updates"] for each in told] == [0] * 4
+    results = pool.run(4, jobs_train.trained, made, [1], 1)  # the check's own step is the first
+    assert all(each["error"].startswith("DifferenceError: loss: nan split, ") for each in results)
+    assert [each["updates"] for each in results] == [0] * 4

@@ -1,13 +1,14 @@
-"""One row a line, whatever happened to the run before."""
+"""metrics.jsonl, whatever happened to the run before; lines in a log, a bar on a terminal."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from penstock.train.metrics import Metrics
+from penstock.train.metrics import Bar, Display, Lines, Metrics, make_display
 
 
 def written(path: Path) -> list[int]:
@@ -30,7 +31,46 @@ def test_a_fresh_run_starts_the_file_anew_and_a_resumed_one_drops_what_it_repeat
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_what_is_no_number_is_no_metric(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+def test_a_nan_is_no_metric(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        metrics.write({"step": 1, "loss": float("nan")})
+        Metrics(tmp_path / "metrics.jsonl").write({"step": 1, "loss": float("nan")})
+
+
+def row(step: int, padding: float = 0.0) -> dict[str, float]:
+    numbers = {"loss": 2.5, "tokens_per_second": 1234.5, "bubble": 0.125, "learning_rate": 1e-3}
+    return {"step": step, **numbers, "padding": padding}
+
+
+def test_a_log_has_a_line_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_display(True, 7, 0, 3) as display:
+        assert isinstance(display, Lines)
+        for step in range(1, 8):
+            display.step(row(step))
+        display.say("that is all [bold]")
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "step 3/7  loss 2.500  1,234 tokens/s  bubble 12.5%  lr 1.00e-03"
+    assert [line.split()[1] for line in said[:-1]] == ["1/7", "3/7", "6/7", "7/7"]
+    assert said[-1] == "that is all [bold]"
+
+
+def test_padding_is_shown_where_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
+    make_display(True, 7, 0, 1).step(row(1, padding=0.0625))
+    assert "bubble 12.5%  padding 6.2%  lr" in capsys.readouterr().out
+
+
+def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with make_display(True, 7, 2, 3) as display:
+        assert isinstance(display, Bar)
+        display.step(row(7))
+        display.say("that is all [bold]")
+    said = capsys.readouterr().out
+    assert all(part in said for part in ("that is all [bold]", "loss 2.500", "7/7"))
+
+
+def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with make_display(False, 7, 0, 1) as display:
+        assert type(display) is Display
+        display.step(row(1))
+        display.say("text")
+    assert capsys.readouterr().out == ""

@@ -18,10 +18,8 @@ from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 
 
 def refused(folder: Path, prompt: str, **model: int) -> str:
-    made = config(folder, {**QWEN3, **model})
-    output = made.output.model_copy(update={"sample_prompt": prompt})
     with pytest.raises(ConfigError) as caught:
-        preflight(made.model_copy(update={"output": output}))
+        preflight(config(folder, {**QWEN3, **model}, {"output.sample_prompt": prompt}))
     return str(caught.value)
 
 

@@ -115,7 +115,7 @@ class PipelineSection(Section):
     def known(cls, schedule: object) -> object:
         if not isinstance(schedule, str | dict):
             raise ValueError(
-                f"a schedule is a name or a mapping, and {schedule!r} is neither; write 1f1b, say"
+                f"a schedule is a name or a mapping, and {schedule!r} is neither; write a name such as 1f1b"
             )
         with as_finding():
             schedule_config(schedule)

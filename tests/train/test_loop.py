@@ -1,8 +1,7 @@
-"""Steps whose loss or gradients are not finite: the run stops, or goes on as if it never saw their batch."""
+"""A step whose loss or gradients are not finite stops the run, or is skipped as if it had no batch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from penstock.train.data.rows import Batch
 from penstock.train.loop import IN_A_ROW, Skips
 from penstock.train.run import preflight, run
 from support.jobs_train import poison
-from support.tiny import config
+from support.tiny import checkpoint, config, metrics
 
 NAN, INF = float("nan"), float("inf")
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if "loss" in row]
+    return [row for row in metrics(folder) if "loss" in row]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
@@ -49,7 +47,7 @@ def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
 
 
 @pytest.mark.parametrize("clip_norm", [1.0, None])
-def test_a_run_that_leaves_a_step_out_is_one_that_never_saw_its_batch(
+def test_a_skipped_step_is_as_if_its_batch_were_never_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     clip_norm: float | None,
 ) -> None:  # fmt: skip
@@ -80,14 +78,14 @@ def test_a_run_that_leaves_a_step_out_is_one_that_never_saw_its_batch(
         assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
 
 
-def test_a_resumed_run_remembers_how_many_were_left_out(
+def test_a_resumed_run_remembers_how_many_steps_were_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"steps": 5, "nonfinite": "skip", "checkpoint_every": 3}
     poison(monkeypatch, [2])
     run(preflight(config(tmp_path, **options)))
     whole = steps(tmp_path)
-    half = tmp_path / "out" / "checkpoints" / "step-00000003"
+    half = checkpoint(tmp_path, 3)
     assert read_state(half)["skipped"] == 1
     resumed = preflight(config(tmp_path, **options), str(half))
     assert (resumed.start.done, resumed.start.skipped) == (3, 1)
@@ -98,9 +96,7 @@ def test_a_resumed_run_remembers_how_many_were_left_out(
     assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
 
 
-def test_broken_weights_end_a_run_that_leaves_steps_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(2, 100))
     with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
         run(preflight(config(tmp_path, steps=20, nonfinite="skip", evaluate_every=100)))

@@ -12,7 +12,7 @@ from penstock.train.config.load import load_config
 from penstock.train.config.sections import MuonSection, TrainConfig
 from penstock.train.config.values import CheckpointingSection
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 MINIMAL = """
 model: {config: {model_type: qwen3, hidden_size: 64}}
 data: {path: text.txt, tokenizer: bytes}
@@ -35,11 +35,16 @@ def refused(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
     return str(caught.value)
 
 
+def same_as_yaml(config: TrainConfig) -> TrainConfig:
+    """`config`, which its own YAML gives again."""
+    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    return config
+
+
 def test_what_is_left_out_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
-    config = load(tmp_path)
+    config = same_as_yaml(load(tmp_path))
     assert config.pipeline.ranks == 1
     assert config.train.clip_norm == 1.0
-    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
 
 
 def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
@@ -60,14 +65,14 @@ def test_a_day_is_text(tmp_path: Path, day: str) -> None:
     """0.5.0: a day was no text, and one that is in no calendar a ValueError."""
     config = load(tmp_path, MINIMAL, f"output.folder={day}")
     assert config.output.folder == day
-    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    same_as_yaml(config)
 
 
 @pytest.mark.parametrize("word", ["off", "'off'", "false", "auto", "always"])
 def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Path, word: str) -> None:
     config = load(tmp_path, MINIMAL, f"train.check={word}")
     assert config.train.check == (word if word.startswith("a") else "off")
-    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    same_as_yaml(config)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +99,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.check=on", "train.check=True: it should be 'auto', 'always' or 'off'. Take 'auto', 'always'"),
         ("train.check=full", "train.check='full': it should be 'auto', 'always' or 'off'"),
         ("train.activation_checkpointing={every: 0}", "train.activation_checkpointing.every=0: it should be"),
-        (
-            "train.activation_checkpointing={in_flight: x}",
-            "'x' is neither a number of microbatches nor a",
-        ),
+        ("train.activation_checkpointing={in_flight: x}", "'x' is neither a number of microbatches nor a"),
         ("train.activation_checkpointing={in_flight: []}", "[] is neither a number of microbatches"),
         ("train.activation_checkpointing={memory_limit: 8 apples}", "'8 apples' is no number of bytes"),
         ("train.activation_checkpointing={memory_limit: -1}", "-1 is no number of bytes. Write 8 GiB"),
@@ -110,19 +112,13 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("pipeline.transport=mpi", "it should be 'auto', 'gloo', 'nccl' or 'local'"),
         ("pipeline.exchange=batch", "it should be 'channels' or 'batched'"),
         ("pipeline.wire_dtype=fp16", "it should be 'float32', 'bfloat16' or 'float16'"),
-        (
-            "pipeline.padding={multiple: 8}",
-            "pipeline.shapes=inferred. Set pipeline.shapes=padded",
-        ),
+        ("pipeline.padding={multiple: 8}", "pipeline.shapes=inferred. Set pipeline.shapes=padded"),
         ("data.kind=csv", "data.kind='csv': it should be 'auto', 'text', 'jsonl' or 'dataset'. Take"),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon"),
         ("optimizer.momentum=0.9", "optimizer: with name=adamw momentum are Muon's. Set optimizer.name=muon"),
-        (
-            "pipeline.ranks=0",
-            "pipeline.ranks: 0 is no number of ranks. Write 1 or more, or -1 for all that are",
-        ),
+        ("pipeline.ranks=0", "pipeline.ranks: 0 is no number of ranks. Write 1 or more, or -1 for all"),
         ("pipeline.ranks=two", "pipeline.ranks='two': it should be a valid integer"),
         ("model.path=there", "exactly one of model.path and model.config is given, and here both"),
         ("model.config=null", "here neither is"),
@@ -134,6 +130,11 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("optimizer.warmup_steps=101", "optimizer.warmup_steps=101 is more than train.steps=100"),
         ("data.tokenizer=null", "data.tokenizer is missing"),
         ("data.path=null", "data.path=None: it should be a valid string. Write text"),
+        ("pipeline.schedule=2f2b", "schedule '2f2b'"),
+        (
+            "pipeline.schedule=3",
+            "a schedule is a name or a mapping, and 3 is neither. Write a name such as 1f1b",
+        ),
         ("train=3", "what follows the config file is section.key=value"),
         ("train.steps", "what follows the config file is section.key=value"),
         ("train.steps=[", "its value is not YAML"),
@@ -156,10 +157,7 @@ def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str
         ("{name: muon, momentum: 1}", "optimizer.momentum=1: it should be less than 1"),
         ("{name: muon, ns_steps: 0}", "optimizer.ns_steps=0: it should be greater than or equal to 1"),
         ("{name: muon, adjust: rms}", "it should be 'original' or 'match_rms_adamw'. Take"),
-        (
-            "{name: muon, adamw: {bets: 1}}",
-            "optimizer.adamw has no such key. Did you mean optimizer.adamw.betas",
-        ),
+        ("{name: muon, adamw: {bets: 1}}", "adamw has no such key. Did you mean optimizer.adamw.betas"),
         ("{name: muon, adamw: {betas: [1, 2]}}", "optimizer.adamw.betas.0=1: it should be less than 1"),
         ("{name: muon, warmup_steps: 101}", "optimizer.warmup_steps=101 is more than train.steps=100"),
     ],
@@ -173,7 +171,7 @@ def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
     assert isinstance(config.optimizer, MuonSection)
     assert (config.optimizer.learning_rate, config.optimizer.momentum) == (0.02, 0.95)
     assert (config.optimizer.adamw.learning_rate, config.optimizer.adamw.betas) == (1e-3, (0.9, 0.95))
-    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    same_as_yaml(config)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +208,10 @@ def test_wrong_padding_is_refused(tmp_path: Path, padding: str, message: str) ->
         ("{memory_limit: 4096}", CheckpointingSection(memory_limit=4096)),
     ],
 )
-def test_ways_to_recompute_activations(tmp_path: Path, given: str, meant: object) -> None:
+def test_every_form_of_activation_checkpointing(tmp_path: Path, given: str, meant: object) -> None:
     config = load(tmp_path, MINIMAL, f"train.activation_checkpointing={given}")
     assert config.train.activation_checkpointing == meant
-    assert TrainConfig.model_validate(yaml.safe_load(config.to_yaml())) == config
+    same_as_yaml(config)
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

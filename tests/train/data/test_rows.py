@@ -1,4 +1,4 @@
-"""What a batch of documents is, token by token."""
+"""Batches of documents, token by token."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from penstock.train.data.packing import PACKINGS, cut
 from penstock.train.data.rows import Batch, DocumentRows, Fill
 from penstock.train.data.tokenizer import Bytes
 
-PACKED = ("sequential", "best_fit")
-
 
 def rows_of(documents: list[int], packing: str, microbatches: int = 2, **more: Any) -> DocumentRows:
     """Documents of these lengths; the token at place i of all documents is i + 1."""
@@ -36,9 +34,8 @@ def parts(batch: Batch) -> list[dict[str, Tensor]]:
     return batch.content
 
 
-def test_a_packed_batch_as_it_is_written() -> None:
-    rows = rows_of([3, 4, 2, 5], "sequential", flash=True)
-    first, second = parts(rows.batch([0, 1]))
+def test_a_packed_batch_in_full() -> None:
+    first, second = parts(rows_of([3, 4, 2, 5], "sequential", flash=True).batch([0, 1]))
     assert first["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert first["labels"].tolist() == [[-100, 2, 3, -100, 5, 6, 7]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
@@ -59,7 +56,7 @@ def test_padding_goes_to_the_last_document_of_its_row() -> None:
     assert batch["max_length_q"] == 5
 
 
-def test_only_what_transformers_needs_is_given() -> None:
+def test_only_packed_rows_have_positions() -> None:
     (alone,) = parts(rows_of([3, 4], "none", 1).batch([0, 1]))
     assert alone.keys() == {"input_ids", "labels"}
     (packed,) = parts(rows_of([3, 4], "best_fit", 1).batch([0]))
@@ -70,121 +67,111 @@ def test_only_what_transformers_needs_is_given() -> None:
 @given(
     documents=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     microbatches=st.integers(1, 4),
-    padded=st.sampled_from([None, Padding(), Padding(length=10), Padding(multiple=3)]),
+    padding=st.sampled_from([None, Padding(), Padding(length=10), Padding(multiple=3)]),
 )
 def test_every_token_is_there_once_and_predicted_by_its_own_document(
-    packing: str, documents: list[int], microbatches: int, padded: Padding | None
+    packing: str, documents: list[int], microbatches: int, padding: Padding | None
 ) -> None:
-    rows = rows_of(documents, packing, microbatches, padding=padded)
+    rows = rows_of(documents, packing, microbatches, padding=padding)
     if not len(rows):
         return
     everything = list(range(len(rows)))
     batch = rows.batch(everything)
     assert len(parts(batch)) == min(microbatches, len(rows))
-    begins = {int(start) + 1 for start in rows.pieces.starts}
+    starts, lengths = rows.pieces.starts.tolist(), rows.pieces.lengths.tolist()
+    first = {start + 1 for start in starts}
     ids = torch.cat([part["input_ids"].flatten() for part in parts(batch)])
     labels = torch.cat([part["labels"].flatten() for part in parts(batch)])
     real = sorted(ids[ids > 0].tolist())
     assert real == sorted(
-        token + 1
-        for start, length in zip(rows.pieces.starts.tolist(), rows.pieces.lengths.tolist(), strict=True)
-        for token in range(start, start + length)
+        at + 1 for start, length in zip(starts, lengths, strict=True) for at in range(start, start + length)
     )
-    assert sorted(labels[labels > 0].tolist()) == [token for token in real if token not in begins]
+    assert sorted(labels[labels > 0].tolist()) == [token for token in real if token not in first]
     for part in parts(batch):
         predicting, predicted = part["input_ids"][:, :-1], part["labels"][:, 1:]
         assert torch.equal(predicted[predicted > 0], predicting[predicted > 0] + 1)
         if "position_ids" in part:
-            starts = (part["position_ids"] == 0) & (part["input_ids"] > 0)
-            assert set(part["input_ids"][starts].tolist()) <= begins
+            restarts = (part["position_ids"] == 0) & (part["input_ids"] > 0)
+            assert set(part["input_ids"][restarts].tolist()) <= first
 
     assert batch.fill == rows.fill(everything)
     assert batch.fill.tokens == len(real)
-    if padded is None:
-        assert batch.fill.slots == len(ids)
-        longest = [part["input_ids"][:, -1].max() for part in parts(batch)]
-        assert all(longest)  # no microbatch is longer than its longest row
+    made = parts(batch)
+    if padding is None:
+        assert all(part["input_ids"][:, -1].max() for part in made)  # no longer than its longest row
     else:
-        target = padded.lengths(padded.longest(parts(batch)))
-        made = [padded.pad(part, target) for part in parts(batch)]
-        assert batch.fill.slots == sum(part["input_ids"].numel() for part in made)
+        target = padding.lengths(padding.longest(made))
+        made = [padding.pad(part, target) for part in made]
+    assert batch.fill.slots == sum(part["input_ids"].numel() for part in made)
 
 
-def test_rows_of_like_length_share_a_microbatch() -> None:
+def test_rows_of_similar_length_share_a_microbatch() -> None:
     rows = rows_of([2, 8, 3, 7, 2, 8], "none", microbatches=3)
-    lengths = [part["input_ids"].shape for part in parts(rows.batch(range(6)))]
-    assert lengths == [(2, 8), (2, 7), (2, 2)]
+    assert [part["input_ids"].shape for part in parts(rows.batch(range(6)))] == [(2, 8), (2, 7), (2, 2)]
     assert rows.fill(range(6)) == Fill(30, 34)
     assert rows.fill(range(6)).padding == pytest.approx(4 / 34)
 
 
 def load(path: Path, texts: list[str], packing: str, **more: Any) -> Data:
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    section = {"path": str(path), "tokenizer": "bytes", "sequence_length": 16, "packing": packing, **more}
-    train = {"batch_size": 2, "seed": 3}
-    tree = {"model": {"config": {"model_type": "qwen3"}}, "data": section, "train": train}
-    return load_data(TrainConfig.model_validate({**tree, "pipeline": {"microbatches": 2}}), Bytes(), 256)
+    data = {"path": str(path), "tokenizer": "bytes", "sequence_length": 16, "packing": packing, **more}
+    tree = {
+        "model": {"config": {"model_type": "qwen3"}}, "data": data, "pipeline": {"microbatches": 2},
+        "train": {"batch_size": 2, "seed": 3},
+    }  # fmt: skip
+    return load_data(TrainConfig.model_validate(tree), Bytes(), 256)
 
 
-def texts(count: int) -> list[str]:
-    """Each of one letter of its own, which tells where its tokens went."""
-    return [chr(ord("A") + number) * (2 + number % 11) for number in range(count)]
+# each of one letter, which shows where its tokens went
+TEXTS = [chr(ord("A") + number) * (2 + number % 11) for number in range(50)]
 
 
 def letters(batches: list[Batch]) -> set[str]:
-    ids = {
-        token for batch in batches for part in parts(batch) for token in part["input_ids"].flatten().tolist()
-    }
-    return {chr(token) for token in ids - {0}}
+    ids = [part["input_ids"].flatten() for batch in batches for part in parts(batch)]
+    return {chr(token) for token in torch.cat(ids).tolist() if token}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, packing: str) -> None:
-    data = load(tmp_path / "a.jsonl", texts(50), packing, held_out=0.3)
+    data = load(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3)
     epoch = -(-len(data.rows) // 2)
     trained = letters([data.batch(step) for step in range(1, epoch + 1)])
     held = letters([data.held_out.batch(range(len(data.held_out)))])
-    assert sorted(trained | held) == [text[0] for text in texts(50)]
-    assert not trained & held
+    assert sorted(trained | held) == [text[0] for text in TEXTS]
     assert max(trained) < min(held)
-    share = sum(len(text) for text in texts(50) if text[0] in held) / sum(map(len, texts(50)))
+    share = sum(len(text) for text in TEXTS if text[0] in held) / sum(map(len, TEXTS))
     assert share == pytest.approx(0.3, abs=0.05)
     assert len(data.held_out_batches(3)) == 3
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_whole_batch_is_held_out_however_small_the_share(tmp_path: Path, packing: str) -> None:
-    data = load(tmp_path / "a.jsonl", texts(50), packing, held_out=0.001)
-    assert len(data.held_out) >= 2
+    data = load(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.001)
+    assert 2 <= len(data.held_out) < len(data.rows)
     assert len(data.held_out_batches(9)) >= 1
-    assert len(data.held_out) < len(data.rows)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_check_rows_are_refused(tmp_path: Path, packing: str) -> None:
+def test_too_few_rows_are_refused(tmp_path: Path, packing: str) -> None:
     with pytest.raises(DataError, match="rows of at most 16, and a batch of 2 to train on and one held out"):
         load(tmp_path / "a.jsonl", ["ab", "cd", "ef"], packing)
     with pytest.raises(DataError, match="it gives 0 rows"):
         load(tmp_path / "a.jsonl", ["a"], packing)
 
 
-@pytest.mark.parametrize("packing", PACKED)
-def test_a_batch_follows_from_its_step_alone_and_not_from_the_microbatches(
-    tmp_path: Path, packing: str
-) -> None:
-    data = load(tmp_path / "a.jsonl", texts(50), packing)
-    again = load(tmp_path / "b.jsonl", texts(50), packing)
+@pytest.mark.parametrize("packing", ["sequential", "best_fit"])
+def test_a_batch_follows_from_its_step_and_not_from_the_microbatches(tmp_path: Path, packing: str) -> None:
+    data, again = (load(tmp_path / name, TEXTS, packing) for name in ("a.jsonl", "b.jsonl"))
     for step in (7, 1, 30):
         for one, other in zip(parts(data.batch(step)), parts(again.batch(step)), strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
     assert isinstance(data.rows, DocumentRows)
     one_part = DocumentRows(data.rows.tokens, data.rows.pieces, data.rows.packing, 1)
-    chosen = Data(one_part, data.held_out, 2, 3)
-    assert letters([chosen.batch(5)]) == letters([data.batch(5)])
+    assert letters([Data(one_part, data.held_out, 2, 3).batch(5)]) == letters([data.batch(5)])
 
 
-def test_the_expected_padding_is_that_of_the_first_steps(tmp_path: Path) -> None:
-    data = load(tmp_path / "a.jsonl", texts(50), "sequential")
+def test_the_expected_fill_is_that_of_the_first_steps(tmp_path: Path) -> None:
+    data = load(tmp_path / "a.jsonl", TEXTS, "sequential")
     fills = [data.batch(step).fill for step in (1, 2, 3)]
     assert data.expected(3) == fills[0] + fills[1] + fills[2]
     assert data.expected(10**9) == data.expected(100)

@@ -49,7 +49,7 @@ def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Data:
 
 
 def stream(data: Data) -> bytes:
-    """All rows of a stream, those held out too."""
+    """All rows of a stream, with those held out."""
     assert isinstance(data.rows, StreamRows)
     assert isinstance(data.held_out, StreamRows)
     return data.rows.tokens.tobytes() + data.held_out.tokens.tobytes()

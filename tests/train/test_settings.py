@@ -1,4 +1,4 @@
-"""How many processes a run takes, and every mesh that does not fit."""
+"""How many processes a run takes, every mesh that does not fit, and how keys reach the library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline, Axes, Sharded
+from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
+from penstock.models.activation_checkpointing import Checkpointing
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import axes_of, make_auto, pipeline_number, ranks_of
-from support.tiny import tree
+from support import tiny
 
 
-def config(folder: Path, rows: int = 8, **parallel: Any) -> TrainConfig:
-    made = tree(folder)
-    made["train"]["batch_size"] = rows
-    return TrainConfig.model_validate({**made, "parallel": parallel})
+def config(folder: Path, rows: int = 8, ranks: int = 2, **parallel: Any) -> TrainConfig:
+    return tiny.config(folder, keys={"parallel": parallel, "pipeline.ranks": ranks}, batch_size=rows)
 
 
 def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
@@ -30,13 +30,22 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch, world: int, rank: int = 0) -
     monkeypatch.setenv("RANK", str(rank))
 
 
-def test_ranks_times_the_axes_are_started(tmp_path: Path) -> None:
+def refused(made: TrainConfig) -> str:
+    with pytest.raises(PenstockError) as caught:
+        preflight(made)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_axes_of_a_run_that_starts_its_ranks(tmp_path: Path) -> None:
     assert axes_of(config(tmp_path)) == Axes()
     assert axes_of(config(tmp_path, dp_shard=2, cp=2, ep=-1, tp=3)).ranks_per_stage == 12
     assert axes_of(config(tmp_path, dp_shard=2, cp=2, ep=-1)) == Axes(dp_shard=2, cp=2, ep=4)
 
 
-def test_all_that_are_left_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_axis_takes_all_that_are_left_under_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     under_torchrun(monkeypatch, 8, rank=5)
     made = config(tmp_path, dp_shard=-1)
     assert axes_of(made) == Axes(dp_shard=4)
@@ -46,19 +55,14 @@ def test_all_that_are_left_under_torchrun(tmp_path: Path, monkeypatch: pytest.Mo
     assert prepared.data.parts == 4
 
 
-def with_ranks(made: TrainConfig, ranks: int) -> TrainConfig:
-    return made.model_copy(update={"pipeline": made.pipeline.model_copy(update={"ranks": ranks})})
-
-
 def test_the_pipeline_takes_all_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = with_ranks(config(tmp_path, dp_shard=2, ep=1), -1)
+    made = config(tmp_path, ranks=-1, dp_shard=2, ep=1)
     assert refused(made).startswith("pipeline.ranks=-1: it takes the processes that are left")
     under_torchrun(monkeypatch, 4)
     assert ranks_of(made) == 2
     assert preflight(made).plan.schedule.ranks == 2
-    assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all that are left" in refused(
-        with_ranks(config(tmp_path, dp_shard=-1), -1)
-    )
+    said = refused(config(tmp_path, ranks=-1, dp_shard=-1))
+    assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all that are left" in said
     under_torchrun(monkeypatch, 5)
     assert "5 processes for pp=-1 x dp_shard=2: each of the pipeline's ranks takes 2 of them" in refused(made)
 
@@ -74,11 +78,10 @@ def test_the_library_takes_all_that_are_left(monkeypatch: pytest.MonkeyPatch) ->
         replace(made, axes=None, microbatches=None, schedule=made.chosen_schedule()).chosen_schedule()
 
 
-def refused(made: TrainConfig) -> str:
-    with pytest.raises(PenstockError) as caught:
-        preflight(made)
-    assert caught.value.exit_code == 2
-    return str(caught.value)
+def test_the_library_takes_the_axis_of_a_mesh(one_process: None) -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "stages"))
+    made = AutoPipeline(ranks=-1, microbatches=2, mesh=mesh, pipeline_axis="stages")
+    assert made.chosen_schedule().ranks == 1
 
 
 def test_what_does_not_fit_is_refused_with_what_would(
@@ -92,10 +95,11 @@ def test_what_does_not_fit_is_refused_with_what_would(
     said = refused(config(tmp_path, dp_shard=2))
     assert "6 processes for pp=2 x dp_shard=2" in said
     assert "Start 4 processes" in said
-    said = refused(config(tmp_path, rows=4, dp_shard=-1))
-    assert said.startswith("train.batch_size=4: its rows cannot be split into pipeline.microbatches=2 for")
-    assert "3 parts" in said
-    assert "Give 6 rows or more, or pipeline.microbatches=1 or fewer" in said
+    assert refused(config(tmp_path, rows=4, dp_shard=-1)) == (
+        "train.batch_size=4: its rows cannot be split into pipeline.microbatches=2 for each of 3 parts "
+        "(parallel.dp_replicate x parallel.dp_shard). Give 6 rows or more, or "
+        "pipeline.microbatches=1 or fewer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,14 +111,8 @@ def test_what_does_not_fit_is_refused_with_what_would(
             "parallel: pp=2 is the pipeline's axis, which has a section of its own. Write pipeline.r",
         ),
         ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most takes all that are left"),
-        (
-            {"param_dtype": "bfloat16"},
-            "param_dtype=bfloat16 configures the weights that FSDP2 shards, and",
-        ),
-        (
-            {"dp_shard": 8},
-            "rows cannot be split into pipeline.microbatches=2 for each of 8 parts",
-        ),
+        ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 configures the weights that FSDP2 shards, and"),
+        ({"dp_shard": 8}, "rows cannot be split into pipeline.microbatches=2 for each of 8 parts"),
     ],
 )
 def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
@@ -125,32 +123,12 @@ def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], me
     assert message in str(caught.value)
 
 
-def test_rows_that_are_enough() -> None:
+def test_each_pipeline_needs_a_row_for_each_microbatch() -> None:
     check_rows(8, 4, 2)
     with pytest.raises(ConfigError, match="Give each microbatch at least one row"):
         check_rows(3, 4, 1)
-    with pytest.raises(ConfigError) as caught:
-        check_rows(7, 4, 2)
-    assert str(caught.value) == (
-        "train.batch_size=7: its rows cannot be split into pipeline.microbatches=4 for each of 2 parts "
-        "(parallel.dp_replicate x parallel.dp_shard). Give 8 rows or more, or pipeline.microbatches=3 or "
-        "fewer"
-    )
-
-
-def test_settings_reach_the_library(tmp_path: Path) -> None:
-    made = config(
-        tmp_path, dp_shard=2, cp=2, tp=2, param_dtype="bfloat16", reduce_dtype="float32",
-        reshard_after_forward=True, cpu_offload=True, context="ring", sequence_parallel=True,
-    )  # fmt: skip
-    auto = make_auto(made)
-    assert auto.axes == Axes(dp_shard=2, cp=2, tp=2)
-    assert auto.sharded == Sharded(torch.bfloat16, torch.float32, True, True)
-    assert (auto.context, auto.sequence_parallel) == ("ring", True)
-    plain = make_auto(config(tmp_path))
-    assert (plain.axes, plain.sharded) == (None, Sharded())
-    assert auto.trace_folder == tmp_path / "out" / "stalled" / "pipeline-0"
-    assert plain.trace_folder == tmp_path / "out" / "stalled"
+    with pytest.raises(ConfigError, match=r"for each of 2 parts .* Give 8 rows or more$"):
+        check_rows(1, 4, 2)
 
 
 def test_a_mesh_in_one_process_is_refused(tmp_path: Path) -> None:
@@ -158,7 +136,44 @@ def test_a_mesh_in_one_process_is_refused(tmp_path: Path) -> None:
         run(preflight(config(tmp_path, dp_shard=2)))
 
 
-def test_the_library_takes_the_axis_of_a_mesh(one_process: None) -> None:
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "stages"))
-    made = AutoPipeline(ranks=-1, microbatches=2, mesh=mesh, pipeline_axis="stages")
-    assert made.chosen_schedule().ranks == 1
+def test_parallel_keys_reach_the_library(tmp_path: Path) -> None:
+    auto = make_auto(config(
+        tmp_path, dp_shard=2, cp=2, tp=2, param_dtype="bfloat16", reduce_dtype="float32",
+        reshard_after_forward=True, cpu_offload=True, context="ring", sequence_parallel=True,
+    ))  # fmt: skip
+    assert auto.axes == Axes(dp_shard=2, cp=2, tp=2)
+    assert auto.sharded == Sharded(torch.bfloat16, torch.float32, True, True)
+    assert (auto.context, auto.sequence_parallel) == ("ring", True)
+    assert auto.trace_folder == tmp_path / "out" / "stalled" / "pipeline-0"
+    plain = make_auto(config(tmp_path))
+    assert (plain.axes, plain.sharded) == (None, Sharded())
+    assert plain.trace_folder == tmp_path / "out" / "stalled"
+
+
+def test_pipeline_keys_reach_the_library(tmp_path: Path) -> None:
+    pipeline = {
+        "ranks": 2, "microbatches": 2, "shapes": "padded", "padding": {"multiple": 24}, "exchange": "batched",
+        "transport": "gloo", "wire_dtype": "bfloat16",
+    }  # fmt: skip
+    auto = make_auto(tiny.config(tmp_path, keys={"pipeline": pipeline}))
+    assert auto.shapes == Padding(multiple=24)
+    assert (auto.transport, auto.exchange, auto.wire_dtype) == ("gloo", "batched", torch.bfloat16)
+    with pytest.raises(ConfigError, match="transport=local: it holds all ranks in one process"):
+        make_auto(tiny.config(tmp_path, keys={"pipeline.transport": "local"}))
+    plain = make_auto(tiny.config(tmp_path))
+    found = (plain.shapes, plain.transport, plain.exchange, plain.wire_dtype)
+    assert found == ("inferred", None, "channels", None)
+
+
+def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
+    def reaches(how: Any, **keys: Any) -> object:
+        made = tiny.config(tmp_path, keys=keys, batch_size=5, activation_checkpointing=how)
+        return make_auto(made).activation_checkpointing
+
+    limit = {"every": 2, "save": ["matmul"], "memory_limit": 2.0**30}
+    padded = {"pipeline.shapes": "padded", "pipeline.padding": {"multiple": 24}}
+    # the larger of two microbatches has three rows of 16, which the pipeline pads
+    expected = Checkpointing(every=2, save=("matmul",), memory_limit=2.0**30, shape=(3, 24))
+    assert reaches(limit, **padded) == expected
+    assert reaches("selective") == "selective"
+    assert reaches({"in_flight": [1, 0]}) == Checkpointing(in_flight=(1, 0))

@@ -1,0 +1,382 @@
+"""The check before the first step passes, names what differs, says when it is skipped, changes nothing."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from penstock import Axes, Pipeline
+from penstock.errors import ConfigError, EquivalenceError, RunError
+from penstock.models.weights import initial
+from penstock.train.check.before_training import (
+    TOKENS,
+    Reference,
+    check_split,
+    compare_with_reference,
+    shorten,
+)
+from penstock.train.checkpoints import NEWEST
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import Prepared, preflight, run
+from support import jobs_train as jobs
+from support import tiny
+from support.pool import Pool
+from support.tiny import GPT2_WITH_DROPOUT, QWEN3, assert_same_tensors, checkpoint, write_documents
+
+# the plain schedule, one with split backwards, one with two copies of each weight
+SCHEDULES = ["1f1b", "zb_v", "dualpipe"]
+Parts = tuple[Pipeline, Reference, Any]
+
+
+def config(
+    folder: Path, model: dict[str, Any] | None = None, keys: dict[str, Any] | None = None, **train: Any
+) -> TrainConfig:
+    return tiny.config(folder, model, keys, **{"check": "auto", **train})
+
+
+def parts(prepared: Prepared) -> Parts:
+    """What check_split takes."""
+    auto = prepared.auto
+    reference = Reference(prepared.plan.source, auto.seed, auto.loss(), (auto.wire_dtype,))
+    return auto.build(prepared.model), reference, prepared.data.batch(1).content
+
+
+@pytest.fixture
+def tiny_parts(tmp_path: Path) -> Parts:
+    return parts(preflight(config(tmp_path)))
+
+
+def save_model(folder: Path, tied_scores: bool = False, **keys: Any) -> dict[str, Any]:
+    """Save a model with random weights; the config's keys that name it.
+
+    tied_scores: whether its routers see no difference between experts
+    """
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**QWEN3, **keys}))
+    for name, parameter in model.named_parameters():
+        if tied_scores and name.endswith("mlp.gate.weight"):
+            parameter.data.zero_()
+    model.save_pretrained(folder / "model")
+    return {"model.config": None, "model.path": str(folder / "model")}
+
+
+# ---- Passing
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_correct_split_passes(tmp_path: Path, schedule: str, tied: bool) -> None:
+    model = {**QWEN3, "num_hidden_layers": 4, "tie_word_embeddings": tied}
+    keys = {"pipeline.schedule": schedule, "pipeline.microbatches": 4}
+    line = check_split(*parts(preflight(config(tmp_path, model, keys))), "auto")
+    assert line.startswith("checked in ")
+    assert "the split model's loss and" in line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [("float64", None), ("bfloat16", None), ("float32", "bfloat16"), ("float32", "float16")],
+)
+def test_narrower_dtypes_get_wider_tolerances(tmp_path: Path, dtype: str, wire: str | None) -> None:
+    made = config(tmp_path, keys={"model.dtype": dtype, "pipeline.wire_dtype": wire})
+    assert check_split(*parts(preflight(made)), "auto").startswith("checked in ")
+
+
+def test_a_folder_with_weights_and_packed_documents_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(preflight(config(tmp_path, keys=save_model(tmp_path) | write_documents(tmp_path), steps=1)))
+    assert "\nchecked in " in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_checked_only_when_asked_to_and_against_its_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(preflight(config(tmp_path)))
+    capsys.readouterr()
+    run(preflight(config(tmp_path, steps=5), NEWEST))
+    assert "checked in " not in capsys.readouterr().out
+    run(preflight(config(tmp_path, steps=6, check="always"), NEWEST))
+    assert "\nchecked in " in capsys.readouterr().out
+
+
+# ---- Differences
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_different_weight_is_named(tiny_parts: Parts, name: str) -> None:
+    jobs.spoil(dict(tiny_parts[0].named_parameters())[name])
+    stage = 0 if "embed" in name else 1
+    with pytest.raises(EquivalenceError) as caught:
+        check_split(*tiny_parts, "auto")
+    assert caught.value.value.startswith(f"weight {name}: it differs before any step, by 0.00")
+    assert f" on stage {stage} of rank {stage}, and its norm is " in caught.value.value
+    assert ";" not in caught.value.value
+    assert caught.value.exit_code == 1
+    assert "train.check=off" in caught.value.remedy
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "change"),
+    [
+        (1, "model.norm.weight", lambda grad: grad * 1.001),
+        (1, "model.norm.weight", lambda grad: -grad),
+        (1, "model.norm.weight", lambda grad: grad * 0.0),
+        (0, UP, lambda grad: grad.flip(0)),  # its norm is the same
+    ],
+    ids=["factor", "sign", "zero", "order"],
+)
+def test_a_different_gradient_is_named(
+    tiny_parts: Parts, stage: int, name: str, change: Callable[[Any], Any]
+) -> None:
+    tiny_parts[0].modules[stage].get_parameter(name).register_hook(change)  # type: ignore[no-untyped-call]
+    with pytest.raises(EquivalenceError, match=rf"^gradient {re.escape(name)}: it differs by [^;]* norm is"):
+        check_split(*tiny_parts, "auto")
+
+
+def test_a_layer_that_computes_something_else_is_found(tiny_parts: Parts) -> None:
+    """All gradients before it differ too."""
+    layer = tiny_parts[0].modules[1].get_submodule("model.layers.1.mlp")
+    layer.register_forward_hook(lambda module, args, output: output * 1.01)
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.layers\.1\.mlp.* and \d+ more"):
+        check_split(*tiny_parts, "auto")
+
+
+def test_a_wrong_split_ends_the_run_before_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages' values come from another seed than the reference model's."""
+    initialise = initial.initialise
+
+    def other(stage: Any, whole: Any, ties: Any, seed: int) -> None:
+        initialise(stage, whole, ties, seed + (type(stage) is type(whole) and hasattr(stage, "boundary")))
+
+    monkeypatch.setattr(initial, "initialise", other)
+    with pytest.raises(EquivalenceError, match=r"^weight .* and \d+ more: the split model gives"):
+        run(preflight(config(tmp_path)))
+    assert tiny.metrics(tmp_path) == []
+
+
+# ---- Skipping
+
+
+def test_it_is_skipped_where_memory_is_short(tiny_parts: Parts) -> None:
+    needed = 2 * tiny_parts[1].bytes
+    assert check_split(*tiny_parts, "auto", lambda _: None).startswith("checked")
+    assert check_split(*tiny_parts, "auto", lambda _: needed).startswith("checked")
+    line = check_split(*tiny_parts, "auto", lambda _: needed - 1)
+    assert line.startswith("not checked against the whole model: the whole model and its gradients take ")
+    assert "more than half of the " in line
+    with pytest.raises(ConfigError, match=r"^train\.check=always: the whole model and its gradients take "):
+        check_split(*tiny_parts, "always", lambda _: 1000)
+
+
+def test_it_is_skipped_where_memory_runs_out(tiny_parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: the host's allocator raises a plain RuntimeError, which ended the run."""
+
+    def on_gpu(reference: Reference, device: torch.device) -> None:
+        raise torch.OutOfMemoryError
+
+    for build in (on_gpu, lambda *_: torch.empty(2**60, dtype=torch.uint8)):
+        monkeypatch.setattr(Reference, "build", build)
+        assert check_split(*tiny_parts, "auto").endswith("model: memory ran out")
+    monkeypatch.setattr(Reference, "build", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        check_split(*tiny_parts, "auto")
+
+
+def test_a_model_whose_loss_is_nan_is_left_to_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, {**QWEN3, "rms_norm_eps": float("nan")})
+    with pytest.raises(RunError, match="step 0: held_out_loss=nan"):
+        run(preflight(made))
+    assert "not checked against the whole model: its own loss is nan" in capsys.readouterr().out
+
+
+# ---- It changes nothing
+
+
+@pytest.mark.parametrize("model", [QWEN3, GPT2_WITH_DROPOUT], ids=["qwen3", "gpt2 with dropout"])
+def test_a_run_is_bit_for_bit_the_same_with_and_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any]
+) -> None:
+    for mode in ("auto", "off"):
+        (tmp_path / mode).mkdir()
+        run(preflight(config(tmp_path / mode, model, check=mode)))
+        assert capsys.readouterr().out.count("checked in") == (mode == "auto")
+    assert_same_tensors(checkpoint(tmp_path / "auto", 4), checkpoint(tmp_path / "off", 4))
+    measured = ("seconds", "tokens_per_second", "bubble")
+    rows = [
+        [{key: value for key, value in row.items() if key not in measured} for row in tiny.metrics(folder)]
+        for folder in (tmp_path / "auto", tmp_path / "off")
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_gradients_modes_and_random_state_are_left_as_they_were(tmp_path: Path) -> None:
+    pipe, reference, batch = parts(preflight(config(tmp_path, GPT2_WITH_DROPOUT)))
+    some = next(pipe.parameters())
+    some.grad = torch.ones_like(some)
+    before, state = some.grad, torch.get_rng_state()
+    check_split(pipe, reference, batch, "auto")
+    assert some.grad is before
+    assert torch.equal(before, torch.ones_like(some))
+    assert all(p.grad is None for p in pipe.parameters() if p is not some)
+    assert all(part.training for module in pipe.modules.values() for part in module.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_reference_model_is_gone_before_the_device_s_memory_is_released(
+    tiny_parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, reference, batch = tiny_parts
+    made: list[weakref.ref[Any]] = []
+    alive: list[list[Any]] = []
+    build = Reference.build
+
+    def on_host(self: Reference, device: torch.device) -> Any:
+        model = build(self, torch.device("cpu"))
+        made.extend(weakref.ref(each) for each in (model, *model.parameters()))
+        return model
+
+    monkeypatch.setattr(Reference, "build", on_host)
+    monkeypatch.setattr(
+        torch.cuda, "empty_cache", lambda: alive.append([each() for each in made if each() is not None])
+    )
+    microbatches = pipe.microbatches(shorten(batch, 2))
+    result = compare_with_reference(reference, torch.device("cuda"), microbatches, 0.0, [])
+    assert isinstance(result, dict)
+    assert len(made) > 10
+    assert alive == [[]]
+
+
+# ---- Over processes, and where ranks add up in another order
+
+
+def test_every_process_has_the_same_outcome(pool: Pool, tmp_path: Path) -> None:
+    for number, (ranks, schedule) in enumerate([(2, "1f1b"), (4, "zb_h1")]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = pool.run(ranks, jobs.checked_on_ranks, str(folder), schedule)
+        assert all(passed.startswith("checked in") for passed, _, _ in found)
+        assert {short for _, short, _ in found} == {found[0][1]}
+        assert "free to process 0" in found[0][1]
+        (wrong,) = {differs for _, _, differs in found}
+        assert wrong.startswith("weight model.layers.")
+        assert "q_proj.weight: it differs before any step, by" in wrong
+        assert "on stage 1 of rank 1" in wrong
+
+
+def test_rounding_that_grows_with_depth_is_no_difference(pool: Pool) -> None:
+    """At this depth some gradients differ by more than the tolerance, and none by more than rounding."""
+    line = pool.run(4, jobs.checked_when_deep, 24)[0]
+    assert line.startswith("checked in ")
+    found = re.search(r"tolerance 3e-02; (\d+) by up to \d\.\de-02, no more than rounding\)$", line)
+    assert found, line
+    assert int(found[1]) > 5
+
+
+def mixture(folder: Path, tied_scores: bool) -> Parts:
+    """A mixture of experts on a mesh whose sums may be rounded in another order."""
+    keys = {
+        "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+    }  # fmt: skip
+    pipe, reference, batch = parts(preflight(config(folder, keys=save_model(folder, tied_scores, **keys))))
+    return pipe, replace(reference, axes=Axes(ep=2)), batch
+
+
+@pytest.mark.parametrize("tied_scores", [False, True])
+def test_router_flips_that_rounding_may_cause_are_reported(tmp_path: Path, tied_scores: bool) -> None:
+    pipe, over, batch = mixture(tmp_path, tied_scores)
+    assert check_split(pipe, over, batch, "auto").startswith("checked in ")
+    norm = pipe.modules[1].get_parameter("model.norm.weight")
+    norm.register_hook(lambda grad: grad * 1.1)  # type: ignore[no-untyped-call]
+    differs = r"^gradient model\.norm\.weight: it differs"
+    with pytest.raises(EquivalenceError, match=differs):
+        check_split(pipe, replace(over, axes=Axes()), batch, "auto")
+    if not tied_scores:
+        with pytest.raises(EquivalenceError, match=differs):
+            check_split(pipe, over, batch, "auto")
+        return
+    line = check_split(pipe, over, batch, "auto")
+    assert "not checked against the whole model: rounding by ep=2 may flip 64 router choices" in line
+    assert "gradient model.norm.weight: it differs by" in line
+    with pytest.raises(ConfigError, match=r"^train\.check=always: rounding by ep=2 may flip"):
+        check_split(pipe, over, batch, "always")
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_loss_that_no_flip_explains_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    pipe, over, batch = mixture(tmp_path, True)
+    step = pipe.step
+
+    def off(batch: Any) -> Any:
+        result = step(batch)
+        return result._replace(loss=result.loss * factor)
+
+    monkeypatch.setattr(pipe, "step", off)
+    with pytest.raises(EquivalenceError, match=r"^loss: "):
+        check_split(pipe, over, batch, "auto")
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.down_proj"])
+def test_flips_explain_a_missing_gradient_of_experts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pipe, over, batch = mixture(tmp_path, True)
+    step = pipe.step
+
+    def without(batch: Any) -> Any:
+        result = step(batch)
+        pipe.modules[1].get_parameter(name).grad = None
+        return result
+
+    monkeypatch.setattr(pipe, "step", without)
+    if "experts" in name:
+        assert f"{name} on stage 1 of rank 1: only one of" in check_split(pipe, over, batch, "auto")
+        return
+    with pytest.raises(EquivalenceError, match=r"^gradient model\.norm\.weight on stage 1 of .*: only one"):
+        check_split(pipe, over, batch, "auto")
+
+
+# ---- The batch
+
+
+def test_rows_are_short_and_shared_evenly_by_cp_and_tp(tiny_parts: Parts) -> None:
+    reference = tiny_parts[1]
+    assert reference.tokens == TOKENS
+    assert not reference.reorders
+    assert replace(reference, axes=Axes(cp=3, tp=2)).tokens == 60
+    assert replace(reference, axes=Axes(cp=40)).tokens == 80
+
+
+def test_a_batch_is_cut_to_one_short_row_a_microbatch() -> None:
+    batch = {"input_ids": torch.arange(400).view(4, 100), "labels": torch.arange(400).view(4, 100)}
+    short = shorten(batch, 3)
+    assert [tuple(part["labels"].shape) for part in short] == [(1, TOKENS)] * 3
+    assert [int(part["input_ids"][0, 0]) for part in short] == [0, 100, 200]
+
+
+def test_the_bounds_of_documents_are_cut_too() -> None:
+    bounds = torch.tensor([0, 30, 100, 150, 200], dtype=torch.int32)
+    batch = {
+        "input_ids": torch.arange(200).view(2, 100), "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
+        "max_length_q": 70, "max_length_k": 70,
+    }  # fmt: skip
+    (part,) = shorten([batch], 1)
+    assert part["cu_seq_lens_q"].tolist() == [0, 30, 64]
+    assert part["max_length_k"] == 34

@@ -1,0 +1,32 @@
+"""Digests estimate differences, and rounding widens a tolerance only so far."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.train.check.digests import Digests, compare_digests, digest, distance
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (4, 3, 2), (3000, 2000), ()])
+def test_a_digest_measures_differences(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(shape)
+    other = tensor + 1e-3 * torch.randn(shape)
+    assert digest("a", tensor) == digest("a", tensor.clone())
+    assert digest("a", tensor)[0] == pytest.approx(float(tensor.double().norm()), rel=1e-9)
+    difference = float((tensor - other).double().norm())
+    assert 0.05 * difference < distance(digest("a", tensor), digest("a", other)) < 20 * difference
+
+
+@pytest.mark.parametrize(
+    ("entries", "moved", "wrong"),
+    [(1.0, 9.0, 0), (1.01, 0.0, 1), (1.01, 0.005, 0), (1.01, 0.002, 1), (0.0, 9.0, 1), (-1.0, 9.0, 1)],
+)
+def test_rounding_leaves_room_but_not_for_another_gradient(entries: float, moved: float, wrong: int) -> None:
+    """The reference gradient has a norm of 1, and the split one is `entries` times it."""
+    ones = torch.ones(400) / 20
+    weight, expected, found = digest("a", ones), digest("a", ones), digest("a", ones * entries)
+    split, reference = [(("a", 0, 0), Digests(weight, found))], {"a": Digests(weight, expected)}
+    report = compare_digests((1.0, 1.0), split, reference, 1e-5, torch.float32, {"a": moved})
+    assert len(report.wrong) == wrong

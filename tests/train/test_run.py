@@ -1,0 +1,337 @@
+"""Whole runs in one process: what they leave, that they resume bit for bit, and what they refuse first."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from penstock.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    PartitionError,
+    RunError,
+    WorldSizeError,
+)
+from penstock.models.weights.folder import check_folder
+from penstock.train.checkpoints import NEWEST
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.rows import DocumentRows
+from penstock.train.run import preflight, run
+from support.tiny import (
+    GPT2_WITH_DROPOUT,
+    QWEN3,
+    assert_same_tensors,
+    checkpoint,
+    config,
+    metrics,
+    tensors,
+    write_documents,
+)
+
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "padding")
+
+
+def folders(folder: Path, *names: str) -> list[Path]:
+    for name in names:
+        (folder / name).mkdir()
+    return [folder / name for name in names]
+
+
+def exact(folder: Path) -> list[list[Any]]:
+    """The metrics that two equal runs have in common."""
+    return [[row.get(key) for key in EXACT] for row in metrics(folder)]
+
+
+def losses(folder: Path, after: int = 0) -> list[float]:
+    return [row["loss"] for row in metrics(folder) if "loss" in row and row["step"] > after]
+
+
+def held_out(folder: Path) -> list[float]:
+    return [row["held_out_loss"] for row in metrics(folder) if "held_out_loss" in row]
+
+
+def save_model(folder: Path, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    model.save_pretrained(folder)
+    return model
+
+
+def test_a_run_leaves_checkpoints_metrics_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = {"output.sample_prompt": "ABC", "output.sample_tokens": 3}
+    run(preflight(config(tmp_path, keys=sampled, steps=5, checkpoint_every=3)))
+    out, last = tmp_path / "out", checkpoint(tmp_path, 5)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+    check_folder(last)
+    assert (out / "timeline.svg").read_text().lstrip().startswith("<")
+
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [0, 2, 4, 5]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
+    keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "bubble", "seconds"}
+    assert all(set(row) == {*keys, "padding"} and row["tokens"] == 4 * 15 for row in steps)
+    assert all(row["padding"] == 0 for row in steps)
+    assert held_out(tmp_path)[0] == pytest.approx(math.log(256), abs=0.3)
+    assert held_out(tmp_path)[-1] < held_out(tmp_path)[0]
+
+    tokenizer = AutoTokenizer.from_pretrained(last)
+    ids = torch.tensor([tokenizer("ABCDEFGHIJ")["input_ids"]])
+    assert ids.tolist() == [list(b"ABCDEFGHIJ")]
+    model = AutoModelForCausalLM.from_pretrained(last)
+    assert float(model(input_ids=ids, labels=ids).loss.detach()) < rows[0]["held_out_loss"]
+
+    said = capsys.readouterr().out
+    for part in (last, out / "metrics.jsonl", out / "timeline.svg", "predicted", "measured", "\nABC"):
+        assert str(part) in said
+    assert "step 1/5  loss" in said
+
+
+@pytest.mark.parametrize("model", [QWEN3, GPT2_WITH_DROPOUT], ids=["qwen3", "gpt2 with dropout"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, model: dict[str, Any]) -> None:
+    one, two = folders(tmp_path, "one", "two")
+    for folder in (one, two):
+        run(preflight(config(folder, model, steps=6, checkpoint_every=2)))
+    (checkpoint(two, 6) / "model.safetensors.index.json").write_text("torn")
+    checkpoint(two, 6).with_name(".step-00000006.writing-abcd").mkdir()
+    resumed = preflight(config(two, model, steps=6, checkpoint_every=2), NEWEST)
+    assert resumed.start.done == 4
+    assert "passed over" in resumed.notes[0]
+    assert "never finished" in resumed.notes[0]
+    assert "model.safetensors.index.json" in resumed.notes[1]
+    run(resumed)
+    assert_same_tensors(checkpoint(one, 6), checkpoint(two, 6))
+    assert exact(one) == exact(two)
+
+
+def test_both_copies_of_a_slice_in_one_process_get_their_state_back(tmp_path: Path) -> None:
+    """0.2.0: a process with two copies of one slice gave its optimizer state to one of them only.
+
+    A resumed run's copies drifted apart in silence: the state is looked up by name, and both have one name.
+    """
+    one, two = folders(tmp_path, "one", "two")
+    for folder in (one, two):
+        made = config(folder, keys={"pipeline.schedule": "dualpipe"}, steps=4, checkpoint_every=2)
+        run(preflight(made))
+    run(preflight(made, str(checkpoint(two, 2))))
+    assert_same_tensors(checkpoint(one, 4), checkpoint(two, 4))
+    assert losses(one) == losses(two)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_a_run_goes_on_with_other_ranks(tmp_path: Path, tied: bool, first: int, then: int) -> None:
+    """Not bit for bit, as the microbatches' sums may round differently, but from the same state."""
+    one, two = folders(tmp_path, "one", "two")
+    made = [
+        config(folder, {**QWEN3, "tie_word_embeddings": tied}, {"pipeline.ranks": ranks}, checkpoint_every=2)
+        for folder, ranks in ((one, first), (two, then))
+    ]
+    run(preflight(made[0]))
+    run(preflight(made[1], str(checkpoint(one, 2))))
+    assert losses(two) == pytest.approx(losses(one, after=2), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_dtypes_and_recomputing_train_and_resume_too(tmp_path: Path, dtype: str) -> None:
+    made = config(tmp_path, keys={"model.dtype": dtype}, activation_checkpointing=True, checkpoint_every=2)
+    run(preflight(made))
+    found = held_out(tmp_path)
+    assert found[-1] < found[0]
+    run(preflight(made, str(checkpoint(tmp_path, 2))))
+    assert held_out(tmp_path) == found
+    saved = tensors(checkpoint(tmp_path, 4))
+    weights = [value for name, value in saved.items() if name.startswith("model-")]
+    assert {str(value.dtype) for value in weights} == {f"torch.{dtype}"}
+
+
+def test_a_folder_with_weights_is_trained(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=1)
+    keys = {"model.config": None, "model.path": str(tmp_path / "model")}
+    prepared = preflight(config(tmp_path, keys=keys, steps=1))
+    run(prepared)
+    ids = torch.cat([batch.content["input_ids"] for batch in prepared.data.held_out_batches(4)])  # type: ignore[call-overload]
+    model.eval()
+    expected = float(model(input_ids=ids, labels=ids).loss.detach())
+    assert held_out(tmp_path)[0] == pytest.approx(expected)
+
+
+def test_a_checkpoint_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    """0.4.0: it also held the vocabulary of the model that the run began from."""
+    start = tmp_path / "start"
+    save_model(start)
+    replaced = ("merges.txt", "vocab.json", "chat_template.jinja")
+    for name in (*replaced, "preprocessor_config.json"):
+        (start / name).write_text("{}")
+    run(preflight(config(tmp_path, keys={"model.config": None, "model.path": str(start)}, steps=1)))
+    left = checkpoint(tmp_path, 1)
+    assert not [name for name in replaced if (left / name).exists()]
+    assert (left / "preprocessor_config.json").exists()
+    assert AutoTokenizer.from_pretrained(left).encode("ab", add_special_tokens=False) == [97, 98]
+    check_folder(left)
+
+
+# ---- Refusals, before a weight is read
+
+
+def refused(kind: type[Exception], made: TrainConfig, resume: str | None = None) -> str:
+    with pytest.raises(kind) as caught:
+        preflight(made, resume)
+    assert getattr(caught.value, "exit_code", None) == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "model", "keys"),
+    [
+        (PartitionError, "layers", {}, {"pipeline.ranks": 9}),
+        (ConfigError, "data.sequence_length=65: the model takes 64 pos", {}, {"data.sequence_length": 65}),
+        # 0.2.0: it passed the dry run, and failed at the first step in every rank
+        (ConfigError, "inference: it holds no backward", {}, {"pipeline.schedule": "inference"}),
+        (ModelError, "model_type='t5'", {"model_type": "t5"}, {}),
+        (ConfigError, "output.folder", {}, {"output.folder": "/dev/null/out"}),
+        (DataError, "it holds no text", {}, {"data.path": "/dev/null"}),
+    ],
+)
+def test_what_is_wrong_is_found_before_a_weight_is_read(
+    tmp_path: Path, kind: type[Exception], message: str, model: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    assert message in refused(kind, config(tmp_path, model or None, keys))
+
+
+def test_a_missing_gpu_and_a_wrong_world_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in refused(ConfigError, config(tmp_path, device="cuda"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    said = refused(WorldSizeError, config(tmp_path))
+    assert "pipeline.ranks=2: each rank is one process and torchrun started 3" in said
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    assert "it holds no complete checkpoint" in refused(CheckpointError, made, NEWEST)
+    run(preflight(made))
+    assert "nothing is left to do" in refused(ConfigError, made, NEWEST)
+    other = config(tmp_path, {**QWEN3, "intermediate_size": 64}, steps=9)
+    assert "model config intermediate_size=32: the model has 64" in refused(CheckpointError, other, NEWEST)
+    longer = config(tmp_path, steps=9)
+    assert "no such folder" in refused(CheckpointError, longer, str(tmp_path / "nowhere"))
+    (checkpoint(tmp_path, 4) / "optimizer-00001-of-00001.safetensors").write_bytes(b"x")
+    assert "it has 1 bytes" in refused(CheckpointError, longer, str(checkpoint(tmp_path, 4)))
+    said = refused(CheckpointError, longer, NEWEST)
+    assert "passed over" in said
+    assert "it has 1 bytes" in said
+
+
+@pytest.mark.parametrize(
+    ("step", "model", "train"),
+    [
+        ("step 0: held_out_loss=nan", {"rms_norm_eps": float("nan")}, {}),
+        ("step 2: loss=.*, grad_norm=nan", {}, {"clip_norm": None}),
+    ],
+)
+def test_a_loss_that_is_not_finite_ends_the_run(
+    tmp_path: Path, step: str, model: dict[str, Any], train: dict[str, Any]
+) -> None:
+    wild = config(tmp_path, {**QWEN3, **model}, {"optimizer.learning_rate": 1e30}, **train)
+    with pytest.raises(RunError, match=rf"{step}.*Lower optimizer\.learning_rate"):
+        run(preflight(wild))
+
+
+# ---- Documents in rows of their own, or packed
+
+
+def with_documents(
+    folder: Path, model: dict[str, Any] | None = None, *, keys: Any = None, **train: Any
+) -> TrainConfig:
+    return config(folder, model, write_documents(folder) | (keys or {}), **train)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
+def test_packed_documents_are_trained_as_if_each_were_alone(
+    tmp_path: Path, packing: str, attention: str
+) -> None:
+    keys = {"data.packing": packing, "model.attention": attention}
+    prepared = preflight(with_documents(tmp_path, keys=keys, steps=3, evaluate_batches=100))
+    run(prepared)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(tmp_path, 3)).eval()
+    rows = prepared.data.held_out
+    assert isinstance(rows, DocumentRows)
+    chosen = len(rows) // 4 * 4  # whole batches
+    total, tokens = 0.0, 0
+    for row in np.linspace(0, len(rows) - 1, chosen).round().astype(int):
+        for piece in rows.packing[row]:
+            start, length = int(rows.pieces.starts[piece]), int(rows.pieces.lengths[piece])
+            ids = torch.from_numpy(rows.tokens[None, start : start + length].astype(np.int64))
+            total += float(model(input_ids=ids, labels=ids).loss.detach()) * (length - 1)
+            tokens += length - 1
+    last = [row for row in metrics(tmp_path) if "held_out_loss" in row][-1]
+    assert last["tokens"] == tokens
+    assert last["held_out_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_a_packed_run_resumes_bit_for_bit_and_shows_its_padding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folders(tmp_path, "one", "two")
+    keys = {"data.packing": "sequential", "pipeline.shapes": "padded"}
+    for folder in (one, two):
+        made = with_documents(folder, keys=keys, steps=4, checkpoint_every=2)
+        prepared = preflight(made)
+        run(prepared)
+    run(preflight(made, str(checkpoint(two, 2))))
+    assert_same_tensors(checkpoint(one, 4), checkpoint(two, 4))
+    assert exact(one) == exact(two)
+    rows = [row for row in metrics(one) if "loss" in row]
+    assert [row["padding"] for row in rows] == [prepared.data.batch(at).fill.padding for at in range(1, 5)]
+    assert any(row["padding"] > 0 for row in rows)
+    assert all(row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"]) for row in rows)
+    share = prepared.data.expected(4).padding
+    note = f"padding {share:.1%} of the tokens (data.packing=sequential, pipeline.shapes=padded)"
+    assert prepared.notes == (note,)
+    said = capsys.readouterr().out
+    assert f"padding     {share:.1%} of the tokens, over all steps" in said
+    assert f"bubble {rows[0]['bubble']:.1%}  padding {rows[0]['padding']:.1%}" in said
+
+
+def test_any_number_of_ranks_has_the_same_order_of_documents(tmp_path: Path) -> None:
+    one, two = folders(tmp_path, "one", "two")
+    for folder, ranks in ((one, 1), (two, 2)):
+        run(preflight(with_documents(folder, keys={"pipeline.ranks": ranks}, steps=3)))
+    assert losses(one) == pytest.approx(losses(two), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"model_type": "mamba"}, "its state runs over the whole row"),
+        ({"model_type": "opt", "num_attention_heads": 2, "ffn_dim": 32}, "takes no notice of documents"),
+    ],
+)
+def test_documents_are_not_packed_for_a_model_that_would_mix_them(
+    tmp_path: Path, model: dict[str, Any], reason: str
+) -> None:
+    model |= {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2}
+    for packing in ("sequential", "best_fit"):
+        made = with_documents(tmp_path, model, keys={"data.packing": packing})
+        assert reason in refused(ModelError, made)
+    preflight(with_documents(tmp_path, model, keys={"data.packing": "none"}))
+    preflight(config(tmp_path, model))
+
+
+def test_padding_that_is_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
+    keys = {"pipeline.shapes": "padded", "pipeline.padding": {"multiple": 65}}
+    said = refused(ConfigError, with_documents(tmp_path, keys=keys))
+    assert "pipeline.padding, to 65 tokens a row: the model takes 64 positions" in said
