@@ -241,6 +241,4 @@ def test_names_that_forward_lacks(split: Sequence[Sequence[int]]) -> None:
 
     for answer in agree(split, Strict, [batch()]):
         assert answer.startswith("ModelError: what stages 0 and 1 declare of the edge between them: one of")
-        assert (
-            "Strict.forward(x, hiden): the stage before gives hidden, stage, and it has no hidden" in answer
-        )
+        assert "(hidden, stage) and the batch (x): got an unexpected keyword argument 'stage'" in answer

@@ -71,27 +71,26 @@ def test_mappings_are_given_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "received", "told"),
+    ("forward", "received", "message"),
     [
         (lambda hiden: 0, {"hidden": 1, "mask": 2},
-         r"Given.forward\(hiden\): the stage before gives hidden, mask, and it has no hidden, mask"),
-        (lambda hidden: 0, {0: 1}, r"the stage before gives 0, and it has no 0"),
-        (lambda a, *, x: 0, (1, 2),
-         r"forward\(a, x\): the stage before gives 2 values, and it takes 1 by position"),
-        (lambda *, x: 0, 1, r"forward\(x\): the stage before gives 1 values, and it takes 0 by position"),
-        (lambda hidden, deep: 0, 1,
-         r"forward\(hidden, deep\): neither the stage before nor the batch \(x, y, z\) gives deep"),
-        (lambda hidden, x, deep: 0, {"hidden": 1}, "gives deep. Give it a default"),
+         r"Given.forward\(hiden\): it cannot take .*\(hidden, mask\).*missing a required argument: 'hiden'"),
+        (lambda hiden=0: 0, {"hidden": 1}, "got an unexpected keyword argument 'hidden'"),
+        (lambda hidden: 0, {0: 1}, "keywords must be strings"),
+        (lambda a, *, x: 0, (1, 2), r"forward\(a, x\): .*2 values by position.*too many positional"),
+        (lambda *, x: 0, 1, r"1 values by position.*too many positional arguments"),
+        (lambda hidden, deep: 0, 1, r"the batch \(x, y, z\): missing a required argument: 'deep'"),
+        (lambda hidden, x, deep: 0, {"hidden": 1}, "'deep'. Give it a parameter for each value"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(forward: Any, received: Any, told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_arguments_that_forward_does_not_take(forward: Any, received: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         call(forward, received)
 
 
-def test_what_the_first_stage_lacks() -> None:
-    with pytest.raises(ModelError, match=r"nor the batch \(x, y, z\) gives a, b"):
-        call(lambda b, a, x: 0)
+def test_a_parameter_that_the_batch_does_not_fill_on_the_first_stage() -> None:
+    with pytest.raises(ModelError, match=r"the batch \(x, y, z\): missing a required argument: 'b'"):
+        call(lambda b, x: 0)
 
 
 @pytest.mark.parametrize("stages", range(1, 7))

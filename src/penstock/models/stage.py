@@ -1,4 +1,11 @@
-"""What goes over the edges between the stages of a model of one's own, told before anything is sent."""
+"""A stage of a user's own model: how it is built and called, and what crosses the edges between stages.
+
+provider(StageInfo(1, 4))                  builds the module of stage 1
+ProvidedCall(module)(received, batch)      runs it on the values received and on entries of the batch
+provided_edges(...)                        shapes and dtypes on every edge, before anything is sent:
+    DeclaredEdges                          from the modules' infer_inputs and infer_outputs, or
+    InferredEdges                          from all stages run on the meta device
+"""
 
 from __future__ import annotations
 
@@ -19,13 +26,10 @@ from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
 from penstock.runtime.transport.groups import Processes
 
-# ---- What a model of one's own offers a pipeline: how each stage is built, run, and what goes between
-# stages.
-
 
 @dataclass(frozen=True)
 class StageInfo:
-    """Where a stage stands: `stage` of `stages`, counted from 0 along the data's way."""
+    """The place of a stage: `stage` of `stages`, counted from 0 along the data's way."""
 
     stage: int
     stages: int
@@ -43,19 +47,20 @@ Provider = Callable[[StageInfo], nn.Module]
 
 
 def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: int = 1) -> range:
-    """The layers of one stage, where `layers` of them are dealt out as evenly as can be.
+    """The layers of one stage, where `layers` layers are dealt out as evenly as possible.
 
-    before, after: how many layers what stands before the first one (an embedding) and after the last one (a
-    head) count for. Raises PartitionError.
+    before, after: how many layers the modules before the first layer (an embedding) and after the last one
+        (a head) count for
+    Raises PartitionError.
     """
     return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]
 
 
 def own_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The layers of a stage, with their numbers: what its module lists and dicts hold.
+    """The layers of a stage with their numbers: the entries of its module lists and dicts.
 
-    Of lists within lists the innermost, but none within a layer. The number is the name in the list, so that
-    a ModuleDict can go on where the stage before ended. A stage without such a list is one layer.
+    Of lists within lists the innermost count, but none within a layer. The number is the name in the list, so
+    that a ModuleDict can go on where the stage before ended. A stage without such a list is one layer.
     """
     lists = list(_layer_lists(module))
     if not lists:
@@ -70,142 +75,136 @@ def _layer_lists(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and not held:
         yield module
         return
-    # beside a list in a list stand parts that are no layers: nanoGPT keeps its embedding there
+    # a dict that holds a list also holds modules that are no layers: nanoGPT keeps its embedding there
     for child in held if isinstance(module, nn.ModuleDict) else module.children():
         yield from _layer_lists(child)
 
 
 class DeclaresShapes(Protocol):
-    """A stage's module that tells by arithmetic what crosses its edges; a pipeline's stages all do, or none.
+    """A stage's module that computes what crosses its edges; either all stages of a pipeline do, or none.
 
-    Without it the stages before have to be built on every rank, on the meta device, to learn what they give.
-    Both return what forward takes or returns, with tensors on the meta device or TensorSpecs in place of the
-    tensors.
+    Otherwise every rank builds the stages before its own on the meta device, to infer their outputs. Both
+    methods return what forward takes or returns, with meta tensors or TensorSpecs in place of the tensors.
     """
 
     def infer_inputs(self, microbatch: Microbatch) -> Any:
-        """What comes over the edge for `microbatch`, a whole one as it was given to step(); not asked of the
-        first stage."""
+        """What arrives over the edge for `microbatch`, as it was given to step(). Not asked of stage 0."""
 
     def infer_outputs(self, microbatch: Microbatch) -> Any:
-        """What goes on to the next stage; not asked of the last stage."""
+        """What goes on to the next stage. Not asked of the last stage."""
 
 
 class ProvidedCall:
-    """Runs a module of the user's own as a stage.
+    """Calls a user's module as a stage.
 
-    What came over the edge is given to its forward by name where it is a mapping, by position where it is a
-    tuple or a list, else as the first argument. Beside it, forward gets by name each entry of the microbatch
-    that it has a parameter for.
+    A mapping from the stage before becomes keyword arguments, a tuple or list positional ones, anything else
+    the first argument. Each parameter that is still free and that the microbatch has an entry for gets it.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        parameters = inspect.signature(module.forward).parameters.values()
+        self._module, self._signature = module, inspect.signature(module.forward)
+        kinds = [(p.name, p.kind) for p in self._signature.parameters.values()]
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-        self._names = [p.name for p in parameters if p.kind in by_name]
-        self._places = [p.name for p in parameters if p.kind in by_place]
-        self._takes_any = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        self._takes_more = any(p.kind == p.VAR_POSITIONAL for p in parameters)
-        self._taken: dict[tuple[object, ...], list[str]] = {}  # of a microbatch, by what is given
-        self._needed = {p.name for p in parameters if p.name in self._names and p.default is p.empty}
+        by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._by_name = [name for name, kind in kinds if kind in by_name]
+        self._by_position = [name for name, kind in kinds if kind in by_position]
+        self._entries: dict[tuple[object, ...], list[str]] = {}  # the batch's, for each form of arguments
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
-        given, by_name = self.arguments(received[0]) if received else ((), {})
-        return self._module(*given, **self._with_entries(given, by_name, microbatch))
+        args, kwargs = _as_arguments(received[0]) if received else ((), {})
+        return self._module(*args, **self._with_entries(args, kwargs, microbatch))
 
     def check(self, value: Any, microbatch: Microbatch) -> None:
-        """Raise ModelError where forward cannot be called on what comes over the edge."""
-        self._with_entries(*self.arguments(value), microbatch)
+        """Raise ModelError where forward cannot be called on `value` from the stage before."""
+        self._with_entries(*_as_arguments(value), microbatch)
 
     def _with_entries(
-        self, given: tuple[Any, ...], by_name: dict[str, Any], microbatch: Microbatch
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], microbatch: Microbatch
     ) -> dict[str, Any]:
-        form = len(given), *by_name, None, *microbatch
-        if (names := self._taken.get(form)) is None:
-            placed = {*self._places[: len(given)], *by_name}
-            names = [name for name in self._names if name in microbatch and name not in placed]
-            if missing := self._needed - placed - set(names):
-                self._refuse(missing, microbatch)
-            self._taken[form] = names
-        return {**{name: microbatch[name] for name in names}, **by_name}
-
-    def arguments(self, value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What comes over the edge, by position and by name. Raises ModelError for what does not fit in."""
-        if isinstance(value, Mapping):
-            named = sorted(map(str, value))
-            unknown = [name for name in named if name not in self._names]
-            if unknown and not self._takes_any:
+        form = len(args), *kwargs, None, *microbatch
+        if (names := self._entries.get(form)) is None:
+            filled = {*self._by_position[: len(args)], *kwargs}
+            names = [name for name in self._by_name if name in microbatch and name not in filled]
+            try:
+                self._signature.bind(*args, **kwargs, **dict.fromkeys(names))
+            except TypeError as cause:
+                given = ", ".join(sorted(map(str, kwargs))) or f"{len(args)} values by position"
+                takes = ", ".join(self._signature.parameters)
                 raise ModelError(
-                    self._signature,
-                    f"the stage before gives {', '.join(named)}, and it has no {', '.join(unknown)}",
-                    "Name its parameters as the entries are named that the stage before returns",
-                )
-            return (), dict(value)
-        # a named tuple is one value
-        spread = isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
-        given = tuple(value) if spread else (value,)
-        if len(given) > len(self._places) and not self._takes_more:
-            raise ModelError(
-                self._signature,
-                f"the stage before gives {len(given)} values, and it takes {len(self._places)} by position",
-                "Give it a parameter for each, or return a dict, whose entries are given by name",
-            )
-        return given, {}
-
-    @property
-    def _signature(self) -> str:
-        names = dict.fromkeys([*self._places, *self._names])
-        return f"{type(self._module).__name__}.forward({', '.join(names)})"
-
-    def _refuse(self, missing: set[str], microbatch: Microbatch) -> None:
-        raise ModelError(
-            self._signature,
-            f"neither the stage before nor the batch ({', '.join(sorted(microbatch))}) gives "
-            f"{', '.join(sorted(missing))}",
-            "Give it a default, put it into the batch, or return it from the stage before under that name",
-        )
+                    f"{type(self._module).__name__}.forward({takes})",
+                    f"it cannot take what the stage before gives ({given}) and the batch "
+                    f"({', '.join(sorted(microbatch))}): {cause}",
+                    "Give it a parameter for each value (tuple) or entry (dict) from the stage before, and to "
+                    "every other parameter a default or an entry of the batch",
+                ) from cause
+            self._entries[form] = names
+        return {**{name: microbatch[name] for name in names}, **kwargs}
 
 
-_REMEMBERED = 4096  # shapes
+def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The value from the stage before as positional and keyword arguments. A named tuple is one value."""
+    if isinstance(value, Mapping):
+        return (), dict(value)
+    if isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
+        return tuple(value), {}
+    return (value,), {}
+
+
+# ---- What crosses the edges
+
+
+def provided_edges(
+    provider: Provider, modules: Mapping[int, nn.Module], stages: int, processes: Processes
+) -> InferredEdges | DeclaredEdges:
+    """Declared edges where every stage of every process declares its own, else inferred ones. Collective.
+
+    modules: this process's, by stage; stages: how many make up a copy of the model
+    """
+    mine = {stage % stages: module for stage, module in modules.items()}
+    declares = all(_declares(module, StageInfo(stage, stages)) for stage, module in mine.items())
+    return DeclaredEdges(mine, stages) if all(processes.gather(declares)) else InferredEdges(provider, stages)
+
+
+def _declares(module: nn.Module, info: StageInfo) -> bool:
+    """Nothing comes into the first stage or goes out of the last."""
+    takes = info.is_first or hasattr(module, "infer_inputs")
+    return takes and (info.is_last or hasattr(module, "infer_outputs")) and info.stages > 1
 
 
 class InferredEdges:
-    """What goes over each edge of a provided model, learnt on the meta device, once for each shape."""
+    """What crosses each edge, from running all stages on the meta device once for each shape."""
 
     def __init__(self, provider: Provider, stages: int) -> None:
         self._provider, self._stages = provider, stages
-        self._calls: list[ProvidedCall] = []  # of all stages but the last
-        self._last: ProvidedCall | None = None
+        self._calls: list[ProvidedCall] = []
         self._known = Known(self._infer)
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         return self._known(stage, microbatch)
 
     def _infer(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        # a provider may seed torch: the step that happens to be the first is to draw what any other would
+        # a provider may seed torch: the step that happens to be the first draws what any other would
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-            return self._learn(microbatch)
+            return self._run_all(microbatch)
 
-    def _learn(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        if self._last is None:
-            *self._calls, self._last = map(ProvidedCall, self._build())
+    def _run_all(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
+        self._calls = self._calls or [ProvidedCall(module) for module in self._build()]
+        *calls, last = self._calls
         shadow = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(microbatch))
         received: tuple[Any, ...] = ()
         edges = []
-        for stage, call in enumerate(self._calls):
+        for stage, call in enumerate(calls):
             tensors, form = take_apart(_run_without_values(stage, call, received, shadow))
             edges.append(EdgeSpecs.of(tensors, form))
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             received = (put_together(leaves, form),)
-        if self._last is not None and received:  # else it would fail on its own rank, in the middle of a step
-            self._last.check(received[0], shadow)
+        if received:  # else it would fail on its own rank, in the middle of a step
+            last.check(received[0], shadow)
         return tuple(edges)
 
     def _build(self) -> list[nn.Module]:
-        """All stages, without values. What a provider gives may be its own, and is left as it is."""
+        """All stages, without values. Modules that the provider keeps itself stay as they are."""
         try:
             with torch.device("meta"):
                 built = [self._provider(StageInfo(stage, self._stages)) for stage in range(self._stages)]
@@ -231,11 +230,29 @@ def _without_values(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-class DeclaredEdges:
-    """What the stages of this process say by arithmetic of their own edges.
+def _run_without_values(
+    stage: int, call: ProvidedCall, received: tuple[Any, ...], microbatch: Microbatch
+) -> Any:
+    """Run the stage on the meta device, which raises either of these errors where it would need a value."""
+    try:
+        return call(received, microbatch)
+    except (NotImplementedError, RuntimeError) as cause:
+        raise ShapeError(
+            f"stage {stage} run without values, to learn what it gives",
+            f"it fails: {cause}",
+            "Where its shapes depend on values use shapes='exchanged', else let its module declare them with "
+            "infer_inputs and infer_outputs (penstock.models.stage.DeclaresShapes)",
+        ) from cause
 
-    A rank knows its own edges only: the one that comes in from its modules' inputs, the one that goes out
-    from their outputs. That both ends of an edge say the same is made sure of once for each shape (`agree`).
+
+_REMEMBERED = 4096  # shapes
+
+
+class DeclaredEdges:
+    """What the modules of this process declare of their own edges.
+
+    A rank knows the edge into its modules from their inputs, and the edge out of them from their outputs.
+    `agree` checks once for each shape that both ends of an edge declare the same.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], stages: int) -> None:
@@ -248,36 +265,36 @@ class DeclaredEdges:
         return self._known(stage, microbatch)
 
     def unseen(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """One microbatch of each shape that nobody has agreed upon."""
+        """One microbatch of each shape that the ranks have not agreed upon."""
         found = {microbatch_key(microbatch): microbatch for microbatch in microbatches}
         return [microbatch for key, microbatch in found.items() if key not in self._agreed]
 
     def agree(self, microbatches: Sequence[Microbatch], processes: Processes) -> None:
-        """Raise ShapeError, or ModelError for names, on all ranks where the ends of an edge do not fit.
+        """Raise on all ranks where the ends of an edge do not fit. Collective, with the same microbatches.
 
-        Collective, with the same microbatches.
+        Raises ShapeError, and ModelError for arguments that a forward does not take.
         """
         edges = range(self._stages - 1)
-        told = [[self._ends(edge, microbatch) for edge in edges] for microbatch in microbatches]
-        for edges_told in zip(*processes.gather(told), strict=True):
+        mine = [[self._ends(edge, microbatch) for edge in edges] for microbatch in microbatches]
+        for of_processes in zip(*processes.gather(mine), strict=True):
             for edge in edges:
-                _compare(edge, [of[edge] for of in edges_told])
+                _compare(edge, [ends[edge] for ends in of_processes])
         if len(self._agreed) > _REMEMBERED:
             self._agreed.clear()  # on all ranks at once, as they see the same
         self._agreed.update(map(microbatch_key, microbatches))
 
     def _ends(self, edge: int, microbatch: Microbatch) -> tuple[str | None, str | None, str | None]:
-        """What this process knows of an edge: what goes in, what is taken, and what is wrong with names."""
+        """What this process knows of an edge: what goes in, what is taken out, and an error."""
         before, after = self._modules.get(edge), self._modules.get(edge + 1)
         gives = takes = None
         try:
             if before is not None:
-                gives = _in_words(_declared(before, "infer_outputs", microbatch))
+                gives = _described(_declared(before, "infer_outputs", microbatch))
             if after is not None:
-                takes = _in_words(_declared(after, "infer_inputs", microbatch))
+                takes = _described(_declared(after, "infer_inputs", microbatch))
                 with torch.device("meta"):
                     ProvidedCall(after).check(after.infer_inputs(microbatch), microbatch)  # type: ignore[operator]
-        except Exception as error:  # whatever a user's own arithmetic raises: the others must not wait
+        except Exception as error:  # whatever a user's arithmetic raises: the others must not wait
             return gives, takes, str(error) if isinstance(error, PenstockError) else repr(error)
         return gives, takes, None
 
@@ -293,49 +310,21 @@ class DeclaredEdges:
         return tuple(edges)
 
 
-def provided_edges(
-    provider: Provider, modules: Mapping[int, nn.Module], stages: int, processes: Processes
-) -> InferredEdges | DeclaredEdges:
-    """Declared where every stage of every process declares its own. Collective.
-
-    modules: this process's, by stage; stages: how many make up a copy of the model
-    """
-    own = {stage % stages: module for stage, module in modules.items()}
-    declares = all(_declares(module, StageInfo(stage, stages)) for stage, module in own.items())
-    return DeclaredEdges(own, stages) if all(processes.gather(declares)) else InferredEdges(provider, stages)
+def _declared(module: nn.Module, method: str, microbatch: Microbatch) -> EdgeSpecs:
+    with torch.device("meta"):
+        return declared(getattr(module, method)(microbatch))
 
 
-def _declares(module: nn.Module, info: StageInfo) -> bool:
-    """Whether it declares what is asked of it. Nothing comes into the first stage or goes out of the last."""
-    takes = info.is_first or hasattr(module, "infer_inputs")
-    return takes and (info.is_last or hasattr(module, "infer_outputs")) and info.stages > 1
-
-
-def _run_without_values(
-    stage: int, call: ProvidedCall, received: tuple[Any, ...], microbatch: Microbatch
-) -> Any:
-    """`call` on the meta device, which raises either of these where it would need a value."""
-    try:
-        return call(received, microbatch)
-    except (NotImplementedError, RuntimeError) as cause:
-        raise ShapeError(
-            f"stage {stage} run without values, to learn what it gives",
-            f"it fails: {cause}",
-            "Where its shapes depend on values use shapes='exchanged', else let its module declare them with "
-            "infer_inputs and infer_outputs (penstock.models.stage.DeclaresShapes)",
-        ) from cause
-
-
-def _in_words(specs: EdgeSpecs) -> str:
-    """Equal where what goes over an edge is, and what comes back."""
+def _described(specs: EdgeSpecs) -> str:
+    """Equal where the tensors of an edge and their gradients are."""
     could = [spec._replace(differentiable=True).carries_gradient for spec in specs.tensors]
     cut = [at for at, spec in enumerate(specs.tensors) if could[at] and not spec.carries_gradient]
     return str(specs) + "".join(f", tensor {at} without a gradient" for at in cut)
 
 
-def _compare(edge: int, told: Sequence[Sequence[str | None]]) -> None:
-    """told: by process"""
-    gives, takes, wrong = (next((of[i] for of in told if of[i] is not None), None) for i in range(3))
+def _compare(edge: int, ends: Sequence[Sequence[str | None]]) -> None:
+    """ends: by process, what DeclaredEdges._ends returned"""
+    gives, takes, wrong = (next((each[i] for each in ends if each[i] is not None), None) for i in range(3))
     if wrong is not None:
         raise ModelError(
             f"what stages {edge} and {edge + 1} declare of the edge between them",
@@ -348,8 +337,3 @@ def _compare(edge: int, told: Sequence[Sequence[str | None]]) -> None:
             f"stage {edge + 1} says that it takes {takes}",
             "Make infer_outputs of the one agree with infer_inputs of the other",
         )
-
-
-def _declared(module: nn.Module, method: str, microbatch: Microbatch) -> EdgeSpecs:
-    with torch.device("meta"):
-        return declared(getattr(module, method)(microbatch))
