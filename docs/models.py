@@ -65,7 +65,11 @@ def _row(model_type: str, verdict: census.Verdict) -> str:
 
 
 def _crosses(chain: Chain) -> str:
-    more = {"before": any(chain.given), "hands": chain.hands, "shares": chain.shares}
+    more = {
+        "early values": chain.has_early_inputs,
+        "more layer outputs": chain.layer_outputs_passed_on,
+        "a shared mapping": chain.mappings_shared,
+    }
     return ", ".join(["hidden", *(name for name, there in more.items() if there)])
 
 

@@ -40,7 +40,7 @@ def test_every_family_is_a_chain(family: str) -> None:
 def test_layers_that_return_tuples(family: str) -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
-    assert find_chain(model).form == "tuple"
+    assert find_chain(model).output_form == "tuple"
     pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
     pipe.verify_against(model.train(), ragged_batch())
 

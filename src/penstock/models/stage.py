@@ -134,7 +134,7 @@ class ProvidedCall:
                     f"{type(self._module).__name__}.forward({takes})",
                     f"it cannot take what the stage before gives ({given}) and the batch "
                     f"({', '.join(sorted(microbatch))}): {cause}",
-                    "Give it a parameter for each value (tuple) or entry (dict) from the stage before, and to "
+                    "Give it a parameter for each value (tuple) or entry (dict) from the stage before, and "
                     "every other parameter a default or an entry of the batch",
                 ) from cause
             self._entries[form] = names

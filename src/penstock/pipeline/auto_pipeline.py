@@ -112,7 +112,7 @@ class AutoPipeline(Options):
         chain = find_chain(source.model)
         if self.axes is not None:
             check_fits(source.model, chain, self.axes, options, trains=schedule.trains)
-        if self.exchange == "batched" and not chain.plain:
+        if self.exchange == "batched" and not chain.only_hidden_states:
             raise ConfigError(
                 f"exchange='batched' for {type(source.model).__name__}",
                 "more than hidden states crosses its edges, in messages that carry their shapes",
@@ -215,11 +215,11 @@ class _Build:
         stages = [self._stage(index, model) for index, model in models.items()]
         modules = {stage.index: stage.module for stage in stages}
         edges = None
-        if auto.shapes != "exchanged" and plan.chain.plain:
+        if auto.shapes != "exchanged" and plan.chain.only_hidden_states:
             computed = None if mesh_plan is None else mesh_plan.param_dtype
             edges = HFEdges(source.model, plan.chain, computed)
         generation = getattr(source.model, "generation_config", None)
-        files = source.read_beside() if world.processes.index == 0 else {}  # process 0 writes them
+        files = source.read_other_files() if world.processes.index == 0 else {}  # process 0 writes them
         return BuiltStages(
             schedule,
             world,

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.costs import COPIES, parameter_costs, stage_memory, stage_sizes
-from penstock.models.huggingface.stages import Completed, HFEdges, cut
+from penstock.models.huggingface.stages import HFEdges, MicrobatchCompleter, cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
 from penstock.models.source import Source
@@ -95,9 +95,9 @@ class BuildPlan:
         layers = model.get_submodule(self.chain.layers)
         return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
 
-    def completed(self) -> Completed:
+    def completed(self) -> MicrobatchCompleter:
         """Adds to a microbatch what the model needs, and refuses what the split model would compute wrong."""
-        return Completed(self.source.model, None if self.routed is None else self.routed.check)
+        return MicrobatchCompleter(self.source.model, None if self.routed is None else self.routed.check)
 
     def values_of(self, rank: int, ties: Ties) -> dict[str, Tensor]:
         """A rank's parameters, by first name if tied, if the source model has values; else none."""
@@ -220,7 +220,7 @@ def plan_stage(
         for module in modules
         for name, parameter in model.get_submodule(module).named_parameters()
     }
-    for name, is_before in chain.loose.items():
+    for name, is_before in chain.direct_parameters.items():
         if info.is_first if is_before else info.is_last:
             held[name] = model.get_parameter(name)
     distinct = {id(parameter): parameter for parameter in held.values()}.values()

@@ -62,8 +62,8 @@ def check_fits(
 
 def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
     """Raise ModelError unless each layer needs only its own tokens."""
-    odd = not (chain.plain or any(chain.given) or chain.hands or chain.shares or chain.records)
-    if odd or any(chain.given):
+    odd = not (chain.only_hidden_states or chain.more_crosses)
+    if odd or chain.has_early_inputs:
         raise ModelError(
             f"{type(model).__name__} with sequence_parallel",
             "its hidden states are not (rows, tokens, width)"

@@ -1,10 +1,23 @@
-"""How things pass into and out of a stage's forward."""
+"""Where a stage begins and ends inside of the model's own forward.
+
+A stage is the whole model object in which placeholders without parameters stand for the layers of other
+stages. For a stage with layers 2 and 3 of 6:
+
+    embed*   0*    1*     2     3      4*   5*   norm*  head*        * placeholder
+                   |            |
+                 entry         exit
+
+The entry, the placeholder just before the stage's first layer, returns the hidden states that were received.
+The exit, the stage's last layer, ends the forward: what it returns is the stage's output. So what the model
+does before its layers runs on a dummy and is dropped, and what it does between two layers runs once, after
+the entry. Where the stages before hold the embedding alone, the model's first layer takes what was received
+itself. A first stage with the embedding alone ends at the placeholder of the first layer.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -13,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers.utils.output_capturing import _active_collector
 
+from penstock.batch.payload import TensorSpec
 from penstock.errors import ModelError
 from penstock.models.tracing.placeholder import (
     Placeholder,
@@ -33,18 +47,22 @@ class StageDone(BaseException):
 
 
 class Boundary:
-    """What is on its way into, and out of, one stage during one forward.
+    """What enters and leaves one stage during one forward.
 
-    What crosses an edge is the hidden states; or, where the chain has more, a dict: "hidden"; "given", what
-    later layers take that was made before the layers; "handed", what a layer returns for the next one beside
-    the hidden states; "shared", what layers leave in a mapping; "recorded", what the head collects.
+    The hidden states cross an edge; or, where the chain has more, a dict of
+
+        "hidden"      the hidden states
+        "early"       values from before the layers that later layers take, by their number
+        "passed_on"   what a layer returns for the next one beside the hidden states
+        "shared"      what layers leave in a mapping that all get
+        "recorded"    what the head collects from the layers
     """
 
     def __init__(self, chain: Chain, layers: range, info: StageInfo) -> None:
         self._chain, self._info = chain, info
         self._entry = None if info.is_first else layers.start - 1  # -1: the first layer itself
         self._exit = None if info.is_last else max(layers.stop - 1, 0)  # 0, without layers: the first place
-        self._needed = () if info.is_last else chain.given_from(layers.stop)
+        self._needed = () if info.is_last else chain.early_values_from(layers.stop)
         self._received: Any = None
         self._entered = False
         self._output: Any = None
@@ -53,82 +71,82 @@ class Boundary:
         self._received, self._entered, self._output = received, False, None
 
     def end(self) -> Any:
-        """The output, if the forward ended at the exit. Raises ModelError where a door was passed by."""
+        """The output, if the forward ended at the exit. Raises ModelError where it skipped entry or exit."""
         output, self._received, self._output = self._output, None, None
         if self._entered is self._info.is_first or (self._exit is not None and output is None):
             raise _skipped(f"stage {self._info.stage}")
         return output
 
-    def arrive(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """What one of the stage's own layers works on, in place of what it is called with."""
+    def before_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of one of the stage's layers, in place of those that the model calls it with."""
         if self._entry == -1 and index == 0:
-            hidden_of(args, kwargs)  # for its refusal
+            hidden_of(args, kwargs)  # raises where there are none
             args, kwargs = with_hidden(args, kwargs, self._enter(args, kwargs))
-        taken = self._chain.given[index]
+        taken = self._chain.early_inputs[index]
         if taken and not self._info.is_first:
-            given = self._received["given"]
-            return replaced(args, kwargs, {place: given[str(number)] for place, number in taken.items()})
+            early = self._received["early"]
+            return replaced(args, kwargs, {place: early[str(number)] for place, number in taken.items()})
         return args, kwargs
 
-    def depart(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """What one of the stage's own layers returned. The last one's is the output."""
+    def after_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """Take the result of one of the stage's layers. That of the last one is the output."""
         if index == self._exit:
             hidden, *more = (result,) if isinstance(result, Tensor) else result
             self._leave(hidden, tuple(more), args, kwargs)
         return result
 
-    def go_by(
+    def at_placeholder(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The hidden states that a placeholder gives, and what it hands to the next layer beside."""
+        """What the placeholder of a layer returns: hidden states, and what follows them in a tuple."""
         hidden = hidden_of(args, kwargs)
         if index == self._entry:
-            return self._enter(args, kwargs), self._received["handed"] if self._chain.hands else (None,)
+            states = self._enter(args, kwargs)
+            return states, self._received["passed_on"] if self._chain.layer_outputs_passed_on else (None,)
         if index == self._exit:
             self._leave(hidden, None, args, kwargs)
-        if self._output is not None and self._chain.given[index]:  # a first stage: later ones cannot make it
+        taken = self._chain.early_inputs[index]
+        if self._output is not None and taken:  # a first stage: later ones cannot make these values
             values = dict(places(args, kwargs))
-            made = {str(number): values[place] for place, number in self._chain.given[index].items()}
-            self._output["given"] |= made
-            self._end_when_whole()
+            self._output["early"] |= {str(number): values[place] for place, number in taken.items()}
+            self._stop_when_complete()
         return hidden, (None,)
 
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if self._entered:
             raise _skipped("a layer before the stage's own, run twice")
         self._entered, received = True, self._received
-        if self._chain.plain:
+        if self._chain.only_hidden_states:
             return received  # type: ignore[no-any-return]
-        for mapping in mappings(args, kwargs) if self._chain.shares else ():
+        for mapping in mappings(args, kwargs) if self._chain.mappings_shared else ():
             mapping.update(received["shared"])
-        for name in self._chain.records:
+        for name in self._chain.recorded:
             _active_collector.get()[name].extend(received["recorded"][name])
         return received["hidden"]  # type: ignore[no-any-return]
 
     def _leave(
         self, hidden: Tensor, more: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._chain.plain:
+        chain = self._chain
+        if chain.only_hidden_states:
             self._output = hidden
             raise StageDone
-        self._output = {"hidden": hidden, "given": {}}
-        if not self._info.is_first:
-            self._output["given"] = {
-                str(number): self._received["given"][str(number)] for number in self._needed
-            }
-        if self._chain.hands and more is not None:
-            self._output["handed"] = more
-        if self._chain.shares:
+        early = {} if self._info.is_first else self._received["early"]
+        needed = {} if self._info.is_first else {str(n): early[str(n)] for n in self._needed}
+        self._output = {"hidden": hidden, "early": needed}
+        if chain.layer_outputs_passed_on and more is not None:
+            self._output["passed_on"] = more
+        if chain.mappings_shared:
             self._output["shared"] = {
-                name: value for m in mappings(args, kwargs) for name, value in m.items()
+                name: value for mapping in mappings(args, kwargs) for name, value in mapping.items()
             }
-        if self._chain.records:
+        if chain.recorded:
             collected = _active_collector.get()
-            self._output["recorded"] = {name: tuple(collected[name]) for name in self._chain.records}
-        self._end_when_whole()
+            self._output["recorded"] = {name: tuple(collected[name]) for name in chain.recorded}
+        self._stop_when_complete()
 
-    def _end_when_whole(self) -> None:
-        if len(self._output["given"]) == len(self._needed):
+    def _stop_when_complete(self) -> None:
+        if len(self._output["early"]) == len(self._needed):
             raise StageDone
 
 
@@ -140,69 +158,57 @@ def _skipped(where: str) -> ModelError:
     )
 
 
-# ---- What stands in a stage's model in the place of other stages' layers.
-#
-# A stage is the whole model object in which the layers of other stages are placeholders without
-# parameters. In place of the layer just before the stage's own stands the entry: it gives the hidden
-# states that were received in place of what it gets. The last of the stage's own layers is the exit: what
-# it returns is the stage's output, and the forward ends there. Whatever the model does before its layers
-# runs on a dummy and is dropped, and whatever it does between two layers runs once, after the entry. What
-# passes at the doors is kept by the stage's `Passage`; modules beside the layers have stand-ins of their
-# own (absent.py).
-#
-# Where the stages before hold the embedding alone, no layer's place is free for the entry: then the
-# model's first layer takes what was received itself. A first stage with the embedding alone ends at the
-# first layer's place.
-
-
 class BoundaryPlaceholder(Placeholder):
-    """A placeholder that tells the passage when the forward comes by."""
+    """A placeholder of a layer that asks the boundary for its result."""
 
     def __init__(self, layer: nn.Module, form: str, index: int, boundary: Boundary) -> None:
         super().__init__(layer, form)
         self._index, self._boundary = index, boundary
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.give(*self._boundary.go_by(self._index, args, kwargs))
+        return self.give(*self._boundary.at_placeholder(self._index, args, kwargs))
 
 
 class BoundaryLayer(nn.Module):
-    """Mixed into the class of a real layer: it tells the passage when it is called, and what it returns.
+    """Mixed into the class of a real layer: its call asks the boundary for arguments and shows it the result.
 
-    Before and after all else that the layer does, hooks too. So activation checkpointing, which stands
-    further in, keeps what was received, and calls the layer's inside again, not this.
+    Outside of everything else that the layer does, hooks too. So activation checkpointing, which stands
+    further in, holds what was received, and runs the layer's inside again, not this.
     """
 
     boundary: Boundary
-    passage_index: int
+    boundary_index: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        boundary, index = self.boundary, self.passage_index
-        args, kwargs = boundary.arrive(index, args, kwargs)
-        return boundary.depart(index, args, kwargs, super().__call__(*args, **kwargs))
+        boundary, index = self.boundary, self.boundary_index
+        args, kwargs = boundary.before_layer(index, args, kwargs)
+        return boundary.after_layer(index, args, kwargs, super().__call__(*args, **kwargs))
 
 
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
-    """Make the layer, and no other of its class, a door too; everything it holds keeps its name."""
-    own = type(layer)
-    layer.__class__ = type(own.__name__, (BoundaryLayer, own), {"__module__": own.__module__})
-    layer.boundary, layer.passage_index = boundary, index  # type: ignore[assignment]
+    """Make this layer, and no other of its class, a BoundaryLayer; all that it holds keeps its name."""
+    kind = type(layer)
+    layer.__class__ = type(kind.__name__, (BoundaryLayer, kind), {"__module__": kind.__module__})
+    layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
 
 
-# ---- What stands on a stage in the place of other stages' modules beside the layers.
+# ---- Placeholders of the other modules: embeddings before the layers, norm and head after them
 
 
 class Absent(nn.Module):
-    """Stands where a module of another stage stood. What is asked of it, such as an embedding's width or the
-    dtype of its weight, the module itself answers; its weights are zeros that take no memory.
+    """A placeholder of a module of another stage.
+
+    The module itself, without values, answers questions such as for an embedding's width or its weight's
+    dtype; its weights show as zeros that take no memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in module.buffers()}
         memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in module.parameters()}
-        self.__dict__["_module"] = copy.deepcopy(module, memo)  # not among the parts, or its weights would be
-        self.__dict__["_here"] = torch.zeros((), dtype=torch.bool, device="cpu")  # and nobody's buffer
+        # in __dict__, or nn.Module would list them among its modules and buffers
+        self.__dict__["_module"] = copy.deepcopy(module, memo)
+        self.__dict__["_here"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return copy.copy(self)  # nothing in it ever changes but what is known
@@ -217,20 +223,20 @@ class Absent(nn.Module):
             value = Absent(value)
             value.to(self._here.device)
         elif isinstance(value, Tensor):
-            dtype = self._computed(value.dtype)
-            value = torch.zeros((), dtype=dtype, device=self._here.device).expand(value.shape)
+            value = self._zeros((), value.dtype).expand(value.shape)
         return value
 
-    def _computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What weights of `dtype` are computed in, see `compute_in`."""
-        narrow: torch.dtype | None = self.__dict__.get("_narrow")
-        return dtype if narrow is None or not dtype.is_floating_point else narrow
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        narrow: torch.dtype | None = self.__dict__.get("_compute_dtype")  # see compute_in
+        if narrow is not None and dtype.is_floating_point:
+            dtype = narrow
+        return torch.zeros(shape, dtype=dtype, device=self._here.device)
 
 
 class Before(Absent):
-    """Of a module that runs before the layers, where its result is thrown away: it gives zeros of its shape.
+    """Of a module that runs before the layers, where its result is dropped: it returns zeros of its shape.
 
-    The shape is learnt from the module itself without values, once for each shape that comes in.
+    The module itself, run without values once for each shape of its arguments, shows the shape.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -242,28 +248,17 @@ class Before(Absent):
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         known = self.__dict__["_known"]
         if key not in known:
-            known[key] = self._learn(args, kwargs)
-        device = self._here.device
-        return tree_map_only(
-            Shape,
-            lambda given: torch.zeros(given.of, dtype=self._computed(given.dtype), device=device),
-            known[key],
-        )
+            known[key] = self._run_without_values(args, kwargs)
+        return tree_map_only(TensorSpec, lambda spec: self._zeros(spec.shape, spec.dtype), known[key],
+                             is_leaf=lambda value: isinstance(value, TensorSpec))  # fmt: skip
 
     @torch.no_grad()
-    def _learn(self, args: Any, kwargs: Any) -> Any:
-        with _disable_current_modes():  # of who counts bytes, or has fake tensors only
+    def _run_without_values(self, args: Any, kwargs: Any) -> Any:
+        with _disable_current_modes():  # such as count bytes, or make fake tensors
             args, kwargs = tree_map_only(
                 Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
             )
-            given = self.__dict__["_module"](*args, **kwargs)
-            return tree_map_only(Tensor, lambda t: Shape(t.shape, t.dtype), given)
-
-
-@dataclass(frozen=True)
-class Shape:
-    of: torch.Size
-    dtype: torch.dtype
+            return tree_map_only(Tensor, TensorSpec.of, self.__dict__["_module"](*args, **kwargs))
 
 
 class After(Absent):
@@ -282,7 +277,7 @@ class After(Absent):
 
 
 def compute_in(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Let what stands for other stages' modules answer as those do, whose weights are computed in `dtype`."""
+    """Let placeholders show weights in the dtype in which mixed precision computes with them."""
     for module in stage.modules():
         if isinstance(module, Absent):
-            module.__dict__["_narrow"] = dtype
+            module.__dict__["_compute_dtype"] = dtype

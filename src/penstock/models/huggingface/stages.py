@@ -1,9 +1,8 @@
 """A Hugging Face model as stages that run the model's own forward.
 
-A stage is a copy of the model object that holds its own parameters only (`cut`); what stands in the place
-of the rest is in doors.py and absent.py, how the forward is entered and left in passage.py. Every stage gets
-the microbatch, so that masks, positions, rotary tables and per-layer arguments come from the model itself. A
-stage with nothing of the model passes on what it received.
+`cut` copies the model object with the parameters of one stage only; boundary.py has what stands in the place
+of the rest. Every stage gets the microbatch, so masks, positions, rotary tables and per-layer arguments come
+from the model itself. A stage with nothing of the model passes on what it received.
 """
 
 from __future__ import annotations
@@ -39,35 +38,37 @@ from penstock.models.tracing.meta import bare, hollow
 def cut(
     model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo, *, values: bool = True
 ) -> PreTrainedModel:
-    """A copy of `model` that holds the parameters of one stage only; `model` is left as it was.
+    """Copy `model` with the parameters of one stage only; `model` stays as it is.
 
     Parameters on the meta device stay there. What belongs to other stages is never copied.
-    values: whether parameters have theirs; False puts the stage's on the meta device
+    values: False puts the stage's parameters on the meta device
     """
     boundary = Boundary(chain, layers, info)
     memo: dict[int, Any] = {} if values else hollow(model)
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
-            memo[id(layer)] = BoundaryPlaceholder(layer, chain.form, index, boundary)
+            memo[id(layer)] = BoundaryPlaceholder(layer, chain.output_form, index, boundary)
     if not info.is_first:
-        memo |= _without(model, chain.before, chain.embeds)
+        memo |= _placeholders_before(model, chain.before, chain.called_before)
     if not info.is_last:
-        memo |= {
-            id(model.get_submodule(n)): After(model.get_submodule(n), n) for n in (*chain.after, *chain.late)
-        }
+        for name in (*chain.after, *chain.buffers_after):
+            module = model.get_submodule(name)
+            memo[id(module)] = After(module, name)
     dropped = [
-        n for n, is_before in chain.loose.items() if not (info.is_first if is_before else info.is_last)
+        name
+        for name, is_before in chain.direct_parameters.items()
+        if not (info.is_first if is_before else info.is_last)
     ]
     memo |= {id(model.get_parameter(name)): None for name in dropped}
     stage: PreTrainedModel = copy.deepcopy(model, {**memo, **_without_graphs(model)})
-    for name in dropped:  # what is made of it runs on a dummy, and needs something of its shape
-        path, _, own = name.rpartition(".")
+    for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
+        path, _, attribute = name.rpartition(".")
         weight, owner = model.get_parameter(name), stage.get_submodule(path)
-        delattr(owner, own)
-        owner.register_buffer(own, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
+        delattr(owner, attribute)
+        owner.register_buffer(attribute, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
     stage.boundary = boundary
     for index in layers:
-        takes = bool(chain.given[index]) and not info.is_first
+        takes = bool(chain.early_inputs[index]) and not info.is_first
         enters = index == 0 and not info.is_first
         if takes or enters or (index == layers.stop - 1 and not info.is_last):
             make_boundary_layer(stage.get_submodule(f"{chain.layers}.{index}"), index, boundary)
@@ -75,29 +76,29 @@ def cut(
 
 
 def _without_graphs(model: nn.Module) -> dict[int, Any]:
-    """Tensors that modules keep of an earlier forward, such as a recurrent state, by themselves."""
+    """Copies without graph of tensors that modules keep of an earlier forward, such as a recurrent state."""
     found = [value for module in model.modules() for value in vars(module).values()]
     return {id(v): v.detach().clone() for v in found if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
-def _without(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
-    """What stands in the place of modules that run before the layers, and of those that never run."""
+def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
+    """Placeholders of modules that run before the layers, and of those within them that never run."""
     memo: dict[int, Any] = {}
     for name in names:
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if inner in called:
                 memo[id(module)] = Before(module)
-            elif not any(_in(inner, other) or _in(other, inner) for other in called):
+            elif not any(_is_inside(inner, other) or _is_inside(other, inner) for other in called):
                 memo[id(module)] = After(module, inner)
     return memo
 
 
-def _in(name: str, other: str) -> bool:
+def _is_inside(name: str, other: str) -> bool:
     return name.startswith(f"{other}.")
 
 
 class HFCall:
-    """Runs a model made by `cut` as a stage."""
+    """Calls a model made by `cut` as a stage."""
 
     def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
         self._model = model
@@ -106,7 +107,7 @@ class HFCall:
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
-        """What goes to the next stage; on the last one, what `outcome` makes of the model's output."""
+        """The value for the next stage; on the last stage the `outcome` of the model."""
         if self._holds_nothing:
             return received[0]
         arguments = {name: value for name, value in microbatch.items() if name not in ("labels", ROUTED)}
@@ -123,7 +124,7 @@ class HFCall:
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:
-    """What the loss takes of a model's output: its logits, or a mapping with "logits" and "auxiliary_loss".
+    """The loss function's input: logits, or a mapping with "logits" and "auxiliary_loss".
 
     The latter is the routers' loss times its coefficient, where the config asks for router logits.
     """
@@ -145,14 +146,14 @@ def _coefficient(model: PreTrainedModel) -> float:
 
 
 class HFEdges:
-    """What goes over an edge of a Hugging Face model: hidden states of the batch's rows and sequence."""
+    """Shape and dtype on the edges of a Hugging Face model: hidden states of (rows, sequence, width)."""
 
     def __init__(self, model: PreTrainedModel, chain: Chain, computed: torch.dtype | None = None) -> None:
-        """computed: what the model's weights are computed in, where that is another dtype than their own"""
+        """computed: the dtype of mixed precision; None where the model computes in its weights' dtype"""
         self._hidden, self._dtype = chain.width, chain.dtype
-        if computed is not None and chain.dtype == model.dtype:  # else the model keeps its stream in its own
+        if computed is not None and chain.dtype == model.dtype:  # else the model fixes its stream's dtype
             self._dtype = computed
-        self.known = chain.plain  # else only the stages themselves can tell what they give
+        self.known = chain.only_hidden_states  # else only a run of the stages shows what crosses
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
@@ -162,18 +163,18 @@ class HFEdges:
         return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
 
 
-_OURS = ("use_cache", "past_key_values", "return_dict", "output_router_logits")
+_SET_BY_PIPELINE = ("use_cache", "past_key_values", "return_dict", "output_router_logits")
 
 
-class Completed:
-    """Adds to a microbatch what the model's forward needs to keep packed documents apart.
+class MicrobatchCompleter:
+    """Adds positions to a microbatch, by which the model keeps packed documents apart.
 
     Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
     an entry that the model's forward does not take, or that has to be alike on every stage.
     """
 
     def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
-        """routed: looks at the choices of experts in a microbatch; None where none are taken"""
+        """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
         self._model, self._routed = bare(model), routed
         self._keeps_apart = False  # not known before it is asked
@@ -193,7 +194,7 @@ class Completed:
         return whole
 
     def _check(self, name: str) -> None:
-        if name in _OURS:
+        if name in _SET_BY_PIPELINE:
             rule = "the pipeline sets it itself, alike on every stage"
             raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
         if name == ROUTED:
@@ -210,11 +211,13 @@ class Completed:
 
 
 def refuse_what_would_not_show(model: PreTrainedModel) -> None:
-    """Refuse what would change loss or gradients in silence. Raises ModelError."""
+    """Refuse options that would change loss or gradients in silence. Raises ModelError."""
     if model.config.return_dict is False:
         raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
     for name in ("layerdrop", "decoder_layerdrop"):
         if value := getattr(model.config.get_text_config(), name, 0):
             raise ModelError(
-                f"{name}={value}", "a layer that is dropped at random may be a stage's door", f"Set {name}=0"
+                f"{name}={value}",
+                "a layer that is dropped at random may be where a stage begins or ends",
+                f"Set {name}=0",
             )

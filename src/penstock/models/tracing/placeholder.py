@@ -1,4 +1,4 @@
-"""The arguments of a layer's call."""
+"""What stands in the place of a layer, and the arguments of a layer's call."""
 
 from __future__ import annotations
 
@@ -43,19 +43,17 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Te
 
 
 def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[MutableMapping[str, Any]]:
-    """Those among the arguments that torch does not take apart: layers hand each other values in them."""
+    """The mappings among the arguments in which layers leave values for each other."""
     return (value for value in (*args, *kwargs.values()) if is_shared(value))
 
 
 def is_shared(value: object) -> bool:
+    """A mapping that pytrees take for a leaf: an object of the model's own, which every layer gets."""
     return isinstance(value, MutableMapping) and not isinstance(value, dict)
 
 
-# ---- A placeholder: what stands in a model where a layer was.
-
-
 class Placeholder(nn.Module):
-    """Stands where a layer of another stage stood: same place, same plain attributes, no parameters."""
+    """Takes the place of a layer of another stage: the same plain attributes, no parameters."""
 
     def __init__(self, layer: nn.Module, form: str) -> None:
         super().__init__()
@@ -66,12 +64,12 @@ class Placeholder(nn.Module):
                 setattr(self, name, copy.copy(value))
 
     def __getattr__(self, name: str) -> Any:
-        """What the layer's class makes of its plain attributes."""
-        made = getattr(self.__dict__.get("_kind"), name, None)
-        return made.fget(self) if isinstance(made, property) and made.fget else super().__getattr__(name)
+        """Properties of the layer's class."""
+        found = getattr(self.__dict__.get("_kind"), name, None)
+        return found.fget(self) if isinstance(found, property) and found.fget else super().__getattr__(name)
 
     def give(self, hidden: Tensor, more: tuple[Any, ...] = (None,)) -> Any:
-        """As a layer returns it; more: what it returns beside the hidden states, where that is a tuple."""
+        """What a layer returns. more: the entries after the hidden states, where it returns several"""
         if self._form == "tensor":
             return hidden
         return (hidden,) if self._form == "tuple" else (hidden, *more)

@@ -1,11 +1,12 @@
-"""A forward of a model without values, in which every layer is a placeholder: what it shows of the chain.
+"""Two forwards of a model without values, which show its chain of layers.
 
-What the placeholders return is marked, and so are the model's weights and what modules before the layers
-return; marks follow values (trail.py). The hidden states of a layer may hang on the layer just before and on
-nothing else; what else a layer takes was made before all layers, or of no weight.
+In the first every layer is a placeholder. What placeholders return gets a mark, and so do the model's weights
+and what modules before the layers return; marks follow values (provenance.py). The hidden states of a layer
+may depend on the layer just before and on nothing else; a layer's other arguments were made before all
+layers, or of no weight.
 
-A second forward, with the real layers, shows what layers hand to each other in ways that no argument tells,
-and in which dtype they return hidden states. It is left out where layers look at values, as some experts do.
+The second runs the real layers. It shows what layers hand to each other outside of their arguments, and the
+dtype of their hidden states. It is left out where layers look at values, as some experts do.
 """
 
 from __future__ import annotations
@@ -26,48 +27,54 @@ from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
 from penstock.models.tracing.provenance import Provenance, layers_in, names_in
 
-# ---- Which module list of a Hugging Face model holds its layers, and what stands beside it.
+# what a layer may return: h; (h,); (h, something for the next layer); (h, None)
+FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")
+_SHAPE = (2, 5)  # rows and sequence of a probe
+_RUN_OF_A_KIND = 4  # layers
 
+
+class NoChainError(Exception):
+    """Why the layers are no chain, as the end of a sentence."""
+
+
+# ---- The list of the layers
 
 Rule = Callable[[PreTrainedModel], str]
 _RULES: dict[type[PreTrainedModel], Rule] = {}
 
 
 def register_chain(model: type[PreTrainedModel], rule: Rule) -> None:
-    """For models of this class, `rule` names the module list of the layers, e.g. "model.blocks".
+    """Let `rule` name the module list of the layers, e.g. "model.blocks", for models of this class.
 
-    Only where it is not the outermost list with as many entries as the config names layers. Everything else
-    is still told by the model's own forward, and refused where that shows no chain.
+    Only needed where it is not the outermost list with as many entries as the config names layers. The
+    model's own forward still shows everything else, and a model that is no chain is refused.
     """
     _RULES[model] = rule
 
 
 def no_chain(model: PreTrainedModel, rule: str) -> ModelError:
-    return ModelError(
-        type(model).__name__,
-        rule,
-        "Use a decoder-only model, or build the stages yourself with Pipeline.from_provider",
-    )
+    remedy = "Use a decoder-only model, or build the stages yourself with Pipeline.from_provider"
+    return ModelError(type(model).__name__, rule, remedy)
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The module list of the layers: by the model's rule, or the outermost with as many entries as the config
-    names layers, or the outermost that holds most. Raises ModelError.
+    """The name and the module list of the layers.
+
+    By the registered rule; else the outermost list with as many entries as the config names layers; else the
+    outermost with any entries. Of several the one with the most parameters. Raises ModelError.
     """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for kind in type(model).__mro__:
         if kind in _RULES:
             name = _RULES[kind](model)
-            found = dict(model.named_modules()).get(name)
-            if isinstance(found, nn.ModuleList):
-                return name, found
+            if name in lists:
+                return name, lists[name]
             raise no_chain(model, f"its rule names {name!r} for the list of its layers, and that is none")
     if getattr(model.config, "is_encoder_decoder", False):
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has two")
     wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    fitting = [found for found in lists if len(found[1]) == wanted] or [
-        found for found in lists if len(found[1])
-    ]
+    filled = [(name, module) for name, module in lists.items() if len(module)]
+    fitting = [found for found in filled if len(found[1]) == wanted] or filled
     if not fitting:
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has none")
     return min(
@@ -75,63 +82,88 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     )
 
 
+def path_to(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules around the layer list by their names, outermost first."""
+    steps = layers.split(".")
+    for end in range(len(steps)):
+        name = ".".join(steps[:end])
+        yield name, model.get_submodule(name)
+
+
 def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that stand beside the layer list and beside each module around it."""
-    around: nn.Module = model
-    prefix = ""
-    for part in layers.split("."):
+    """The children of the modules around the layer list that are not around it, nor the list itself."""
+    for prefix, around in path_to(model, layers):
         for child, module in around.named_children():
-            if child != part:
-                yield prefix + child, module
-        around = around.get_submodule(part)
-        prefix += part + "."
+            name = f"{prefix}.{child}" if prefix else child
+            if not f"{layers}.".startswith(f"{name}."):
+                yield name, module
 
 
-# what a layer may return: h; (h,); (h, something for the next layer); (h, None)
-FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")
-_SHAPE = (2, 5)  # rows and sequence
-_OF_A_KIND = 4  # layers
-
-
-class NoChainError(Exception):
-    """Why the layers are no chain, as the end of a sentence."""
+# ---- The first forward: placeholders for layers
 
 
 @dataclass
 class Seen:
     """What placeholders and hooks saw.
 
-    trail: a layer's number marks what was made of what it returned, -1 what was made of the modules before
-        the layers, a name what was made of that parameter
-    given: what layers take beside the hidden states, by layer and place; kept, so that ids stay theirs
+    provenance: what a tensor was made of: a number stands for the layer that returned it, -1 for modules
+        before the layers, a name for that parameter
+    calls: the layers in the order in which they ran
+    before, after: the modules that ran before the first layer, and from then on
+    used_before, used_after: the parameters that layers' arguments, and that the logits, were made of
+    early_inputs: for each layer by place, its other arguments that were made of weights before the layers;
+        the tensors are kept, so that their ids stay theirs
+    passed_on: what placeholders returned beside the hidden states
     """
 
-    trail: Provenance = field(default_factory=Provenance)
+    provenance: Provenance = field(default_factory=Provenance)
     calls: list[int] = field(default_factory=list)
     before: set[str] = field(default_factory=set)
     after: set[str] = field(default_factory=set)
-    given: list[dict[str, Tensor]] = field(default_factory=list)
     used_before: set[str] = field(default_factory=set)
     used_after: set[str] = field(default_factory=set)
-    handed: list[Tensor] = field(default_factory=list)
-    hands: bool = False
-    shares: bool = False
-    plain: bool = True
+    early_inputs: list[dict[str, Tensor]] = field(default_factory=list)
+    passed_on: list[Tensor] = field(default_factory=list)
+    layer_outputs_passed_on: bool = False
+    mappings_shared: bool = False
+    rows_and_sequence_kept: bool = True
     width: int = 0
 
-    def fresh(self, tensor: Tensor, layer: int) -> Tensor:
-        new = tensor.clone()  # which the model may write into
-        self.trail.mark(new, {layer})
+    def marked(self, tensor: Tensor, layer: int) -> Tensor:
+        """A copy that the model may write into, as the layer's output."""
+        new = tensor.clone()
+        self.provenance.mark(new, {layer})
         return new
 
-    def reach(self, tensor: Tensor) -> tuple[set[int], set[str]]:
-        """The layers, and the parameters, that `tensor` was made of."""
-        marks = self.trail.marks(tensor)
+    def origins(self, tensor: Tensor) -> tuple[set[int], set[str]]:
+        """The layers and the parameters that `tensor` was made of."""
+        marks = self.provenance.marks(tensor)
         return layers_in(marks), names_in(marks)
 
 
+def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Seen:
+    """Run a forward in which `count` placeholders return `form`.
+
+    Raises NoChainError, or whatever the model raises.
+    """
+    seen = Seen()
+    children = enumerate(model.get_submodule(layers).children())
+    probes = {id(layer): _Probe(layer, form, index, seen) for index, layer in children}
+    with _without_values(model, training, probes) as whole:
+        _untie(whole)
+        for name, parameter in whole.named_parameters():
+            seen.provenance.mark(parameter, {name})
+        _watch_siblings(whole, layers, seen)
+        with seen.provenance:
+            output = whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
+        if seen.calls != list(range(count)):
+            raise NoChainError(f"the layers run in the order {seen.calls}, not once each from first to last")
+        seen.used_after = _used_by_head(output.logits, seen, count)
+    return seen
+
+
 class _Probe(Placeholder):
-    """A placeholder that looks at what it is called with."""
+    """A placeholder that looks at its arguments."""
 
     def __init__(self, layer: nn.Module, form: str, index: int, seen: Seen) -> None:
         super().__init__(layer, form)
@@ -140,140 +172,52 @@ class _Probe(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         seen, index = self._seen, self._index
         hidden = hidden_of(args, kwargs)
-        made_by, names = seen.reach(hidden)
-        in_order = seen.calls == list(range(index))  # else it is the order that is to be told of
+        made_by, names = seen.origins(hidden)
+        in_order = seen.calls == list(range(index))  # else the order itself is the error to report
         if index and in_order and made_by != {index - 1}:
             raise NoChainError(f"layer {index} does not take what layer {index - 1} returned")
         if index and in_order and names:
             raise NoChainError(f"{min(names)} is used between layers {index - 1} and {index}")
         seen.used_before |= names
-        seen.given.append(dict(self._beside(hidden, args, kwargs)))
+        seen.early_inputs.append(dict(self._early_inputs(hidden, args, kwargs)))
         seen.calls.append(index)
         seen.width = hidden.shape[-1]
-        seen.plain &= hidden.shape == (*_SHAPE, seen.width)
+        seen.rows_and_sequence_kept &= hidden.shape == (*_SHAPE, seen.width)
         if self._form != "tuple with more":
-            return self.give(seen.fresh(hidden, index))
-        seen.handed.append(seen.fresh(hidden, index))
-        return self.give(seen.fresh(hidden, index), (seen.handed[-1],))
+            return self.give(seen.marked(hidden, index))
+        seen.passed_on.append(seen.marked(hidden, index))
+        return self.give(seen.marked(hidden, index), (seen.passed_on[-1],))
 
-    def _beside(self, hidden: Tensor, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """What of its arguments was made of weights before the layers, by their places."""
+    def _early_inputs(self, hidden: Tensor, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         seen = self._seen
         for place, value in places(args, kwargs):
             if is_shared(value):
-                seen.shares = True
-            elif seen.handed and value is seen.handed[-1]:
-                seen.hands = True
-            elif isinstance(value, Tensor) and value is not hidden and seen.trail.marks(value):
-                self._check_made_before(value)
+                seen.mappings_shared = True
+            elif seen.passed_on and value is seen.passed_on[-1]:
+                seen.layer_outputs_passed_on = True
+            elif isinstance(value, Tensor) and value is not hidden and seen.provenance.marks(value):
+                made_by, names = seen.origins(value)
+                if later := made_by - {-1}:
+                    layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
+                    raise NoChainError(f"{layer} and what it hands to the next")
+                seen.used_before |= names
                 yield place, value
 
-    def _check_made_before(self, value: Tensor) -> None:
-        made_by, names = self._seen.reach(value)
-        if later := made_by - {-1}:
-            layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
-            raise NoChainError(f"{layer} and what it hands to the next")
-        self._seen.used_before |= names
 
-
-def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Seen:
-    """What a forward shows in which `count` layers return `form`.
-
-    Raises NoChainError, or what the model raises.
-    """
-    seen = Seen()
-    children = enumerate(model.get_submodule(layers).children())
-    probes = {id(layer): _Probe(layer, form, index, seen) for index, layer in children}
-    with _without_values(model, training, probes) as whole:
-        _untie(whole)
-        for name, parameter in whole.named_parameters():
-            seen.trail.mark(parameter, {name})
-        _watch(whole, layers, seen)
-        with seen.trail:
-            output = whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
-        if seen.calls != list(range(count)):
-            raise NoChainError(f"the layers run in the order {seen.calls}, not once each from first to last")
-        seen.used_after = _of_the_head(output.logits, seen, count)
-    return seen
-
-
-@contextmanager
-def _without_values(
-    model: PreTrainedModel, training: bool, replaced: dict[int, Any] | None = None
-) -> Iterator[PreTrainedModel]:
-    with shadow(model, replaced) as whole, torch.no_grad():
-        for module in whole.modules():
-            if isinstance(
-                module, PreTrainedModel
-            ):  # placeholders hold no routers, and the head would miss them
-                module.config.get_text_config().output_router_logits = False
-        yield whole.train(training)
-
-
-class _PassingBy(Placeholder):
-    """Gives what it gets."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.give(hidden_of(args, kwargs))
-
-
-def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
-    """The dtype of the hidden states that the real layers return; None where it varies, or cannot be told.
-
-    Of layers that are built alike the first few run: a deep model would take seconds.
-    Raises NoChainError where a layer takes something of another one that is not among its arguments.
-    """
-    trail, dtypes, met = Provenance(), set[torch.dtype](), Counter[object]()
-    passing: dict[int, Any] = {}
-    for layer in model.get_submodule(layers).children():
-        met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
-        if met[kind] > _OF_A_KIND:
-            passing[id(layer)] = _PassingBy(layer, form)
-    with _without_values(model, training=False, replaced=passing) as whole:
-        for index, layer in enumerate(whole.get_submodule(layers).children()):
-            _accompany(layer, index, trail, dtypes)
-        try:
-            with trail:
-                whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
-        except NoChainError:
-            raise
-        except Exception:  # whatever a layer does that looks at values
-            return None
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _accompany(layer: nn.Module, index: int, trail: Provenance, dtypes: set[torch.dtype]) -> None:
-    """Look at what comes into the layer and what goes out, and mark the latter as its own."""
-    given: set[int] = set()
-
-    def comes(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if index == 0:
-            trail.mark(hidden_of(args, kwargs), {-1})
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, list | dict) and layers_in(trail.marks(value)) - {-1}:
-                raise NoChainError(f"layer {index} takes what others left in a {type(value).__name__}")
-            shared = [dict(value)] if isinstance(value, MutableMapping) else [value]
-            given.update(layers_in(trail.marks(shared)))
-
-    def goes(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        if unseen := layers_in(trail.marks(result)) - given:
-            whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
-            raise NoChainError(f"layer {index} takes something of {whose} that it is not given")
-        if not isinstance(module, _PassingBy):
-            dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
-        return tree_map_only(Tensor, own, result)
-
-    def own(tensor: Tensor) -> Tensor:
-        new = tensor.clone()
-        trail.mark(new, {index})
-        return new
-
-    layer.register_forward_pre_hook(comes, with_kwargs=True)
-    layer.register_forward_hook(goes, with_kwargs=True)
+def _used_by_head(logits: Tensor, seen: Seen, count: int) -> set[str]:
+    """The parameters that logits are made of, beyond the last layer. Raises NoChainError."""
+    made_by, names = seen.origins(logits)
+    if -1 in made_by:
+        raise NoChainError("what comes before the layers reaches the head past them")
+    if earlier := made_by - {count - 1}:
+        raise NoChainError(f"what layer {min(earlier)} returned reaches the head past the layers after it")
+    if both := names & seen.used_before:
+        raise NoChainError(f"{min(both)} is used both before and after the layers")
+    return names
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each place a parameter of its own, so that it can be told where it is used."""
+    """Give each place a parameter of its own, so that the provenance tells where it is used."""
     met: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -282,43 +226,103 @@ def _untie(model: nn.Module) -> None:
             met.add(id(parameter))
 
 
-def _watch(model: nn.Module, layers: str, seen: Seen) -> None:
-    """Note which modules beside the layers run when, and tell apart what those before the layers give."""
+def _watch_siblings(model: nn.Module, layers: str, seen: Seen) -> None:
+    """Note when the other modules run, and mark what those before the layers return."""
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: (seen.after if seen.calls else seen.before).add(name)
+
+    def mark(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if seen.calls:
+                return output
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                    raise NoChainError(f"{name} returns integers, which no stand-in can give")
+                if isinstance(leaf, Tensor):
+                    seen.used_before |= seen.origins(leaf)[1]
+            return tree_map_only(Tensor, lambda tensor: seen.marked(tensor, -1), output)
+
+        return hook
+
     for name, module in siblings(model, layers):
         for inner, part in module.named_modules(prefix=name):
-            part.register_forward_pre_hook(_note(inner, seen))
-            if any(True for _ in part.parameters()):  # else every stage keeps it
-                part.register_forward_hook(_freshen(inner, seen))
+            part.register_forward_pre_hook(note(inner))
+            if next(part.parameters(), None) is not None:  # else every stage keeps it
+                part.register_forward_hook(mark(inner))
 
 
-def _note(name: str, seen: Seen) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any) -> None:
-        (seen.after if seen.calls else seen.before).add(name)
-
-    return hook
-
-
-def _freshen(name: str, seen: Seen) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        if seen.calls:
-            return output
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and not leaf.is_floating_point():
-                raise NoChainError(f"{name} returns integers, which no stand-in can give")
-            if isinstance(leaf, Tensor):
-                seen.used_before |= seen.reach(leaf)[1]
-        return tree_map_only(Tensor, lambda tensor: seen.fresh(tensor, -1), output)
-
-    return hook
+@contextmanager
+def _without_values(
+    model: PreTrainedModel, training: bool, replaced: dict[int, Any]
+) -> Iterator[PreTrainedModel]:
+    with shadow(model, replaced) as whole, torch.no_grad():
+        for module in whole.modules():
+            if isinstance(module, PreTrainedModel):  # placeholders have no routers, whose logits heads miss
+                module.config.get_text_config().output_router_logits = False
+        yield whole.train(training)
 
 
-def _of_the_head(logits: Tensor, seen: Seen, count: int) -> set[str]:
-    """The parameters that logits are made of, beyond the last layer. Raises NoChainError."""
-    made_by, names = seen.reach(logits)
-    if -1 in made_by:
-        raise NoChainError("what comes before the layers reaches the head past them")
-    if earlier := made_by - {count - 1}:
-        raise NoChainError(f"what layer {min(earlier)} returned reaches the head past the layers after it")
-    if both := names & seen.used_before:
-        raise NoChainError(f"{min(both)} is used both before and after the layers")
-    return names
+# ---- The second forward: the real layers
+
+
+class _Identity(Placeholder):
+    """Returns its input, in the form of a layer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.give(hidden_of(args, kwargs))
+
+
+def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
+    """The dtype of the hidden states that the real layers return; None where it varies or is unknown.
+
+    Of layers that are built alike only the first few run: a deep model would take seconds.
+    Raises NoChainError where a layer takes something of another one that is not among its arguments.
+    """
+    provenance, dtypes, met = Provenance(), set[torch.dtype](), Counter[object]()
+    replaced: dict[int, Any] = {}
+    for layer in model.get_submodule(layers).children():
+        met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
+        if met[kind] > _RUN_OF_A_KIND:
+            replaced[id(layer)] = _Identity(layer, form)
+    with _without_values(model, False, replaced) as whole:
+        for index, layer in enumerate(whole.get_submodule(layers).children()):
+            _watch_layer(layer, index, provenance, dtypes)
+        try:
+            with provenance:
+                whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
+        except NoChainError:
+            raise
+        except Exception:  # whatever a layer that looks at values raises
+            return None
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: set[torch.dtype]) -> None:
+    """Compare what the layer's result was made of with its arguments, then mark the result as its own."""
+    arguments: set[int] = set()  # the layers that they were made of
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if index == 0:
+            provenance.mark(hidden_of(args, kwargs), {-1})
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, list | dict) and layers_in(provenance.marks(value)) - {-1}:
+                raise NoChainError(f"layer {index} takes what others left in a {type(value).__name__}")
+            shared = dict(value) if isinstance(value, MutableMapping) else value
+            arguments.update(layers_in(provenance.marks(shared)))
+
+    def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        if unseen := layers_in(provenance.marks(result)) - arguments:
+            whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
+            raise NoChainError(f"layer {index} takes something of {whose} that it is not given")
+        if not isinstance(module, _Identity):
+            dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
+        return tree_map_only(Tensor, marked, result)
+
+    def marked(tensor: Tensor) -> Tensor:
+        new = tensor.clone()
+        provenance.mark(new, {index})
+        return new
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after, with_kwargs=True)

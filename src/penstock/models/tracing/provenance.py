@@ -1,4 +1,9 @@
-"""What tensors were made of: marks that follow values through every op."""
+"""What tensors were made of: marks that follow values through every op.
+
+with provenance:
+    provenance.mark(weight, {"embed.weight"})
+    provenance.marks(weight.sum() > 0)          # {"embed.weight"}
+"""
 
 from __future__ import annotations
 
@@ -12,16 +17,17 @@ from torch.utils._pytree import tree_leaves
 
 Mark = int | str
 
-# these look at shape, dtype and device of what they are given, and at no value
-_OF_SHAPE = frozenset(
+# these ops look at shape, dtype and device of their arguments, and at no value
+_SHAPE_ONLY = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like",
      "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided"}
 )  # fmt: skip
 
 
 class Provenance(TorchDispatchMode):
-    """Follows marks by storage, so that what is detached, compared, made without gradients or written in
-    place bears them too. Numbers that a model reads out of a tensor do not.
+    """Follows marks by storage, so that they also pass through detach, comparisons, no_grad and in-place ops.
+
+    Numbers that a model reads out of a tensor lose them.
     """
 
     def __init__(self) -> None:
@@ -30,13 +36,13 @@ class Provenance(TorchDispatchMode):
         self._kept: list[Any] = []  # so that a storage's address stays its own
 
     def mark(self, tensor: Tensor, marks: Iterable[Mark]) -> None:
-        """In place of the marks that it had."""
+        """Replace the marks of `tensor`."""
         storage = tensor.untyped_storage()
         self._marks[storage._cdata] = frozenset(marks)
         self._kept.append(storage)
 
     def marks(self, *values: Any) -> frozenset[Mark]:
-        """Of all tensors in these."""
+        """The marks of all tensors in `values`."""
         tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
         found = (self._marks.get(tensor.untyped_storage()._cdata, frozenset()) for tensor in tensors)
         return frozenset[Mark]().union(*found)
@@ -45,7 +51,7 @@ class Provenance(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in _OF_SHAPE:
+        if func.overloadpacket.__name__ in _SHAPE_ONLY:
             return result
         if marks := self.marks(args, kwargs):
             schema = func._schema.arguments
