@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from models.test_every_model import REFUSED
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
-from penstock.models.source import beside
+from penstock.models.source import other_files
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES
 from penstock.models.weights.saved import FileLayout, SavedModel
@@ -156,7 +156,7 @@ def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
         "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
         "additional_chat_templates/tool.jinja", "merges.txt", "spiece.model", "preprocessor_config.json",
     }  # fmt: skip
-    assert set(beside(tmp_path / "theirs")) == expected
+    assert set(other_files(tmp_path / "theirs")) == expected
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())["files"]
     for name in expected:
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()

@@ -1,8 +1,8 @@
-"""What layers cost and hold, told from the model alone; what was measured is better where there is any."""
+"""Costs and memory of layers, estimated from the model alone; prefer measured ones."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -23,24 +23,36 @@ COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
 
 
 def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
-    """Each part costs as many units as it has parameters, but for embeddings, which are looked up.
+    """One unit for each parameter, except for embeddings, which are looked up.
 
     Right for dense layers of any size. A layer of experts costs less, as only some of them work on a token.
     """
-    layers = [_parameters(layer) for layer in model.get_submodule(chain.layers).children()]
-    embedding = sum(_parameters(model.get_submodule(name), looked_up=False) for name in chain.before)
-    return LayerCosts(layers, embedding, sum(_parameters(model.get_submodule(name)) for name in chain.after))
+
+    def count(modules: Iterable[nn.Module], *, looked_up: bool = True) -> int:
+        held = (part for module in modules for part in module.modules())
+        kept = (part for part in held if looked_up or not isinstance(part, nn.Embedding))
+        return sum(parameter.numel() for part in kept for parameter in part.parameters(recurse=False))
+
+    return LayerCosts(
+        [count([layer]) for layer in model.get_submodule(chain.layers).children()],
+        count(map(model.get_submodule, chain.before), looked_up=False),
+        count(map(model.get_submodule, chain.after)),
+    )
 
 
 def stage_sizes(
     part: PreTrainedModel, info: StageInfo, edges: HFEdges, shape: tuple[int, int], split: bool = False
 ) -> Sizes | None:
-    """What one microbatch of `shape` (rows, sequence) holds on a stage made by `cut`.
+    """The bytes that one microbatch holds on a stage made by `cut`.
 
-    Told by a forward and the first half of a backward without values, the next-token loss included. It is an
-    upper estimate: where transformers sees no values it makes masks as if documents were packed. None where
-    the model's forward looks at values, so that only a real run can tell.
-    split: whether backwards are split, and something is held for W
+    From a forward and the first half of a backward without values, the next-token loss included. An upper
+    estimate: without values transformers makes masks as if documents were packed.
+
+    Args:
+        shape: rows and sequence of the microbatch.
+        split: whether backwards are split, and something is held for W.
+
+    Returns None where the model's forward looks at values, so that only a real run can tell.
     """
     if not edges.known:
         return None
@@ -55,28 +67,33 @@ def stage_sizes(
             with Measured() as measured:
                 if info.is_last:
                     stage.forward_loss(0, received, microbatch, NextToken(), split)
-                    sent = None
+                    sent: tuple[torch.Tensor, ...] = ()
+                    gradients = [torch.ones(())]
                 else:
-                    sent = stage.forward(0, received, microbatch, edge, split)
+                    sent = stage.forward(0, received, microbatch, edge, split).tensors
+                    gradients = [torch.empty_like(tensor) for tensor in sent]
         except Exception:  # a forward that looks at values
             return None
-        left = footprint(measured.nbytes, stage.live[0].inputs, () if sent is None else sent.tensors)
-        back = [torch.ones(())] if sent is None else [torch.empty_like(tensor) for tensor in sent.tensors]
-        stage.input_backward(0, back)
-        return Sizes(left.activation, left.output, incoming.nbytes, stage.deferred[0].nbytes)
+        held = footprint(measured.nbytes, stage.live[0].inputs, sent)
+        stage.input_backward(0, gradients)
+        return Sizes(held.activation, held.output, incoming.nbytes, stage.deferred[0].nbytes)
 
 
 def stage_memory(
     model: PreTrainedModel, chain: Chain, shape: tuple[int, int], limit: float, live: Sequence[int]
 ) -> Memory:
-    """What parts hold, in bytes: weights, gradients, AdamW's moments, and activations of one microbatch.
+    """Bytes of layers, embedding and head: weights, gradients, AdamW's moments, and activations.
 
-    shape: rows and sequence of a microbatch; limit: bytes that a stage may hold; live: see Memory
-    Raises ModelError where the model's forward looks at values, so that only a run tells its activations.
+    Args:
+        shape: rows and sequence of a microbatch.
+        limit: bytes that a stage may hold.
+        live: for each stage, the microbatches that are live at its peak.
+
+    Raises ModelError where the model's forward looks at values, so that only a run shows its activations.
     """
     edges = HFEdges(model, chain)
 
-    def held(layers: range, stage: int) -> int:
+    def activations(layers: range, stage: int) -> int:
         info = StageInfo(stage, 3)  # a stage for the embedding, one for the layers, one for the head
         found = stage_sizes(cut(model, chain, layers, info), info, edges, shape)
         if found is None:
@@ -87,21 +104,15 @@ def stage_memory(
             )
         return found.activation
 
+    def weights(modules: Iterable[nn.Module]) -> int:
+        return COPIES * sum(parameter.nbytes for module in modules for parameter in module.parameters())
+
     first, last = range(0), range(chain.count, chain.count)
     return Memory(
         limit,
-        [COPIES * _bytes(layer) for layer in model.get_submodule(chain.layers).children()],
-        [held(range(layer, layer + 1), 1) for layer in range(chain.count)],
+        [weights([layer]) for layer in model.get_submodule(chain.layers).children()],
+        [activations(range(layer, layer + 1), 1) for layer in range(chain.count)],
         live,
-        (COPIES * sum(_bytes(model.get_submodule(name)) for name in chain.before), held(first, 0)),
-        (COPIES * sum(_bytes(model.get_submodule(name)) for name in chain.after), held(last, 2)),
+        (weights(map(model.get_submodule, chain.before)), activations(first, 0)),
+        (weights(map(model.get_submodule, chain.after)), activations(last, 2)),
     )
-
-
-def _parameters(module: nn.Module, looked_up: bool = True) -> int:
-    kept = [part for part in module.modules() if looked_up or not isinstance(part, nn.Embedding)]
-    return sum(parameter.numel() for part in kept for parameter in part.parameters(recurse=False))
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())

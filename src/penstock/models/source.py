@@ -16,8 +16,8 @@ from penstock.models.weights.files import weight_files
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
-# files of a model folder, beside weights and config, that transformers reads: of tokenizers (the vocabularies
-# of each kind, chat templates), and of generation and processors
+# files of a model folder, other than weights and config, that transformers reads: of tokenizers (the
+# vocabularies of each kind, chat templates), and of generation and processors
 TOKENIZER = (
     "*token*.json", "*vocab*.json", "*vocab*.txt", "*vocab*.bpe", "merges.txt", "*.model", "*.spm",
     "*.tiktoken", "*.codes", "*.tokenizer", "dict.txt", "emoji.json", "normalizer.json", "byte_maps.json",
@@ -28,19 +28,21 @@ OTHERS = ("generation_config.json", "*processor*.json")
 
 @dataclass(frozen=True)
 class Source:
-    """model: the whole model, on the meta device unless the caller gave one with values
-    files: where its weights lie; none: they are in `model`, or to be initialised
-    beside: what else of its folder goes with the model, by its name there
+    """The model that a pipeline is built from.
+
+    model: the whole model, on the meta device unless the caller passed one with values
+    files: with its weights; none where they are in `model`, or are to be initialised
+    other_files: further files of its folder that belong to the model, by their names there
     """
 
     model: PreTrainedModel
     files: tuple[Path, ...] = ()
-    beside: Mapping[str, Path] = field(default_factory=dict)
+    other_files: Mapping[str, Path] = field(default_factory=dict)
 
-    def read_beside(self) -> dict[str, bytes]:
-        """At once: the folder may be gone when the model is saved. Raises CheckpointError."""
+    def read_other_files(self) -> dict[str, bytes]:
+        """Read them now: the folder may be gone when the model is saved. Raises CheckpointError."""
         try:
-            return {name: file.read_bytes() for name, file in self.beside.items()}
+            return {name: file.read_bytes() for name, file in self.other_files.items()}
         except OSError as cause:
             raise CheckpointError(
                 str(cause.filename),
@@ -49,58 +51,62 @@ class Source:
             ) from cause
 
 
-def open_source(given: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
-    """Find the model without reading any weight. Raises ModelError, CheckpointError."""
-    if isinstance(given, PreTrainedModel):
-        return _taken_as_it_is(given, dtype, attention)
+def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
+    """Find the model without reading any weight.
+
+    model: a transformers model, which already has this dtype and attention; a config, or a local folder
+    dtype, attention: None takes the config's
+    Raises ModelError, CheckpointError.
+    """
+    if isinstance(model, PreTrainedModel):
+        _check_options(model, dtype, attention)
+        return Source(model)
     files: tuple[Path, ...] = ()
-    found: dict[str, Path] = {}
-    if isinstance(given, str | Path):
-        folder = Path(given).absolute()
+    others: dict[str, Path] = {}
+    config = model
+    if isinstance(model, str | Path):
+        folder = Path(model).absolute()
         if folder.is_dir():
-            files, found = tuple(weight_files(folder)), beside(folder)
-        given = _config_of(Path(given))
-    if not isinstance(given, PretrainedConfig):
+            files, others = tuple(weight_files(folder)), other_files(folder)
+        config = _config_of(Path(model))
+    if not isinstance(config, PretrainedConfig):
         raise ModelError(
-            f"a model given as {type(given).__name__}",
+            f"a model given as {type(model).__name__}",
             "AutoPipeline takes a transformers model, a config of one, or a local folder with config.json",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(given, dtype=dtype or given.dtype, **options)
+            built = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, **options)
     except (ValueError, ImportError, KeyError) as cause:
         raise ModelError(
-            f"model_type={given.model_type!r}",
+            f"model_type={config.model_type!r}",
             f"transformers builds no causal LM from it: {str(cause).splitlines()[0]}",
             "Take a config of a decoder-only language model",
         ) from cause
-    return Source(model, files, found)
+    return Source(built, files, others)
 
 
-def beside(folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS)) -> dict[str, Path]:
-    """The files of a model's folder, by their names in it, that belong to its tokenizer, generation and
-    processors.
-    """
+def other_files(folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS)) -> dict[str, Path]:
+    """The files of tokenizer, generation and processors in a model's folder, by their names in it."""
     found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
     files = {file.relative_to(folder).as_posix(): file for file in found if file.is_file()}
     return {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
 
 
-def _taken_as_it_is(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> Source:
-    """A model object; raises ModelError where another dtype or attention is asked for than it has."""
-    for option, wanted, own in (
+def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> None:
+    """Raise ModelError where another dtype or attention is asked for than the model object has."""
+    for option, wanted, present in (
         ("dtype", dtype, model.dtype),
         ("attention", attention, model.config._attn_implementation),
     ):
-        if wanted not in (None, own):
+        if wanted not in (None, present):
             raise ModelError(
-                f"{option}={wanted} for a model object with {own}",
+                f"{option}={wanted} for a model object with {present}",
                 "a model object is taken as it is",
                 "Build the object so, or give its config or folder in its place",
             )
-    return Source(model)
 
 
 def _config_of(folder: Path) -> PretrainedConfig:

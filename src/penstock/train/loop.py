@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
-from penstock.models.source import TOKENIZER, beside
+from penstock.models.source import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.train.checkpoints import Start, checkpoint_folder, prune, state_after
 from penstock.train.config.sections import TrainConfig
@@ -199,7 +199,7 @@ def _save(run: Run, step: int, skipped: int) -> Path:
 
 def _save_tokenizer(run: Run, folder: Path) -> None:
     """Replace the tokenizer that came with the model: the run may read with another one."""
-    for file in beside(folder, TOKENIZER).values():
+    for file in other_files(folder, TOKENIZER).values():
         file.unlink()
     run.tokenizer.save(folder)
 

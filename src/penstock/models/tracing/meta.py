@@ -1,9 +1,10 @@
 """A model without values: its modules as they are, parameters and buffers on the meta device.
 
-outlined(stage)     what values are put into, one tensor after the other: those of `stage` get them, each
-                    rank's own part where they are spread over a mesh
-bare(model)         what is asked for a forward or a config long after, and holds no weight of `model`
-hollow(model)       the memo of a deep copy that is laid out before any weight is copied
+outlined(stage)     a twin to fill tensor by tensor: what is put into it goes into the tensors of `stage`,
+                    into this rank's shards where they are spread over a mesh
+bare(model)         a twin that outlives the weights of `model`: for its config, its signature, a dry run
+hollow(model)       the memo for a deep copy without values
+shadow(model)       a copy with fake tensors, whose forward takes neither memory nor time
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Table = dict[str, Any]
 
 
 class Passing(Table):
-    """A module's table of tensors: values that are put in go into `live`, which stand there then.
+    """A twin's table of tensors: a value that is put in is copied into the live tensor of that name.
 
     live: the table of the module that has the tensors, as it is when a value comes
-    seen: the identities of all that was read from the table, and from others with the same set
+    seen: collects the identities of all that is read from the table, and from others with the same set
     """
 
     def __init__(
@@ -39,14 +40,13 @@ class Passing(Table):
         self._live, self.seen = live, seen
 
     def __setitem__(self, name: str, value: Any) -> None:
-        own = self._live.get(name)
-        if own is None or value is None or value.is_meta:
-            super().__setitem__(name, value)
-            return
-        if own is not value:
+        live = self._live.get(name)
+        if live is None or value is None or value.is_meta:
+            live = value
+        elif live is not value:
             with torch.no_grad():
-                own.copy_(spread_like(value, own))
-        super().__setitem__(name, own)
+                live.copy_(spread_like(value, live))
+        super().__setitem__(name, live)
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -61,31 +61,30 @@ class Passing(Table):
 
 
 def outlined(module: PreTrainedModel) -> PreTrainedModel:
-    """The same modules with parameters on the meta device; what they are given, those of `module` get.
+    """A twin with parameters on the meta device; a value that is put in goes into those of `module`.
 
-    What axes or FSDP2 make of the parameters of `module` later on counts as well, as long as its modules
-    stay. Buffers without values are there as well, the others are shared.
+    Also into what axes or FSDP2 make of them later on, as long as the modules stay. Buffers are shared.
     """
     seen = set[int]()
     return _twin(module, lambda live, held: Passing(live, held, seen), lambda buffer: buffer)
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """The same modules with all tensors on the meta device."""
+    """A twin with all tensors on the meta device."""
     return _twin(model, lambda _, held: dict(held), outline)
 
 
 def hollow(model: nn.Module) -> dict[int, Any]:
-    """Parameters on the meta device, by the identity of those of `model` that they stand for.
+    """Parameters on the meta device, by the identity of those of `model` that they replace.
 
-    Those that are more than plain numbers (a class of their own) are left out.
+    Parameters of classes of their own are left out.
     """
     plain = [p for p in model.parameters() if type(p) is nn.Parameter and not isinstance(p.data, DTensor)]
     return {id(parameter): _empty(parameter) for parameter in plain}
 
 
 def placed(module: nn.Module, device: torch.device) -> None:
-    """What has values is moved to `device`, in place; the rest stays on the meta device."""
+    """Move tensors with values to `device`, in place; the rest stays on the meta device."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
@@ -94,8 +93,9 @@ def _twin(
     table: Callable[[Table, Mapping[str, Tensor | None]], Table],
     of_buffer: Callable[[Tensor], Tensor],
 ) -> PreTrainedModel:
-    """Not a deep copy: hooks and what users hang on a module (locks, open files, kept outputs) cannot always
-    be copied. Hooks are left out, and what is no module, parameter or buffer is shared.
+    """The same modules with other tensors. Hooks are left out, all else is shared.
+
+    Not a deep copy: what users hang on a module (locks, open files, kept outputs) cannot always be copied.
     """
     made: dict[int, Any] = {}
     own = nn.Module().__dict__
@@ -126,25 +126,19 @@ def _empty(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(outline(parameter), parameter.requires_grad)
 
 
-# ---- A model without values: its forward runs at full size and takes neither memory nor time.
-#
-# Fake tensors know shape, dtype and device. transformers knows them too, so that its mask code, which
-# looks at values on the plain meta device, does not ask for any.
-
-
 M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
 def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
-    """A copy of `model` with fake tensors on the CPU for its parameters and buffers.
+    """A copy of `model` with fake tensors on the CPU; tensors that are made inside the context are fake too.
 
-    replaced: copies to take in place of those made here, by the id of the original. Tensors that are made
-    inside the context are fake too.
+    Unlike meta tensors, transformers knows fake ones, so its mask code asks for no values.
+    replaced: copies to take in place of those made here, by the id of the original
     """
-    with FakeTensorMode(), _not_told():
+    with FakeTensorMode(), _without_log():
         memo: dict[int, Any] = {}
-        for module in _kept(model, replaced or {}):
+        for module in _without_replaced(model, replaced or {}):
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in memo:
                     values = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -156,9 +150,10 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
 
 
 @contextmanager
-def _not_told() -> Iterator[None]:
-    """torch logs an error, with its traceback, for each op that fails without values. Whoever asked is told
-    by the exception, and may do without: a grouped product in float32 says that it takes bfloat16 only.
+def _without_log() -> Iterator[None]:
+    """Silence torch, which logs each op that fails without values: the exception says the same to the caller.
+
+    A grouped product in float32, for example, says that it takes bfloat16 only.
     """
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True
@@ -168,9 +163,9 @@ def _not_told() -> Iterator[None]:
         log.disabled = before
 
 
-def _kept(module: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
-    """Its modules, but for those that are replaced and what is in them."""
+def _without_replaced(module: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """All modules except for replaced ones and those inside them."""
     if id(module) not in replaced:
         yield module
         for child in module.children():
-            yield from _kept(child, replaced)
+            yield from _without_replaced(child, replaced)

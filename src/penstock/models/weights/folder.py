@@ -1,9 +1,11 @@
-"""A folder that is complete or absent.
+"""Atomic folders: a folder is complete or absent.
 
-Everything is written into a hidden sibling folder, hashed into a manifest, flushed to the disk, and only
-then renamed onto its name. Whoever finds the name finds all of it; a crash at any moment leaves the old
-folder or none, and at worst a hidden one that nothing ever reads. A crash between the two renames of a
-replacement leaves the old one under a hidden name.
+    .name.writing-1a2b      1. write all files into a hidden folder, hash them into a manifest, flush the disk
+    .name.replaced-3c4d     2. rename an older folder out of the way
+    name                    3. rename the hidden folder onto its name; remove the older one
+
+A crash at any moment leaves the old folder or none, and at worst a hidden one that nothing ever reads. A
+crash between the two renames leaves the old one under its hidden name (`displaced`).
 """
 
 from __future__ import annotations
@@ -28,29 +30,32 @@ _REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
 
 
 def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
-    """Make `target` hold what `write` writes, whole, or leave it as it was.
+    """Make `target` hold the files of `write` from all processes, or leave it as it was. Collective.
 
-    Collective: every process calls it with the same target, on a file system that all share, and runs
-    ``write(temporary_folder)``, which writes files under names of its own and may itself be collective. An
-    older checkpoint at `target` is replaced; raises CheckpointError where anything else stands there, or
-    nothing can be written. What fails on one process is raised there, and as a RunError that names it on all
-    others; the temporary folder is then gone.
+    Args:
+        target: the same on all processes, on a file system that they share. An older checkpoint is replaced.
+        write: called with a temporary folder. Each process writes files of its own names; may be collective.
+
+    Raises:
+        CheckpointError: anything but a checkpoint stands at `target`, or nothing can be written.
+        RunError: another process failed; that one raises its own error. The temporary folder is then gone.
     """
     target = Path(os.path.abspath(target))
     temporary = target.parent / processes.gather(f".{target.name}.{_WRITING}-{secrets.token_hex(4)}")[0]
     try:
         together(processes, "make the folder", lambda: _prepare(temporary, target))
         together(processes, "write its part of the folder", lambda: write(temporary))
-        names = _agreed_names(temporary, processes)
-        share = names[processes.index :: processes.count]
-        hashed = together(
-            processes, "hash its part of the folder", lambda: [_describe(temporary, name) for name in share]
+        names = _agreed_names(temporary, processes)[processes.index :: processes.count]
+        entries = together(
+            processes, "hash its part of the folder", lambda: {n: _describe(temporary / n) for n in names}
         )
-        files = {name: entry for part in hashed for name, entry in part}
-        mine = processes.index == 0
-        together(
-            processes, "publish the folder", lambda: _publish(temporary, target, files) if mine else None
-        )
+        files = {name: entry for of_process in entries for name, entry in of_process.items()}
+
+        def publish() -> None:
+            if processes.index == 0:
+                _publish(temporary, target, files)
+
+        together(processes, "publish the folder", publish)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -59,7 +64,7 @@ def write_folder(target: Path, write: Callable[[Path], None], processes: Process
 def check_folder(path: str | Path) -> None:
     """Raise CheckpointError unless `path` holds every file of its manifest, unaltered.
 
-    Files that the manifest does not list are left out of account.
+    Other files may lie there.
     """
     path = Path(path)
     check_folder_quickly(path)
@@ -67,20 +72,20 @@ def check_folder(path: str | Path) -> None:
 
 
 def check_folder_together(path: Path, processes: Processes) -> None:
-    """check_folder by several processes, each of which reads its share; the error is raised on all."""
+    """`check_folder` where each process reads some of the files; the error is raised on all. Collective."""
 
     def check() -> None:
-        if processes.index == 0 or not (path / MANIFEST).is_file():  # one tells what is wrong with it
+        if processes.index == 0 or not (path / MANIFEST).is_file():  # one process reports a broken folder
             check_folder_quickly(path)
         files = _read_manifest(path)
-        share = sorted(files)[processes.index :: processes.count]
-        _check_files(path, {name: files[name] for name in share})
+        mine = sorted(files)[processes.index :: processes.count]
+        _check_files(path, {name: files[name] for name in mine})
 
     together(processes, f"check checkpoint {path}", check)
 
 
 def check_folder_quickly(path: Path) -> None:
-    """Raise CheckpointError unless `path` holds every file of its manifest, in its length. Reads none."""
+    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none."""
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
@@ -101,9 +106,9 @@ def _check_files(path: Path, files: dict[str, dict[str, Any]], *, hashed: bool =
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint. Cut short it leaves none that looks whole: it loses its name first.
+    """Remove a checkpoint, whose name goes first: a crash leaves none that looks complete.
 
-    Raises CheckpointError where anything stands in it that is no part of a checkpoint.
+    Raises CheckpointError where it holds anything that is no part of a checkpoint.
     """
     _check_replaceable(path)
     removed = path.parent / f".{path.name}.{_REMOVED}-{secrets.token_hex(4)}"
@@ -113,7 +118,7 @@ def remove_folder(path: Path) -> None:
 
 
 def looks_whole(path: Path) -> bool:
-    """As far as can be told without reading it."""
+    """Whether `path` passes `check_folder_quickly`."""
     try:
         check_folder_quickly(path)
     except CheckpointError:
@@ -122,53 +127,50 @@ def looks_whole(path: Path) -> bool:
 
 
 def leftovers(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden folders of removals that were cut short, and of replacements where the new one stands.
+    """Hidden folders of removals that were cut short, and of replacements whose new folder is complete.
 
-    name: a pattern of what they were called
+    name: a pattern of the names that they had
     """
     replaced = (path for path in folder.glob(f".{name}.{_REPLACED}-*") if looks_whole(target_of(path)))
     return sorted([*folder.glob(f".{name}.{_REMOVED}-*"), *replaced])
 
 
 def displaced(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden folders that were about to be replaced when the write was killed, and where no new one stands.
+    """Hidden older folders of replacements that were killed before the new folder was complete.
 
-    name: a pattern of their targets
+    name: a pattern of the names that they had
     """
     return sorted(p for p in folder.glob(f".{name}.{_REPLACED}-*") if not looks_whole(target_of(p)))
 
 
 def target_of(hidden: Path) -> Path:
-    """What a hidden folder was called, or was to be."""
+    """The name of a hidden folder before it was hidden, or that it is written for."""
     return hidden.with_name(hidden.name.removeprefix(".").rpartition(".")[0])
 
 
 def unfinished(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden folders of writes that are under way or were cut short. name: a pattern of their targets"""
+    """Hidden folders of writes that are under way or were cut short. name: a pattern of their names"""
     return sorted(folder.glob(f".{name}.{_WRITING}-*"))
 
 
-def together(processes: Processes, deed: str, work: Callable[[], Any]) -> list[Any]:
-    """Every process's result of `work` (JSON must hold it), or an error on all when it fails on any.
+def together(processes: Processes, action: str, work: Callable[[], Any]) -> list[Any]:
+    """Every process's result of `work`, which JSON can hold, or an error on all. Collective.
 
-    The process that fails raises what `work` raised; the others a RunError that names it and the `deed`.
+    A process that fails raises what `work` raised; the others a RunError that names it and the `action`.
     """
     result, failure = None, None
     try:
         result = work()
     except Exception as error:
         failure = error
-    told = processes.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    gathered = processes.gather((result, message))
     if failure is not None:
         raise failure
-    for index, (_, message) in enumerate(told):
+    for index, (_, message) in enumerate(gathered):
         if message is not None:
-            raise RunError(
-                f"process {index}",
-                f"it could not {deed}: {message}",
-                "Mend that first",
-            )
-    return [value for value, _ in told]
+            raise RunError(f"process {index}", f"it could not {action}: {message}", "Mend that first")
+    return [value for value, _ in gathered]
 
 
 def _prepare(temporary: Path, target: Path) -> None:
@@ -208,9 +210,10 @@ def _agreed_names(folder: Path, processes: Processes) -> list[str]:
     return names
 
 
-def _describe(folder: Path, name: str) -> tuple[str, dict[str, Any]]:
-    _flush(folder / name)
-    return name, {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)}
+def _describe(file: Path) -> dict[str, Any]:
+    """The file's entry in the manifest."""
+    _flush(file)
+    return {"size": file.stat().st_size, "sha256": _sha256(file)}
 
 
 def _publish(temporary: Path, target: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -234,7 +237,7 @@ def _publish(temporary: Path, target: Path, files: dict[str, dict[str, Any]]) ->
 
 
 def remove_hidden(path: Path) -> None:
-    """Remove one of the hidden folders, or the link that stood in its place."""
+    """Remove a hidden folder, or a link that stands in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -262,7 +265,7 @@ def _sha256(file: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Ask the disk to keep `path`, a file or a folder's list of names, through a power cut."""
+    """Write a file, or a folder's list of names, to the disk, so that it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
