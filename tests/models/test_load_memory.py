@@ -21,10 +21,7 @@ from pathlib import Path
 import torch
 from penstock import AutoPipeline
 from penstock.models.weights import files as weights
-<<<<<<< HEAD
 from penstock.pipeline.auto_pipeline import fill
-=======
->>>>>>> 3ff248a (The memory test of loading imports the module that moved)
 
 torch.set_num_threads(1)
 folder, rank, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
