@@ -1,8 +1,14 @@
-"""Every schedule runs: exact gradients, the proven order, the proven memory, and nothing left behind."""
+"""Every schedule runs: exact gradients, the proven order, the proven memory, and nothing left behind.
+
+The products of schedules, families, sizes and options are taken as covering arrays (support/covering.py):
+every pair of values occurs in the default run. `make sweep` runs the full products.
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,23 +16,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import AutoPipeline, Pipeline
+from penstock.batch.packing import refuse_packed
+from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
+from penstock.errors import ModelError
+from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.stage import StageInfo
 from penstock.schedule import Schedule, build, dump, load
 from support import jobs
-from support.families import FAMILIES, ragged_batch, tiny_model
+from support.covering import Row, pairs
+from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
 from support.pool import Pool
-from support.reference import TOLERANCE, assert_gradients, plain_step
-from support.schedules import FORMS, takes
+from support.ragged import apart, documents, packed, ragged
+from support.reference import TOLERANCE, assert_every_gradient, plain_steps
+from support.schedules import FORMS, built, takes
 
 WIDTH = 4
-SIZES = [(ranks, m) for ranks in (1, 2, 3, 4) for m in (1, 2, 3, 4, 5, 8, 9)]
-SOME = [(1, 3), (2, 1), (2, 2), (2, 4), (2, 9), (3, 2), (3, 3), (3, 8), (4, 1), (4, 4), (4, 5), (4, 8)]
-LARGE = [(5, 7), (6, 12), (8, 4), (8, 20), (16, 8)]
+SIZES = {"form": list(FORMS), "ranks": (1, 2, 3, 4), "microbatches": (1, 2, 3, 4, 5, 8, 9)}
+LARGE = ((5, 7), (6, 12), (8, 4), (8, 20), (16, 8))
+
+
+def named(row: Row) -> str:
+    return "-".join(str(value) for value in row.values())
+
+
+def exists(row: Row) -> bool:
+    """Is there such a schedule? Only as far as the row is known."""
+    even = [row[name] % 2 == 0 for name in ("ranks", "microbatches") if name in row]
+    return row.get("form") != "dualpipe" or all(even)
+
+
+def all_rows(factors: dict[str, Any]) -> list[Row]:
+    """The full product."""
+    rows = [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+    return [row for row in rows if exists(row)]
+
+
+# ---- stages of one's own
 
 
 class Part(nn.Module):
-    """A residual block: two products, one whose weight is used twice, a norm, and a bias of its own."""
+    """A residual block: two products, one whose weight is used twice, a norm, and a bias."""
 
     def __init__(self, info: StageInfo) -> None:
         super().__init__()
@@ -45,14 +75,9 @@ def mean_square(output: Tensor, microbatch: Microbatch) -> Tensor:
     return F.mse_loss(output, microbatch["y"], reduction="sum") / output.shape[0]
 
 
-def rows(count: int) -> dict[str, Tensor]:
+def rows_of(count: int) -> dict[str, Tensor]:
     x = torch.linspace(-1, 1, count * WIDTH, dtype=torch.float64).reshape(count, WIDTH)
     return {"x": x, "y": x.flip(0).sin()}
-
-
-def schedule(form: str, ranks: int, microbatches: int) -> Schedule:
-    config = dict(FORMS[form])
-    return build(config.pop("schedule"), ranks=ranks, microbatches=microbatches, **config)
 
 
 def assert_runs_exactly(schedule: Schedule, steps: int = 2) -> None:
@@ -61,7 +86,7 @@ def assert_runs_exactly(schedule: Schedule, steps: int = 2) -> None:
     pipe = Pipeline.from_provider(Part, schedule=schedule, loss_fn=mean_square)
     reference = nn.Sequential(*(Part(StageInfo(place, depth)) for place in range(depth)))
     for step in range(steps):
-        batch = rows(schedule.microbatches + step)
+        batch = rows_of(schedule.microbatches + step)
         loss = mean_square(reference(batch["x"]), batch)
         reference.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -81,28 +106,33 @@ def assert_runs_exactly(schedule: Schedule, steps: int = 2) -> None:
         assert [found > 0 for found in pipe.deferred_bytes] == [count > 0 for count in proven]
 
 
+@pytest.mark.parametrize("row", pairs(SIZES, exists), ids=named)
+def test_in_process(row: Row) -> None:
+    assert_runs_exactly(built(**row))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("row", all_rows(SIZES), ids=named)
+def test_in_process_in_every_size(row: Row) -> None:
+    assert_runs_exactly(built(**row))
+
+
 @pytest.mark.parametrize("sizes", [
-    pytest.param(SOME, id="some"), pytest.param(SIZES, id="all", marks=pytest.mark.sweep)
-])  # fmt: skip
-@pytest.mark.parametrize("form", FORMS)
-def test_in_process(form: str, sizes: list[tuple[int, int]]) -> None:
-    for ranks, microbatches in sizes:
-        if takes(form, ranks, microbatches):
-            assert_runs_exactly(schedule(form, ranks, microbatches))
-
-
-@pytest.mark.parametrize("sizes", [LARGE, pytest.param([(16, 36)], marks=pytest.mark.sweep)], ids=str)
+    # in the default run each form in two sizes, in turn
+    None, pytest.param([*LARGE, (16, 36)], marks=pytest.mark.sweep)
+], ids=["two", "all"])  # fmt: skip
 @pytest.mark.parametrize("form", [form for form in FORMS if "searched" not in form])
-def test_many_ranks_in_process(form: str, sizes: list[tuple[int, int]]) -> None:
-    for ranks, microbatches in sizes:
+def test_many_ranks_in_process(form: str, sizes: list[tuple[int, int]] | None) -> None:
+    turn = list(FORMS).index(form)
+    for ranks, microbatches in sizes or (LARGE[turn % 5], LARGE[(turn + 2) % 5]):
         if takes(form, ranks, microbatches):
-            assert_runs_exactly(schedule(form, ranks, microbatches), steps=1)
+            assert_runs_exactly(built(form, ranks, microbatches), steps=1)
 
 
 @pytest.mark.parametrize("ending", [".csv", ".json"])
 @pytest.mark.parametrize("form", ["interleaved_zero_bubble", "zb_v", "dualpipe_v", "searched"])
 def test_one_that_was_written_to_a_file(form: str, ending: str, tmp_path: Path) -> None:
-    written = schedule(form, 3, 7)
+    written = built(form, 3, 7)
     dump(written, tmp_path / f"own{ending}")
     loaded = load(tmp_path / f"own{ending}")
     assert loaded.programs == written.programs
@@ -110,44 +140,101 @@ def test_one_that_was_written_to_a_file(form: str, ending: str, tmp_path: Path) 
     assert_runs_exactly(build("file", ranks=3, microbatches=7, path=str(tmp_path / f"own{ending}")))
 
 
-@pytest.mark.parametrize("tied", [
-    # in every run each schedule has untied models in test_ragged
-    pytest.param(False, id="untied", marks=pytest.mark.sweep),
-    pytest.param(True, id="tied"),
-])  # fmt: skip
-@pytest.mark.parametrize("form", FORMS)
-def test_a_hugging_face_model_in_process(form: str, tied: bool) -> None:
-    model, batch = tiny_model("llama", layers=8, tied=tied), ragged_batch()
-    loss, expected = plain_step(model, batch)
-    for ranks, microbatches in ((2, 4), (2, 6)):
-        config = FORMS[form]
-        pipe = AutoPipeline(ranks=ranks, schedule=config, microbatches=microbatches).build(model)
-        found = pipe.step(batch).loss
-        assert found == pytest.approx(loss, rel=1e-6)
-        for index in pipe.modules:  # copies of the model bear the same names
-            held = dict(pipe.modules[index].named_parameters())
-            gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
-            assert len(gradients) == len(held)
-            assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+# ---- Hugging Face models, all ranks in this process
+
+OPTIONS: dict[str, Any] = {
+    "form": list(FORMS),
+    "family": list(FAMILIES),
+    "microbatches": (1, 2, 4, 5, 8),
+    "checkpointing": (
+        False, "full", "selective", Checkpointing(every=2, in_flight=1),
+        Checkpointing(save=("attention",), in_flight=2),
+    ),
+    "shapes": ("inferred", "exchanged", "padded", Padding(buckets=(8, 16), multiple=4), Padding(length=20)),
+    "ranks": (2, 1, 3, 4),
+    "batch": ("rows", "ragged", "packed"),
+    "tied": (True, False),
+    "dtype": (torch.float64, torch.float32),
+}  # fmt: skip
+
+
+def keeps_documents_apart(family: str) -> bool:
+    try:
+        refuse_packed(tiny_model(family))
+    except ModelError:
+        return False
+    return True
+
+
+APART = {family: keeps_documents_apart(family) for family in FAMILIES}
+
+
+def runs(row: Row) -> bool:
+    """May these options meet? Only as far as the row is known."""
+    if row.get("batch") == "packed" and "family" in row and not APART[row["family"]]:
+        return False
+    if "searched" in row.get("form", "") and row.get("ranks", 0) > 2:  # test_in_process has them
+        return False
+    return exists(row)
+
+
+def row_name(row: Row) -> str:
+    """With the long options as their numbers in `OPTIONS`."""
+    checkpointing, shapes = (OPTIONS[name].index(row[name]) for name in ("checkpointing", "shapes"))
+    bits = 64 if row["dtype"] == torch.float64 else 32
+    return (
+        f"{row['form']}-P{row['ranks']}-m{row['microbatches']}-{row['family']}-{row['batch']}"
+        f"-checkpointing{checkpointing}-shapes{shapes}-{'tied' if row['tied'] else 'untied'}-float{bits}"
+    )
+
+
+def assert_model_is_exact(row: Row) -> None:
+    """One step, and one with the shapes in another order in the same pipeline."""
+    count, dtype, family = row["microbatches"], row["dtype"], row["family"]
+    schedule = built(row["form"], row["ranks"], count)
+    model = tiny_model(family, dtype, layers=max(4, schedule.placement.depth), tied=row["tied"])
+    batch, microbatches, texts = ragged_batch(), ragged(count), documents(count)
+    # what the pipeline gets, and what the plain process
+    given: Any = {"rows": [batch], "ragged": [microbatches, microbatches[::-1]], "packed": [packed(texts)]}
+    alone = {"rows": [batch], "ragged": microbatches, "packed": apart(texts)}
+    loss, expected = plain_steps(model, alone[row["batch"]])
+    inside = dtype == torch.float64 and family in FLOAT32_INSIDE
+    tolerance = TOLERANCE[torch.float32 if inside else dtype]
+    pipe = AutoPipeline(
+        ranks=row["ranks"], schedule=schedule, microbatches=count, shapes=row["shapes"],
+        activation_checkpointing=row["checkpointing"],
+    ).build(model)  # fmt: skip
+    for step in given[row["batch"]]:
+        pipe.zero_grad()
+        assert pipe.step(step).loss == pytest.approx(loss, rel=max(tolerance / 10, 1e-12))
+        assert_every_gradient(pipe.modules.values(), expected, tolerance)
+        assert pipe.timeline.peak_live == pipe.proof.peak_live
+    if inside and row["batch"] == "rows":
+        # to 1e-10 against the same microbatches in a row, which round in the same places
         pipe.verify_against(model, batch)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_split_backward_in_every_family(family: str) -> None:
-    model, batch = tiny_model(family, tied=True), ragged_batch()
-    loss, expected = plain_step(model, batch)
-    for config, checkpointing in ((FORMS["zb_v"], False), (FORMS["1f1b zero bubble"], True)):
-        if checkpointing and not model.supports_gradient_checkpointing:
-            continue
-        pipe = AutoPipeline(
-            ranks=2, schedule=config, microbatches=4, activation_checkpointing=checkpointing
-        ).build(model)
-        assert pipe.step(batch).loss == pytest.approx(loss, rel=1e-6)
-        gradients = {
-            name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
-        }
-        assert len(gradients) == len(dict(pipe.named_parameters(remove_duplicate=False)))
-        assert_gradients(gradients, expected, TOLERANCE[torch.float32])
+@pytest.mark.parametrize("row", pairs(OPTIONS, runs, apart=[("form", "family")]), ids=row_name)
+def test_a_hugging_face_model_in_process(row: Row) -> None:
+    assert_model_is_exact(row)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("row", pairs(OPTIONS, runs), ids=row_name)
+def test_every_family_in_every_schedule(row: Row) -> None:
+    assert_model_is_exact(row)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not APART[family]])
+def test_packed_documents_are_refused_where_they_would_meet(family: str) -> None:
+    rows = documents(5)
+    pipe = AutoPipeline(ranks=2, microbatches=5).build(tiny_model(family))
+    with pytest.raises(ModelError, match="packed documents"):
+        pipe.step(packed(rows))
+    pipe.step(apart(rows)[:5])  # nothing was sent, and other batches may follow
+
+
+# ---- Hugging Face models over real processes
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [
@@ -156,7 +243,8 @@ def test_a_split_backward_in_every_family(family: str) -> None:
 ])  # fmt: skip
 @pytest.mark.parametrize("form", FORMS)
 def test_gloo(pool: Pool, form: str, ranks: int, microbatches: tuple[int, ...]) -> None:
-    cases = [(FORMS[form], count) for count in microbatches]
-    layers = max(schedule(form, ranks, 2).placement.depth, 2 * ranks)
+    # on two ranks each searches by itself, and must find the same schedule
+    cases = [(FORMS[form] if ranks == 2 else built(form, ranks, count), count) for count in microbatches]
+    layers = max(built(form, ranks, 2).placement.depth, 2 * ranks)
     wrong = pool.run(ranks, jobs.equivalence, "llama", True, ranks, cases, layers)
     assert [line for rank in wrong for line in rank] == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+
+from penstock.schedule import Schedule, build
 
 Config = dict[str, Any]
 
@@ -32,3 +35,10 @@ FORMS: dict[str, Config] = {
 def takes(form: str, ranks: int, microbatches: int) -> bool:
     """Whether the schedule exists in this size."""
     return form != "dualpipe" or ranks % 2 == microbatches % 2 == 0
+
+
+@cache
+def built(form: str, ranks: int, microbatches: int) -> Schedule:
+    """A form in one size. Kept, as a searched one takes its time."""
+    config = dict(FORMS[form])
+    return build(config.pop("schedule"), ranks=ranks, microbatches=microbatches, **config)
