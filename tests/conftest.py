@@ -10,6 +10,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support.pool import Pool
 
+CASES = 4  # of a test, in the inner loop
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> None:
@@ -20,7 +22,7 @@ def _quiet_and_single_threaded() -> None:
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Pool]:
     limit = float(pytestconfig.getoption("timeout") or pytestconfig.getini("timeout"))
-    # less, to tell of it before pytest ends the test
+    # less than a test may take, so that the pool can say which rank hangs before pytest ends the test
     pool = Pool(4, tmp_path_factory.mktemp("stores"), timeout=0.75 * limit)
     yield pool
     pool.close()
@@ -28,7 +30,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) 
 
 @pytest.fixture(scope="session")
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool of its own, of the tests of `make parallel` alone."""
+    """Eight workers, for the tests of `make parallel` alone."""
     pool = Pool(8, tmp_path_factory.mktemp("stores of eight"), timeout=240)
     yield pool
     pool.close()
@@ -36,17 +38,40 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A world of this process alone, to make meshes in."""
+    """A world of one process, to make meshes in."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true",
+                     help=f"no processes beside this one, at most {CASES} cases of each test")  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that use the pool run in one xdist worker, so that there is one pool. xdist reads
-    groups in this hook too, and must come after."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put all tests that use the pool into one xdist worker, so that there is one pool.
+
+    xdist reads groups in this hook too, and must come after.
+    """
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))
+    if config.getoption("fast"):
+        kept = _fast(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def _fast(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of this process alone; of a test with many cases some, evenly spread over them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        fixtures = {"pool", "eight"} & set(getattr(item, "fixturenames", ()))
+        marks = {mark.name for mark in item.iter_markers()} & {"sweep", "parallel"}
+        starts_processes = fixtures or hasattr(getattr(item, "module", None), "subprocess")
+        if not starts_processes and not marks:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for each in cases.values() for item in each[:: -(-len(each) // CASES)]]

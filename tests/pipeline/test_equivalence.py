@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
 from support import jobs
-from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
+from support.covering import pairs
+from support.families import FAMILIES, ragged_batch, tiny_model
 from support.pool import Pool
-from support.reference import TOLERANCE, assert_gradients, plain_step
+from support.reference import assert_gradients, plain_step
 
 ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
 
@@ -36,58 +37,26 @@ def assert_equal(model: PreTrainedModel, pipe: Pipeline, batch: dict[str, Tensor
     assert_gradients(gradients, expected, tolerance)
 
 
-SOME = [(1, "1f1b", 2), (2, "gpipe", 1), (2, "1f1b", 5), (3, "gpipe", 4), (3, "1f1b", 8), (4, "gpipe", 7),
-        (4, "1f1b", 1), (4, "1f1b", 6)]  # fmt: skip
-EACH = [(ranks, schedule, m) for ranks, (schedule, m) in product(range(1, 5), ALL)]
-
-
-@pytest.mark.parametrize(("family", "tied", "cases"), [
-    # llama with all of them in every run; families are untied, too, in `test_gloo_families`
-    *(pytest.param("llama", tied, EACH, id=f"llama-{tied}-each") for tied in (False, True)),
-    *(pytest.param(family, True, SOME, id=f"{family}-some") for family in FAMILIES if family != "llama"),
-    *(
-        pytest.param(family, tied, EACH, id=f"{family}-{tied}-each", marks=pytest.mark.sweep)
-        for family, tied in product(FAMILIES, (False, True)) if family != "llama"
-    ),
-])  # fmt: skip
-def test_float32(family: str, tied: bool, cases: list[tuple[int, str, int]]) -> None:
-    """gpipe and 1f1b, P 1 to 4, m 1 to 8 and m < P, all ranks in this process."""
-    model, batch = tiny_model(family, tied=tied), ragged_batch()
-    loss, expected = plain_step(model, batch)
-    for ranks, schedule, microbatches in cases:
-        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches).build(model)
-        found, gradients = step_gradients(pipe, batch)
-        assert found == pytest.approx(loss, rel=1e-6)
-        assert_gradients(gradients, expected, TOLERANCE[torch.float32])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float64(family: str) -> None:
-    """To 1e-10 where the model computes in float64 throughout. Models that compute parts in float32 are held
-    to float32's tolerance against the whole batch, and to 1e-10 against the same microbatches in a row, which
-    round in the same places."""
-    model, batch = tiny_model(family, torch.float64, tied=True), ragged_batch()
-    tolerance = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else torch.float64]
-    for ranks, schedule, microbatches in ((2, "gpipe", 3), (3, "1f1b", 2), (4, "1f1b", 8)):
-        pipe = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=microbatches).build(model)
-        assert_equal(model, pipe, batch, tolerance)
-        pipe.verify_against(model, batch)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "tied"),  # the others are in `test_gloo_everything`
-    [(2, True), (3, True), (4, True), (4, False)],
-    ids=["2-tied", "3-tied", "4-tied", "4-untied"],
+# every pair of these; `test_gloo_everything` has the product
+GLOO = pairs(
+    {"ranks": (2, 3, 4), "schedule": ("gpipe", "1f1b"), "microbatches": range(1, 9), "tied": (True, False)}
 )
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gloo_all_sizes(pool: Pool, ranks: int, tied: bool) -> None:
-    wrong = pool.run(ranks, jobs.equivalence, "llama", tied, ranks, ALL)
+    rows = [row for row in GLOO if row["ranks"] == ranks and row["tied"] == tied]
+    cases = [(row["schedule"], row["microbatches"]) for row in rows]
+    wrong = pool.run(ranks, jobs.equivalence, "llama", tied, ranks, cases)
     assert [line for rank in wrong for line in rank] == []
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
-def test_gloo_families(pool: Pool, family: str) -> None:
-    wrong = pool.run(2, jobs.equivalence, family, True, 2, [("1f1b", 3)])
-    wrong += pool.run(4, jobs.equivalence, family, False, 4, [("gpipe", 2), ("1f1b", 5)])
+@pytest.mark.parametrize(("turn", "family"), [*enumerate(name for name in FAMILIES if name != "llama")])
+def test_gloo_families(pool: Pool, turn: int, family: str) -> None:
+    """Two or four ranks in turn; all families in all sizes in one process are in test_every_schedule."""
+    ranks, schedule = (2, "1f1b") if turn % 2 else (4, "gpipe" if turn % 4 else "1f1b")
+    wrong = pool.run(ranks, jobs.equivalence, family, turn % 3 == 0, ranks, [(schedule, 3)])
     assert [line for rank in wrong for line in rank] == []
 
 

@@ -11,12 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
-from penstock.batch.packing import refuse_packed
 from penstock.batch.padding import Padding
-from penstock.errors import BatchError, ModelError
+from penstock.errors import BatchError
 from penstock.models.activation_checkpointing import Checkpointing
 from support import jobs
-from support.families import FAMILIES, tiny_model
+from support.families import tiny_model
 from support.pool import Pool
 from support.ragged import Microbatches, apart, documents, packed, ragged
 from support.reference import (
@@ -67,67 +66,21 @@ def assert_exact(
     assert_step(pipe, other, loss, expected, tolerance)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_ragged_in_every_schedule(form: str) -> None:
-    model = tiny_model("llama", torch.float64, layers=8, tied=True)
-    turn = list(FORMS).index(form)
-    for shapes in ("inferred", list(SHAPES.values())[1 + turn % (len(SHAPES) - 1)]):
-        assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], shapes=shapes)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_packed_in_every_schedule(form: str) -> None:
-    """As if each document had been alone: none attends to another."""
-    model, rows = tiny_model("qwen3", torch.float64, layers=8), documents(6)
-    shapes = ("inferred", "exchanged", Padding(multiple=8))[list(FORMS).index(form) % 3]
-    assert_exact(model, packed(rows), apart(rows), ranks=2, schedule=FORMS[form], shapes=shapes)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_checkpointing_in_every_schedule(form: str) -> None:
-    model = tiny_model("llama", torch.float64, layers=8)
-    how = list(CHECKPOINTING.values())[list(FORMS).index(form) % len(CHECKPOINTING)]
+@pytest.mark.parametrize(("form", "checkpointing"), [*zip(FORMS, CHECKPOINTING, strict=False)])
+def test_checkpointing(form: str, checkpointing: str) -> None:
+    model, how = tiny_model("llama", torch.float64, layers=8), CHECKPOINTING[checkpointing]
     assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], activation_checkpointing=how)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 def test_everything_in_every_schedule(form: str) -> None:
-    """The whole product, of which the tests above take a part in turn."""
+    """The full product; tests/test_every_schedule.py has its pairs in every run."""
     model, rows = tiny_model("llama", torch.float64, layers=8), documents(6)
     for shapes, how in product(SHAPES.values(), (False, *CHECKPOINTING.values())):
         options: dict[str, Any] = {"shapes": shapes, "activation_checkpointing": how}
         assert_exact(model, ragged(6), ranks=2, schedule=FORMS[form], **options)
         assert_exact(model, packed(rows), apart(rows), ranks=2, schedule=FORMS[form], **options)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ragged_in_every_family(family: str) -> None:
-    """Float32, as some families compute parts in it; the windows of some are shorter than the rows."""
-    model = tiny_model(family, tied=True)
-    for ranks, shapes in ((2, "exchanged"), (4, Padding(multiple=8))):
-        assert_exact(model, ragged(5), ranks=ranks, shapes=shapes)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_in_every_family_that_keeps_documents_apart(family: str) -> None:
-    model, rows = tiny_model(family), documents(5)
-    try:
-        refuse_packed(model)
-    except ModelError:
-        pipe = AutoPipeline(ranks=2, microbatches=5).build(model)
-        with pytest.raises(ModelError, match="packed documents"):
-            pipe.step(packed(rows))
-        pipe.step(apart(rows)[:5])  # nothing was sent, and other batches may follow
-        return
-    assert_exact(model, packed(rows), apart(rows), ranks=3)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_checkpointing_in_every_family(family: str) -> None:
-    model = tiny_model(family)
-    for how, form in (("selective", "zb_v"), (Checkpointing(every=3, in_flight=2), "1f1b")):
-        assert_exact(model, ragged(4), ranks=2, schedule=form, activation_checkpointing=how)
 
 
 def test_evaluation_leaves_a_steps_metadata_alone() -> None:
@@ -173,10 +126,13 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
         pipe.step(packed(rows)[:2])
 
 
-@pytest.mark.parametrize(("ranks", "shapes"), [(2, "exchanged"), (2, "buckets"), (4, "inferred")])
-def test_gloo(pool: Pool, ranks: int, shapes: str) -> None:
+@pytest.mark.parametrize(
+    ("turn", "ranks", "shapes"), [(0, 2, "exchanged"), (1, 2, "buckets"), (2, 4, "inferred")]
+)
+def test_gloo(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
+    """Each schedule meets each kind of batch and each way to learn shapes once; the sweep has the product."""
     forms = [FORMS[form] for form in ("1f1b", "interleaved_zero_bubble", "zb_v", "dualpipe")]
-    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 2 * ranks)
+    wrong = pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 2 * ranks, turn)
     assert [line for rank in wrong for line in rank] == []
 
 

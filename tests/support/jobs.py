@@ -67,15 +67,23 @@ def equivalence(family: str, tied: bool, ranks: int, cases: Sequence[Case], laye
     return wrong
 
 
-def any_shape(ranks: int, schedules: Sequence[ScheduleLike], shapes: Any, layers: int) -> list[str]:
-    """Ragged microbatches, packed documents, and checkpointed layers in each schedule; what went wrong."""
+def any_shape(
+    ranks: int, schedules: Sequence[ScheduleLike], shapes: Any, layers: int, turn: int | None = None
+) -> list[str]:
+    """Ragged microbatches, packed documents, and checkpointed layers in each schedule; what went wrong.
+
+    turn: take one of the three for each schedule, beginning at this one; None for all
+    """
     model, rows = tiny_model("llama", layers=layers, tied=True), documents(8)
     cases: list[tuple[str, Microbatches, Microbatches, bool | Checkpointing]]
     cases = [("ragged", ragged(8), ragged(8), False), ("packed", packed(rows), apart(rows), False),
              ("checkpointed", ragged(8, 1), ragged(8, 1), Checkpointing(in_flight=2))]  # fmt: skip
     plain = {name: plain_steps(model, alone) for name, _, alone, _ in cases}
     wrong: list[str] = []
-    for schedule, (name, microbatches, _, checkpointing) in product(schedules, cases):
+    runs = list(product(schedules, cases))
+    if turn is not None:
+        runs = [(schedule, cases[(turn + place) % 3]) for place, schedule in enumerate(schedules)]
+    for schedule, (name, microbatches, _, checkpointing) in runs:
         loss, expected = plain[name]
         pipe = AutoPipeline(
             ranks=ranks, schedule=schedule, microbatches=8, timeout=30, shapes=shapes,

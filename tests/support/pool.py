@@ -25,7 +25,8 @@ JOB_TIMEOUT = 90.0  # seconds
 MOST_THREADS = 48
 PRELOADED = [
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.generation",
-    "transformers.models.llama.modeling_llama", "penstock.train.run", "support.jobs",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.mixtral.modeling_mixtral", "penstock.train.run", "support.jobs",
 ]  # fmt: skip
 
 
