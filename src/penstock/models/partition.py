@@ -62,7 +62,8 @@ def partition(
     if isinstance(layers_per_stage, int):
         return _from_size(layers_per_stage, layers, stages)
     if layers_per_stage is not None:
-        return _from_counts(layers_per_stage, layers, stages)
+        counts = list(layers_per_stage)
+        return _checked(f"layers_per_stage={counts}", counts, layers, stages)
     if balance is not None:
         costs = as_layer_costs(balance, layers)
         return balanced_split(costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head)
@@ -138,31 +139,22 @@ def to_layout(split: Sequence[range]) -> str:
 
 def _from_layout(text: str, layers: int, stages: int) -> list[range]:
     layout = parse_layout(text)
-    split = list(layout.layers)
+    value = f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}"
     if layout.prediction_layers:
         rule = "it places multi-token-prediction layers (m), and models of transformers come without any"
-        remedy = "Take m away"
-    elif len(split) != stages:
-        rule = f"it has {_count(len(split), 'stage')}, and the schedule has {stages}"
-        remedy = f"Write {stages - 1} |, or change ranks or stages per rank"
-    elif split[-1].stop != layers:
-        rule = f"it has {_count(split[-1].stop, 'layer')} (t), and the model has {layers}"
-        remedy = f"Write {layers} of them"
-    else:
-        return split
-    raise PartitionError(f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}", rule, remedy)
+        raise PartitionError(value, rule, "Take m away")
+    return _checked(value, [len(each) for each in layout.layers], layers, stages)
 
 
-def _from_counts(counts: Sequence[int], layers: int, stages: int) -> list[range]:
-    name = f"layers_per_stage={list(counts)}"
+def _checked(value: str, counts: Sequence[int], layers: int, stages: int) -> list[range]:
     if any(count < 0 for count in counts):
-        raise ConfigError(name, "a stage holds 0 layers or more", "Give 0 or more")
+        raise ConfigError(value, "a stage holds 0 layers or more", "Give 0 or more")
     if len(counts) != stages:
         rule = f"it has {_count(len(counts), 'stage')}, and the schedule has {stages}"
-        raise PartitionError(name, rule, f"Give {_count(stages, 'number')}")
+        raise PartitionError(value, rule, f"Describe {stages}, or change ranks or stages per rank")
     if sum(counts) != layers:
-        rule = f"they add up to {sum(counts)}, and the model has {_count(layers, 'layer')}"
-        raise PartitionError(name, rule, f"Give numbers that add up to {layers}")
+        rule = f"it has {_count(sum(counts), 'layer')}, and the model has {layers}"
+        raise PartitionError(value, rule, f"Describe {layers}")
     return _ranges(counts)
 
 

@@ -28,7 +28,7 @@ class Threads:
         self.index, self.count, self._barrier, self._slots = index, count, barrier, slots
 
     def gather(self, value: Any) -> list[Any]:
-        self._slots[self.index] = value
+        self._slots[self.index] = json.loads(json.dumps(value))  # as between real processes
         self._barrier.wait()
         values = list(self._slots)
         self._barrier.wait()
