@@ -1,0 +1,239 @@
+"""Break the code in one place at a time and see whether the tests notice: `make mutants`.
+
+Each mutant is a small change of a line that matters. The named tests run on a copy of the tree that has this
+change alone; a mutant that they do not notice "survives", and means that a test is missing.
+
+    python tests/mutants.py              all of them
+    python tests/mutants.py verify 7     those of files whose path contains "verify", and number 7
+    python tests/mutants.py --check      only: does each snippet occur exactly once?
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("src", "tests", "examples", "docs", "configs", "pyproject.toml")
+LIMIT = 600  # seconds for the tests of one mutant
+
+
+class Mutant(NamedTuple):
+    """file: below src/penstock; tests: below tests, as pytest takes them, apart by spaces"""
+
+    file: str
+    snippet: str
+    replacement: str
+    tests: str
+
+
+EVERY = "test_every_schedule.py"
+EXECUTOR, PLAN = "runtime/executor.py", "runtime/plan.py"
+OPS, STAGE, SHARED = "runtime/ops.py", "runtime/stage.py", "runtime/shared_weights.py"
+VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulate.py"
+BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
+RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
+REDUCTIONS = "parallel/reductions.py"
+OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
+OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py schedule/test_memory.py"
+OF_SPLIT = "runtime/split_backward"
+OF_SHARED = "runtime/test_shared_weights.py"
+
+MUTANTS = [
+    # ---- executor and ops
+    Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),
+    Mutant(
+        EXECUTOR,
+        "self.recorder.add(op, takes, start, now())",
+        "self.recorder.add(op, takes, start, start)",
+        "runtime/test_executor.py runtime/transport/test_emulated.py",
+    ),
+    Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),
+    Mutant(EXECUTOR, "        self.outbox.clear()\n", "", "runtime/test_executor.py pipeline/test_edges.py"),
+    Mutant(OPS, "1 / step.weight", "1.0", EVERY),
+    Mutant(OPS, "list(torch._foreach_div(self.totals, step.weight))", "self.totals", EVERY),
+    Mutant(OPS, 'edge if op.kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
+    Mutant(
+        OPS, "min(op.stage, message.target) %", "max(op.stage, message.target) %", "pipeline/test_edges.py"
+    ),
+    Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
+    # ---- lowering
+    Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
+    Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if False:", "runtime/test_plan.py"),
+    Mutant(
+        PLAN, "            yield from map(Free, sends)", "            sends.clear()", "runtime/test_plan.py"
+    ),
+    Mutant(
+        PLAN, 'source.stage + (1 if source.kind == "F" else -1)', "source.stage + 1", "runtime/test_plan.py"
+    ),
+    # ---- verify
+    Mutant(VERIFY, '{"F": 1, "B": -1, "W": -1}', '{"F": 1, "B": -1, "I": -1}', OF_VERIFY),
+    Mutant(VERIFY, '{"I": 1, "W": -1}', '{"I": 1, "B": -1}', f"{OF_VERIFY} {EVERY}"),
+    Mutant(VERIFY, "peak > memory_limit", "peak >= memory_limit", OF_VERIFY),
+    Mutant(VERIFY, "if host != rank:", "if False:", OF_VERIFY),
+    Mutant(VERIFY, "elif self.rank_at[number] != NOTHING:", "elif False:", OF_VERIFY),
+    Mutant(VERIFY, "absent | late", "absent", OF_VERIFY),
+    Mutant(VERIFY, "position_at[needed] > position", "position_at[needed] > position + 1", OF_VERIFY),
+    Mutant(
+        VERIFY,
+        "slots = 1 + (trains and 1 + index.is_split(stage, microbatch))",
+        "slots = 1 + trains",
+        OF_VERIFY,
+    ),
+    Mutant(VERIFY, "elif taken.intersection(pair):", "elif False:", OF_VERIFY),
+    Mutant(VERIFY, "if len(used) > 1:", "if len(used) > 2:", OF_VERIFY),
+    # ---- simulate
+    Mutant(SIMULATE, " and hosts[stage] != hosts[stage + 1]:", ":", OF_SIMULATE),
+    Mutant(SIMULATE, "delays[first + 1 : first + numbers.row : 3] = row", "del first", OF_SIMULATE),
+    # ---- split backward
+    Mutant(
+        BACKWARD,
+        "if received.requires_grad",
+        "if received.grad is not None",
+        f"{OF_SPLIT} pipeline/test_edges.py",
+    ),
+    Mutant(DEFERRED, "total += products.pop().gradient()", "total = products.pop().gradient()", OF_SPLIT),
+    Mutant(DEFERRED, "product.dy.clone()", "product.dy", OF_SPLIT),
+    Mutant(DEFERRED, "if (self.x._version, self.dy._version) != self.versions:", "if False:", OF_SPLIT),
+    Mutant(DEFERRED, "        and not is_hooked(parameter)\n", "", OF_SPLIT),
+    Mutant(
+        DEFERRED,
+        "(product.x, product.dy) if product.counts else (product.dy,)",
+        "(product.x, product.dy)",
+        OF_SPLIT,
+    ),
+    Mutant(RECORDING, " or is_hooked(parameter)", "", OF_SPLIT),
+    Mutant(RECORDING, " or id(parameter) in self._inputs", "", f"{OF_SPLIT} pipeline/test_edges.py"),
+    # ---- loss
+    Mutant(LOSS, "(labels[:, 1:] != IGNORED)", "(labels != IGNORED)", f"batch/test_loss.py {EVERY}"),
+    Mutant(
+        LOSS, "logits[:, :-1], labels[:, 1:]", "logits[:, 1:], labels[:, 1:]", f"batch/test_loss.py {EVERY}"
+    ),
+    Mutant(LOSS, 'reduction="sum"', 'reduction="mean"', f"batch/test_loss.py {EVERY}"),
+    Mutant(LOSS, ".to(total.device) * items", ".to(total.device)", "models/test_every_model.py,auxiliary"),
+    Mutant(LOSS, "return mean * self._rows(microbatch)", "return mean", EVERY),
+    # ---- what parallel axes and shared weights sum
+    Mutant(
+        REDUCTIONS,
+        "-self.max(-number)",
+        "self.max(number)",
+        "parallel/test_bad_input.py parallel/test_refusals.py parallel/test_data.py",
+    ),
+    Mutant(REDUCTIONS, "if len(numbers) > 1]", "if len(numbers) > 2]", "parallel/test_bad_input.py"),
+    Mutant(
+        REDUCTIONS,
+        "self._sum(counts, self._batch,",
+        "self._sum(counts, self._loss,",
+        "parallel/test_context.py parallel/test_axes.py",
+    ),
+    Mutant(
+        SHARED, "before if copy.grad is None else copy.grad.add_(before)", "before", f"{OF_SHARED} pipeline"
+    ),
+    Mutant(SHARED, "for copy in copies if count == 0 else ():", "for copy in ():", OF_SHARED),
+    Mutant(
+        SHARED,
+        "            if id(copy) not in first:\n                copy.zero_()\n",
+        "            pass\n",
+        OF_SHARED,
+    ),
+    Mutant(SHARED, "if len(set(trained.values())) == 1:", "if trained:", OF_SHARED),
+    # ---- stage
+    Mutant(
+        STAGE,
+        "whole_backward(self.live.pop(number), gradients)",
+        "whole_backward(self.live[number], gradients)",
+        f"runtime/test_stage.py {EVERY}",
+    ),
+    Mutant(
+        STAGE,
+        "            part.training = training\n",
+        "            pass\n",
+        "runtime/test_stage.py pipeline/test_edges.py",
+    ),
+    Mutant(
+        STAGE,
+        "self._recomputing.on = recompute",
+        "self._recomputing.on = False",
+        "models/test_checkpointing.py runtime/test_memory.py",
+    ),
+]
+
+
+def problem(mutant: Mutant) -> str:
+    """Why this mutant cannot be made, empty where it can."""
+    file = ROOT / "src" / "penstock" / mutant.file
+    if not file.is_file():
+        return "the file is gone"
+    for path in mutant.tests.split():
+        if not (ROOT / "tests" / path).exists():
+            return f"there is no {path}"
+    count = file.read_text(encoding="utf-8").count(mutant.snippet)
+    return "" if count == 1 else f"the snippet occurs {count} times"
+
+
+def run(mutant: Mutant, tree: Path) -> str:
+    """Run its tests on `tree`, which has nothing else changed; caught, survived, or what else happened."""
+    file = tree / "src" / "penstock" / mutant.file
+    original = file.read_text(encoding="utf-8")
+    file.write_text(original.replace(mutant.snippet, mutant.replacement), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
+    if not mutant.tests.startswith("parallel"):  # what only real processes show
+        command.append("--fast")
+    paths = [str(tree / "tests" / path) for path in mutant.tests.split()]
+    try:
+        done = subprocess.run(
+            [*command, *paths], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT,
+            check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no verdict within {LIMIT} s"
+    finally:
+        file.write_text(original, encoding="utf-8")
+    verdicts = {0: "SURVIVED", 1: "caught", 2: "caught"}  # 2: it cannot even be imported
+    return verdicts.get(done.returncode, f"pytest ended with {done.returncode}: {done.stdout[-300:]}")
+
+
+def main(arguments: list[str]) -> int:
+    wanted = [argument for argument in arguments if argument != "--check"]
+    numbered = [
+        (number, mutant) for number, mutant in enumerate(MUTANTS, 1)
+        if not wanted or any(each in mutant.file or each == str(number) for each in wanted)
+    ]  # fmt: skip
+    stale = [f"{number} {mutant.file}: {problem(mutant)}: {mutant.snippet!r}"
+             for number, mutant in numbered if problem(mutant)]  # fmt: skip
+    print(*stale, sep="\n")
+    if "--check" in arguments:
+        return len(stale) > 0
+    verdicts: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(source, tree / name)
+        for number, mutant in numbered:
+            if problem(mutant):
+                continue
+            began = time.monotonic()
+            verdicts.append(run(mutant, tree))
+            change = f"{mutant.snippet.strip()!r} -> {mutant.replacement.strip()!r}"
+            print(
+                f"{number:2} {verdicts[-1]:9} {time.monotonic() - began:4.0f} s  {mutant.file}: {change}",
+                flush=True,
+            )
+    caught = verdicts.count("caught")
+    print(f"{caught} of {len(verdicts)} caught; {len(stale)} are out of date")
+    return caught < len(verdicts) or len(stale) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
