@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
 from penstock import AutoPipeline, Axes
-from penstock.runtime.sharded_weights import own
+from penstock.runtime.sharded_weights import local_shard
 
 RANKS, MIB = 4, 2**20
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -72,7 +72,7 @@ def load_spread(rank: Rank, folder: str) -> tuple[float, float, float, float]:
     pipe = rank.kept["pipe"] = auto.build(folder)
     took = time.perf_counter() - start
     weights = [parameter.detach() for parameter in pipe.parameters()]
-    part = sum(own(weight).nbytes for weight in weights)
+    part = sum(local_shard(weight).nbytes for weight in weights)
     largest = max(weight.numel() * weight.itemsize for weight in weights)
     return took, held("VmHWM") - before, part / MIB, largest / MIB
 

@@ -61,7 +61,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
     "a failure": (
         "pipeline/step",
         "runtime/health/post_mortem",
-        "runtime/health/progress",
+        "runtime/recorder",
         "errors",
     ),
 }

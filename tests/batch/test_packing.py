@@ -170,7 +170,7 @@ def test_a_document_over_a_rows_end_is_refused() -> None:
         split_lens(over, 2, 4, 2)
     with pytest.raises(BatchError, match="documents end where a row ends"):
         split_lens(torch.tensor([0, 4]), 2, 4, 2)
-    with pytest.raises(BatchError, match="are to be cut into 3 groups"):
+    with pytest.raises(BatchError, match="are to be split into 3 groups"):
         split_lens(torch.tensor([0, 4, 8]), 2, 4, 3)
     for wrong in ([0, 4, 4, 8], [1, 4, 8], [0, 8, 4], [0]):
         with pytest.raises(BatchError, match="no document is empty"):
@@ -199,7 +199,7 @@ def test_a_mask_that_hides_the_documents_is_refused() -> None:
     packed = {"input_ids": ids, **metadata([2, 2])}
     assert is_packed(packed)
     for batch in (packed, {"input_ids": ids, "position_ids": packed["position_ids"]}):
-        with pytest.raises(BatchError, match=r"attention_mask of shape .* beside packed documents"):
+        with pytest.raises(BatchError, match=r"attention_mask of shape .* with packed documents"):
             with_positions({**batch, "attention_mask": ones})
     four = {**packed, "attention_mask": torch.ones(1, 1, 4, 4)}
     assert with_positions(four) is four  # made by hand for these documents

@@ -16,9 +16,9 @@ from penstock.batch.payload import (
     EdgeSpecs,
     TensorSpec,
     declared,
+    flatten,
     pack_specs,
-    put_together,
-    take_apart,
+    unflatten,
     unpack_specs,
 )
 from penstock.errors import ShapeError
@@ -63,7 +63,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def specs_of(value: Any) -> EdgeSpecs:
-    return EdgeSpecs.of(*take_apart(value))
+    return EdgeSpecs.of(*flatten(value))
 
 
 def turned(value: Any) -> Any:
@@ -77,9 +77,9 @@ def turned(value: Any) -> Any:
 
 @given(VALUES)
 def test_what_is_taken_apart_is_put_together_again(value: Any) -> None:
-    tensors, form = take_apart(value)
+    tensors, form = flatten(value)
     assert all(isinstance(tensor, Tensor) for tensor in tensors)
-    assert same(put_together(tensors, form), value)
+    assert same(unflatten(tensors, form), value)
 
 
 @given(VALUES)
@@ -88,15 +88,15 @@ def test_what_is_told_is_understood(value: Any) -> None:
     told = unpack_specs(pack_specs(specs))
     assert told == specs
     assert str(told) == str(specs)
-    tensors, _ = take_apart(value)
-    assert same(put_together(tensors, told.form), value)
+    tensors, _ = flatten(value)
+    assert same(unflatten(tensors, told.form), value)
 
 
 @given(VALUES)
 def test_the_order_of_entries_means_nothing_at_any_depth(value: Any) -> None:
     """Unreleased: only the outermost mapping was put in order, and what a stage had declared was refused."""
-    tensors, form = take_apart(value)
-    others, other = take_apart(turned(value))
+    tensors, form = flatten(value)
+    others, other = flatten(turned(value))
     assert form == other
     assert all(map(same, tensors, others))
 
@@ -106,23 +106,23 @@ def test_declaring_tensors_says_what_they_are(value: Any) -> None:
     found = declared(value)
     expected = specs_of(value)
     assert found.form == expected.form
-    assert [spec[:2] for spec in found.tensors] == [spec[:2] for spec in expected.tensors]
+    assert [str(spec) for spec in found.tensors] == [str(spec) for spec in expected.tensors]
     assert all(spec.differentiable for spec in found.tensors)
 
 
 def test_names_that_are_numbers() -> None:
     value = {10: torch.ones(1), 2: torch.zeros(1)}
-    tensors, form = take_apart(value)
+    tensors, form = flatten(value)
     told = unpack_specs(pack_specs(EdgeSpecs.of(tensors, form)))
-    assert same(put_together(tensors, told.form), value)
+    assert same(unflatten(tensors, told.form), value)
 
 
 @pytest.mark.parametrize("mapping", [OrderedDict, MappingProxyType])
 def test_any_mapping_arrives_as_a_dict(mapping: Any) -> None:
     tensor = torch.ones(2)
     value = mapping({"b": tensor, "a": [mapping({"c": 1})]})
-    assert same(put_together(*take_apart(value)), {"a": [{"c": 1}], "b": tensor})
-    assert declared(value).form == take_apart(value)[1]
+    assert same(unflatten(*flatten(value)), {"a": [{"c": 1}], "b": tensor})
+    assert declared(value).form == flatten(value)[1]
 
 
 def test_specs_stand_for_tensors() -> None:
@@ -130,7 +130,7 @@ def test_specs_stand_for_tensors() -> None:
     assert declared(spec) == EdgeSpecs((spec,))
     nested = declared({"one": [spec, 7], "other": torch.empty(4, device="meta")})
     assert nested.tensors == (spec, TensorSpec((4,), torch.float32))
-    assert nested.form == take_apart({"one": [torch.zeros(2, 3), 7], "other": torch.zeros(4)})[1]
+    assert nested.form == flatten({"one": [torch.zeros(2, 3), 7], "other": torch.zeros(4)})[1]
 
 
 def test_gradients_come_back_for_what_has_one() -> None:
@@ -150,7 +150,7 @@ def test_specs_in_words() -> None:
 
 
 @pytest.mark.parametrize("strange", [object(), {1, 2}, torch.float32, b"bytes"])
-@pytest.mark.parametrize("tell", [take_apart, declared])
+@pytest.mark.parametrize("tell", [flatten, declared])
 def test_what_cannot_cross(strange: object, tell: Any) -> None:
     """Unreleased: what was declared was not looked at, and two objects were told apart by their addresses."""
     with pytest.raises(ShapeError, match=f"a {type(strange).__name__} in a stage's output: tensors, numbers"):
@@ -160,11 +160,11 @@ def test_what_cannot_cross(strange: object, tell: Any) -> None:
 def test_a_named_tuple_crosses_where_it_need_not_be_told() -> None:
     """Unreleased: telling it ended in torch's own NotImplementedError."""
     value = Pair(torch.ones(1), {"count": 3})
-    tensors, form = take_apart(value)
-    back = put_together(tensors, form)
+    tensors, form = flatten(value)
+    back = unflatten(tensors, form)
     assert isinstance(back, Pair)
     assert same(back.one, value.one)
     with pytest.raises(
-        ShapeError, match=r"Pair\(one=tensor, other=\{'count': 3\}\): ahead of the tensors only"
+        ShapeError, match=r"Pair\(one=tensor, other=\{'count': 3\}\): only the nesting of tuples"
     ):
         pack_specs(EdgeSpecs.of(tensors, form))

@@ -17,7 +17,7 @@ from penstock.models.tracing.meta import outlined
 from penstock.models.weights import files as weights
 from penstock.models.weights.initial import initialise
 from penstock.pipeline.auto_pipeline import fill
-from penstock.runtime.sharded_weights import give_storage
+from penstock.runtime.sharded_weights import materialize
 from support import jobs_spread as jobs
 from support.families import FAMILIES, tiny_config, tiny_model
 from support.pool import Pool
@@ -122,7 +122,7 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
     whole, part = plan.model_of(0), plan.model_of(0, values=False)
     fill(whole, plan.source, (), auto.seed)
     given = outlined(part)
-    give_storage(part, torch.device("cpu"))
+    materialize(part, torch.device("cpu"))
     fill(given, plan.source, (), auto.seed)
     expected, found = dict(whole.named_parameters()), dict(part.named_parameters())
     assert {p.dtype for p in expected.values()} == {torch.float16, torch.float32}
@@ -139,7 +139,7 @@ def check_pieces(family: str) -> None:
         whole, part = outline.model_of(stage), outline.model_of(stage)
         initialise(whole, model, ties, 3)
         given = outlined(part)
-        give_storage(part, torch.device("cpu"))
+        materialize(part, torch.device("cpu"))
         initialise(given, model, ties, 3)
         for kind in ("parameters", "buffers"):
             expected, found = (dict(getattr(m, f"named_{kind}")()) for m in (whole, part))

@@ -85,7 +85,7 @@ def test_padding_is_known_to_every_part_and_hides_no_documents() -> None:
     assert whole.documents is None
     assert whole.mask is not None
     assert whole.mask[2].tolist() == [False] * 9 + [True] * 8 + [False] * 3
-    with pytest.raises(BatchError, match="beside packed documents"):
+    with pytest.raises(BatchError, match="with packed documents"):
         split({**packed(), "attention_mask": torch.ones(2, 19)}, 0, 2)
 
 

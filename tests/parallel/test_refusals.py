@@ -24,7 +24,7 @@ PARTS = {  # on the second part of the batch, of pp=2 x dp_shard=2
     "no rows": "BatchError: microbatch 1, given to process 1, 3: it has no rows",
 }
 PROCESS = {  # on process 3 alone, which has the second part as process 1 has
-    "twice": "BatchError: labels as an argument of its own, given to process 3: the batch has it as well",
+    "twice": "BatchError: labels as an argument, given to process 3: the batch has it as well",
     "nothing": "BatchError: a batch given as NoneType, given to process 3: ",
     "nothing to evaluate": "BatchError: a batch given as NoneType, given to process 3: ",
     "forbidden": "BatchError: 'use_cache' in a batch, given to process 3: ",

@@ -15,8 +15,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.stage import StageInfo
 from penstock.pipeline.options import Options
-from penstock.runtime.overlap import Begin, End, side_by_side
-from penstock.runtime.plan import Compute, Free, Hand, Message, Post, Send, Wait, lower
+from penstock.runtime.plan import Begin, Compute, Deliver, End, Free, Message, Post, Send, Wait, lower
 from penstock.schedule import Schedule, build, verify
 
 PAIRED: dict[str, Any] = {"schedule": "1f1b", "paired": True}
@@ -72,18 +71,18 @@ def made(schedule: Any, provider: Any = Chunk, **options: Any) -> Pipeline:
 
 def ran(pipe: Pipeline) -> int:
     """Pairs that ran side by side so far."""
-    return sum(of.pairing.ran for of in pipe._training.executors if of.pairing is not None)
+    return sum(executor.overlapped for executor in pipe._training.executors)
 
 
 def text(schedule: Schedule, rank: int) -> str:
     words = []
-    for action in side_by_side(lower(verify(schedule), rank)):
+    for action in lower(verify(schedule), rank, overlap=True).actions:
         match action:
             case Compute(op):
                 words.append(str(op))
             case Begin(compute) | End(compute):
                 words.append(f"{type(action).__name__.lower()} {compute.op}")
-            case Post(message) | Wait(message) | Send(message) | Free(message) | Hand(message):
+            case Post(message) | Wait(message) | Send(message) | Free(message) | Deliver(message):
                 words.append(f"{type(action).__name__.lower()} {message.op}")
     return " ".join(words)
 
@@ -107,7 +106,7 @@ def test_nothing_is_waited_for_within_a_pair(name: str, ranks: int, microbatches
     schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
     for rank in range(ranks):
         plan = lower(verify(schedule), rank)
-        actions, open_ = side_by_side(plan), None
+        actions, open_ = lower(verify(schedule), rank, overlap=True).actions, None
         sent: set[Message] = set()
         for action in actions:
             match action:
@@ -125,7 +124,7 @@ def test_nothing_is_waited_for_within_a_pair(name: str, ranks: int, microbatches
                 case _:
                     pass
         kept = [action for action in actions if not isinstance(action, Begin | End)]
-        begun = [action.compute for action in actions if isinstance(action, Begin)]
+        begun = [action.backward for action in actions if isinstance(action, Begin)]
         assert sorted(map(repr, (*kept, *begun))) == sorted(map(repr, plan.actions))
         assert len(begun) == sum(pair.forward in schedule.programs[rank] for pair in schedule.overlaps)
 
@@ -213,8 +212,8 @@ def test_an_error_in_a_pair_names_its_op_and_leaves_no_thread(kind: str) -> None
 
     class Broken(Chunk):
         def forward(self, x: Tensor) -> Tensor:
-            running = [of.pairing for pipe in pipes for of in pipe._training.executors]
-            if armed[0] and kind == "F" and any(pairing is not None and pairing.busy for pairing in running):
+            threads = [executor.overlap_thread for pipe in pipes for executor in pipe._training.executors]
+            if armed[0] and kind == "F" and any(thread is not None and thread.busy for thread in threads):
                 raise ValueError("broken on purpose")
             result: Tensor = Failing.apply(super().forward(x))  # type: ignore[no-untyped-call]
             return result

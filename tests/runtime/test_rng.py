@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.rng import Seeded, StageRNG, drawn, dropouts, foreseen, mixed, seeded
+from penstock.runtime.rng import StageRNG, draw_seed, dropouts, mix, next_seed, seeded_call, seeded_step
 
 PLACES = 3
 
@@ -34,9 +34,9 @@ def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Te
         module = Layers()
         own = [(f"layer {place}", module.layers[at]) for at, place in enumerate(places)]
         chance = StageRNG(stage, torch.device("cpu"), [*own, ("after", module.after)])
-        call = Seeded(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
+        call = seeded_call(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
         given = [{"x": torch.tensor([content])} for content in contents]
-        with seeded([chance], seed, given, given):
+        with seeded_step([chance], seed, given, given):
             for content, microbatch in zip(contents, given, strict=True):
                 gave = call((), microbatch)
                 found |= {(content, place): gave[at] for at, place in enumerate(places)}
@@ -79,8 +79,8 @@ def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
     for run in (again, lambda received, microbatch: block(microbatch["x"])):
         given = [{"x": torch.rand(64, 4, dtype=torch.float64, generator=generator(i))} for i in range(3)]
         block.zero_grad()
-        with seeded([chance], 5, given, given):
-            losses = [Seeded(run, chance)((), each).square().sum() for each in given]
+        with seeded_step([chance], 5, given, given):
+            losses = [seeded_call(run, chance)((), each).square().sum() for each in given]
             for loss in losses:
                 loss.backward()
         weight: Tensor = block[1].weight  # type: ignore[assignment]
@@ -98,13 +98,13 @@ def test_after_a_step_nothing_is_seeded() -> None:
     layer = nn.Dropout(0.5)
     chance = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
     given = [{"x": torch.ones(64)}]
-    with seeded([chance], 5, given, given):
-        Seeded(lambda received, microbatch: layer(microbatch["x"]), chance)((), given[0])
+    with seeded_step([chance], 5, given, given):
+        seeded_call(lambda received, microbatch: layer(microbatch["x"]), chance)((), given[0])
     assert not torch.equal(layer(given[0]["x"]), layer(given[0]["x"]))
 
 
 def test_what_is_foreseen_is_drawn() -> None:
-    assert foreseen() == foreseen() == drawn() != drawn()
+    assert next_seed() == next_seed() == draw_seed() != draw_seed()
 
 
 def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.Tensor, "tolist", look)
     given = [{"x": torch.tensor([content]), "y": torch.ones(2)} for content in range(4)]
     chance = StageRNG(0, torch.device("cpu"), [])
-    with seeded([chance], 5, given, given):
+    with seeded_step([chance], 5, given, given):
         assert len(set(chance.seeds.values())) == len(given)
     assert len(looks) == 1
 
@@ -136,7 +136,7 @@ def test_outside_of_a_step_and_in_evaluation_nothing_is_seeded() -> None:
 
 
 def test_seeds_are_far_apart() -> None:
-    seeds = [mixed(seed, f"layer {place}") for seed in range(50) for place in range(50)]
+    seeds = [mix(seed, f"layer {place}") for seed in range(50) for place in range(50)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     distances = [abs(a - b) for a, b in pairwise(sorted(seeds))]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, declared, take_apart
+from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, declared, flatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ShapeError
 from penstock.runtime.sharded_weights import Sharding
@@ -32,7 +32,7 @@ class Residual(nn.Module):
 
 def payload(value: Any) -> Payload:
     """As it comes from another stage, where every floating-point tensor had a gradient."""
-    tensors, form = take_apart(value)
+    tensors, form = flatten(value)
     return Payload(tensors, EdgeSpecs(tuple(TensorSpec(t.shape, t.dtype) for t in tensors), form))
 
 
@@ -85,7 +85,7 @@ def test_a_stage_that_trains_nothing() -> None:
 def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
     whole = torch.zeros(2, dtype=torch.int64)
     expected = declared((TensorSpec((2, 3), torch.float32), whole))
-    tensors, form = take_apart((torch.zeros(2, 3), whole))
+    tensors, form = flatten((torch.zeros(2, 3), whole))
     check(Op(0, "F", 1), tensors, form, expected)
     assert expected.gradients.tensors == expected.tensors[:1]
     for wrong in (torch.zeros(2, 4), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(6)):
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_before_it_is_sent() -> None:
         ):
             check(Op(0, "F", 1), (wrong, whole), form, expected)
     with pytest.raises(ShapeError, match="as \\[tensor, tensor\\]"):
-        check(Op(0, "F", 1), *take_apart([torch.zeros(2, 3), whole]), expected)
+        check(Op(0, "F", 1), *flatten([torch.zeros(2, 3), whole]), expected)
 
 
 def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,4 +108,4 @@ def test_where_fsdp_reduces_in_the_backward_nothing_is_put_off(monkeypatch: pyte
     whole = module.linear.weight.grad.clone()
     stage.weight_backward(0)
     assert torch.equal(module.linear.weight.grad, whole)
-    assert stage.held == 0
+    assert stage.left_over == 0

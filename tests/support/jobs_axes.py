@@ -121,7 +121,7 @@ def modules_of_ones_own(ranks: int, axes: Axes) -> tuple[str, list[float]]:
             assert parameter.grad is not None
             other = plain[stage].get_parameter(name).grad
             assert other is not None
-            differences.append(float((spread.whole(parameter.grad) - other).abs().max()))
+            differences.append(float((spread.full_tensor(parameter.grad) - other).abs().max()))
     pipe.close()
     return refused, differences
 

@@ -189,14 +189,14 @@ class SlowGroup:
 class Slow(NamedTuple):
     """sends, died, early: how many there were, lost their memory too soon, were let go before their Free
 
-    loose: of each forward's message, the bytes that it said were held for nothing else
+    only_sent: of each forward's message, the bytes that it said were held for nothing else
     """
 
     wrong: list[str]
     sends: int
     died: int
     early: int
-    loose: set[int]
+    only_sent: set[int]
     buffers: tuple[int, ...]
 
 
@@ -212,21 +212,21 @@ def slow_sends(
     """Two steps over connections whose sends are over after `seconds`."""
     sends: list[SlowSend] = []
     early: list[bool] = []
-    loose: set[int] = set()
+    only_sent: set[int] = set()
     open_p2p_groups, free, send = channels.open_p2p_groups, channels.Channels.free, channels.Channels.send
 
     def slow_groups(*args: Any) -> dict[Any, P2PGroup]:
-        return {channel: lane._replace(group=SlowGroup(lane.group, seconds, sends))  # type: ignore[arg-type]
-                for channel, lane in open_p2p_groups(*args).items()}  # fmt: skip
+        return {channel: p2p._replace(group=SlowGroup(p2p.group, seconds, sends))  # type: ignore[arg-type]
+                for channel, p2p in open_p2p_groups(*args).items()}  # fmt: skip
 
     def noted_free(self: channels.Channels, message: Message) -> None:
         early.append(self._sending[message].over)
         free(self, message)
 
-    def noted_send(self: channels.Channels, message: Message, payload: Payload, told: bool) -> None:
+    def noted_send(self: channels.Channels, message: Message, payload: Payload, with_specs: bool) -> None:
         if message.op.kind == "F":
-            loose.add(-1 if payload.loose is None else payload.loose)
-        send(self, message, payload, told)
+            only_sent.add(-1 if payload.only_sent is None else payload.only_sent)
+        send(self, message, payload, with_specs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(channels, "open_p2p_groups", slow_groups)
@@ -235,37 +235,4 @@ def slow_sends(
         found = step(schedule, ranks, microbatches, last=last, seconds=compute, steps=2)
     wrong = differences(found, depth, microbatches) if last == "tanh" else []
     died = sum(slow.died for slow in sends)
-    return Slow(wrong, len(sends), died, sum(early), loose, found.buffers)
-
-
-def ring_exchange(
-    *,
-    tensor_send_prev: Tensor | None,
-    tensor_recv_prev: Tensor | None,
-    tensor_send_next: Tensor | None,
-    tensor_recv_next: Tensor | None,
-    group: dist.ProcessGroup,
-) -> None:
-    """As torch has it in some builds, over gloo; like there, what comes next waits until it is over."""
-    rank, size = group.rank(), group.size()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    works = []
-    for tensor, peer in ((tensor_recv_prev, before), (tensor_recv_next, after)):
-        works += [] if tensor is None else [group.recv([tensor], peer, peer)]
-    for tensor, peer in ((tensor_send_prev, before), (tensor_send_next, after)):
-        works += [] if tensor is None else [group.send([tensor], peer, rank)]
-    for work in works:
-        work.wait()
-    RINGS.append(len(works))
-
-
-RINGS: list[int] = []  # how many transfers each exchange had
-
-
-def in_rings(ranks: int, cases: Sequence[Case]) -> tuple[list[str], int]:
-    """What went wrong with torch.distributed.ring_exchange there, and the transfers that went through it."""
-    RINGS.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "ring_exchange", ring_exchange, raising=False)
-        wrong = compare(ranks, cases, "batched")
-    return wrong, sum(RINGS)
+    return Slow(wrong, len(sends), died, sum(early), only_sent, found.buffers)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from penstock import Axes, Pipeline
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
-from penstock.runtime.sharded_weights import own
+from penstock.runtime.sharded_weights import local_shard
 from support.jobs_checkpoint import make
 
 
@@ -72,7 +72,7 @@ def torn_on_one(path: str, what: str) -> tuple[str, bool]:
         try:
             load_checkpoint(folder, pipe, optimizers)
         except (CheckpointError, OSError, RunError) as error:
-            same = not any(bool(own(parameter).any()) for parameter in pipe.parameters())
+            same = not any(bool(local_shard(parameter).any()) for parameter in pipe.parameters())
             pipe.close()
             return f"{type(error).__name__}: {error}", same
     raise AssertionError("it was loaded")

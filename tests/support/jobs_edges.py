@@ -572,16 +572,16 @@ def entries_of(pipe: Pipeline) -> list[str]:
 
 
 WRONG_ENTRIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
-    ("x as an argument of its own: the batch has it", rows_of(), {**entries(), "x": rows_of()["x"]}),
+    ("x as an argument: the batch has it", rows_of(), {**entries(), "x": rows_of()["x"]}),
     ("x: 10, mask: 9: all tensors of a batch", rows_of(), {**entries(), "mask": entries(9)["mask"]}),
     ("mask of shape [10]: it is to be split along dimension 1",
      rows_of(), {**entries(), "mask": torch.ones(10)}),
     ("3 parts of thirds: the function that sharding names", rows_of(), {**entries(), "thirds": 0}),
     ("a list of 3 microbatches: the schedule has 4", cut_by_hand()[:3], {}),
     ("a list of 0 microbatches: the schedule has 4", [], {}),
-    ("mask beside a list of microbatches: they may differ in rows",
+    ("mask next to a list of microbatches: they may differ in rows",
      [{"x": part["x"]} for part in cut_by_hand()], entries()),
-    ("scale as an argument of its own: the batch has it", cut_by_hand(), {"scale": 2.0}),
+    ("scale as an argument: the batch has it", cut_by_hand(), {"scale": 2.0}),
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ ROWS = 24  # of the whole batch
 
 
 def ran_side_by_side(pipe: Any) -> int:
-    return sum(of.pairing.ran for of in pipe._training.executors if of.pairing is not None)
+    return sum(executor.overlapped for executor in pipe._training.executors)
 
 
 def threads() -> list[str]:
@@ -83,8 +83,8 @@ def failing(schedule: Any, where: str) -> dict[str, Any]:
 
     def around(module: nn.Module) -> nn.Module:
         def hook(part: nn.Module, args: Any, output: Any) -> Any:
-            pairing = None if pipe is None else pipe._training.executors[0].pairing
-            if "forward" in broken and pairing is not None and pairing.busy:
+            thread = None if pipe is None else pipe._training.executors[0].overlap_thread
+            if "forward" in broken and thread is not None and thread.busy:
                 raise ValueError("broken on purpose")
             return _Fails.apply(output, broken)  # type: ignore[no-untyped-call]
 

@@ -194,7 +194,7 @@ def replayed(case: Case, length: int) -> dict[str, Any]:
         assert isinstance(recorded, Tensor)
         if experts is not None and not torch.equal(recorded.long(), chosen.chunk(parts)[part]):
             told.append("other experts were chosen than were given")
-    ran = [pairing.ran for of in pipe._training.executors if (pairing := of.pairing) is not None]
+    ran = [executor.overlapped for executor in pipe._training.executors]
     pipe.close()
     return {"losses": losses, "expected": (loss, free_loss), "wrong": [w for w in told if w], "ran": ran}
 

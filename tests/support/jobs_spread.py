@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from penstock import AutoPipeline, Axes
-from penstock.runtime.sharded_weights import own
+from penstock.runtime.sharded_weights import local_shard
 from support.families import tiny_config, tiny_model
 from support.jobs_mesh import batch, full, own_part
 from support.reference import plain_step
@@ -50,7 +50,9 @@ def built(
             source(kind, family, folder, tied)
         )
         for module in pipe.modules.values():
-            assert not any(own(tensor).is_meta for tensor in (*module.parameters(), *module.buffers()))
+            assert not any(
+                local_shard(tensor).is_meta for tensor in (*module.parameters(), *module.buffers())
+            )
         found[kind] = values(pipe)
         pipe.close()
     return found
@@ -102,7 +104,7 @@ def _peak(axes: Axes, given: Any) -> Peak:
     held = _status("VmHWM") - before
     weights = {id(p): p.detach() for p in pipe.parameters()}.values()
     sizes = [weight.numel() * weight.itemsize for weight in weights]
-    part = sum(own(weight).nbytes for weight in weights)
+    part = sum(local_shard(weight).nbytes for weight in weights)
     pipe.close()
     return Peak(held, part, sum(sizes), max(sizes))
 
@@ -142,7 +144,7 @@ def wrapped(axes: Axes) -> tuple[bool, float, float]:
     given: list[bool] = []
 
     def look(module: nn.Module) -> nn.Module:
-        given.extend(bool(own(parameter.detach()).any()) for parameter in module.parameters())
+        given.extend(bool(local_shard(parameter.detach()).any()) for parameter in module.parameters())
         return module
 
     pipe = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes, parallelize_fn=look).build(model)

@@ -65,7 +65,7 @@ def enlarge(patch: pytest.MonkeyPatch, name: str) -> None:
         result = original(pipe, batch, **entries)
         gradient = next(p.grad for own, p in pipe.named_parameters() if own.endswith(name))
         assert gradient is not None
-        spread.own(gradient).mul_(1.01)
+        spread.local_shard(gradient).mul_(1.01)
         return result
 
     patch.setattr(Pipeline, "step", step)

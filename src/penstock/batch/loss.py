@@ -1,8 +1,8 @@
 """What a step minimises: the mean of a loss over all valid items of the whole batch.
 
-A loss tells the weight of a microbatch (its valid items) and the sum over them. All weights are known
+A loss gives the weight of a microbatch (its valid items) and the sum over them. All weights are known
 before the first backward, so each microbatch's sum is divided by the step's weight before it is
-differentiated, and the gradients need no second pass, however unevenly the valid items lie.
+differentiated. The gradients need no second pass, however unevenly the valid items are spread.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.microbatches import Sharding, batch_rows
+from penstock.batch.packing import PER_TOKEN
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
 
-_PER_TOKEN = 2  # dimensions of what has one number a token: rows and sequence
 IGNORED = -100  # the label that transformers leaves out of the loss
-VALID_ITEMS = "valid_items"  # the entry of a part of a microbatch that tells the weight of the whole one
+VALID_ITEMS = "valid_items"  # the entry of a context shard that gives the weight of the whole microbatch
 
 
 class Loss(Protocol):
+    """A loss that is summed over items, such as tokens or rows."""
+
     def weight(self, microbatch: Microbatch) -> int:
         """How many items of the microbatch count."""
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """The loss summed over those items, a tensor of no dimension.
+        """The loss summed over those items, a tensor without dimensions.
 
         output: what the last stage returned
         """
@@ -46,9 +48,9 @@ class NextToken:
                 "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
             )
         ids = microbatch.get("input_ids")
-        most = None if ids is None or ids.dim() != _PER_TOKEN else ids.shape
+        most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
         # some models take fewer (git reads images first), or several for each token (musicgen)
-        if labels.dim() < _PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
+        if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
             raise BatchError(
                 f"labels of shape {list(labels.shape)}",
                 f"the next-token loss reads one for each token: {list(most) if most else 'rows'}",
@@ -57,13 +59,16 @@ class NextToken:
         return int((labels[:, 1:] != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
-        "auxiliary_loss", a mean that counts for as many items as the microbatch has. Half precision is summed
-        in float32, as usual.
+        """Half precision is summed in float32, as usual.
 
-        Where a sequence is cut, `shift_labels` stand beside the logits in place of labels, which tell the
-        next token of each: at the end of a part it is in another one. `valid_items` tells then what the
-        auxiliary loss, or this part of it, counts for.
+        Args:
+            output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
+                "auxiliary_loss", a
+                mean that counts for as many items as the microbatch has.
+            microbatch: where a sequence is split into context shards, `shift_labels` replace the labels:
+                they give
+                the next token of each, which may be on another shard. Then `valid_items` tells how many
+                items the auxiliary loss, or this shard's part of it, counts for.
         """
         given = output if isinstance(output, Mapping) else {"logits": output}
         logits, shifted = given["logits"], "shift_labels" in microbatch
@@ -112,6 +117,7 @@ LossLike = Loss | Callable[[Any, Microbatch], Tensor] | None
 
 
 def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
+    """The loss that `loss_fn` stands for; None is NextToken."""
     if loss_fn is None:
         return NextToken()
     if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):

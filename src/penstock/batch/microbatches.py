@@ -1,4 +1,4 @@
-"""A step's batch, cut into microbatches."""
+"""A step's batch, split into microbatches, and what a step works on."""
 
 from __future__ import annotations
 
@@ -18,25 +18,70 @@ from penstock.batch.shapes import Microbatch, microbatch_key
 from penstock.errors import BatchError
 
 Batch = Mapping[str, Any]
-# how one entry of a batch is cut: along a dimension, not at all (None), or by a function of (entry, number of
-# microbatches) that returns one part for each
+# how one entry of a batch is split: along a dimension, not at all (None), or by a function of (entry,
+# number of microbatches) that returns one part for each
 Split = int | None | Callable[[Any, int], Sequence[Any]]
-Sharding = Mapping[str, Split]  # by entry; along the rows, dimension 0, where it says nothing
-# of packed documents, as transformers names them: they run over all rows, and are cut where the rows are
+Sharding = Mapping[str, Split]  # by entry; other entries are split along their rows, dimension 0
+# of packed documents, in transformers' names: they run over all rows, and are split where the rows are
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+
+# (output of the last stage, number of the microbatch) -> what the caller wants to keep of it
+Collect = Callable[[Any, int], Any]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What a step works on; every rank has all of it.
+
+    weight: valid items over all microbatches, by which the loss is divided
+    collect: replaces the loss where nothing is trained
+    """
+
+    microbatches: Sequence[Microbatch]
+    weight: int
+    collect: Collect | None = None
+
+    @cached_property
+    def keys(self) -> tuple[object, ...]:
+        """Of each microbatch, equal where all shapes and dtypes are."""
+        return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
+
+    @cached_property
+    def shapes(self) -> tuple[int, ...]:
+        """The keys as numbers, for this step only."""
+        numbers: dict[object, int] = {}
+        return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])
+
+
+def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
+    """Split `batch` into `count` microbatches; the first ones have one row more where it does not divide.
+
+    Raises BatchError where it has fewer rows than microbatches.
+    """
+    rows = batch_rows(batch, sharding)
+    if rows < count:
+        raise BatchError(
+            f"a batch of {rows} rows",
+            f"it is to be split into {count} microbatches of at least one row each",
+            f"Give {count} rows or more, or set microbatches to at most {rows}",
+        )
+    parts = {name: _split(name, value, count, _dimension(name, value, sharding))
+             for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
+    parts |= _split_documents(batch, rows, count, sharding)
+    return [{name: each[number] for name, each in parts.items()} for number in range(count)]
 
 
 def batch_rows(batch: Batch, sharding: Sharding) -> int:
     """The length that every tensor of `batch` has along the dimension it is split on.
 
-    Entries that are no tensors, and tensors of no dimension, are never split. Raises BatchError.
+    Entries that are not tensors, and tensors without a dimension, are never split. Raises BatchError.
     """
     lengths: dict[str, int] = {}
     for name, value in batch.items():
-        dim = _cut_along(name, value, sharding)
+        dim = _dimension(name, value, sharding)
         if not isinstance(dim, int) or (name in _PACKED and name not in sharding):
             continue
-        for tensor in _leaves(value):
+        for tensor in _tensors(value):
             if tensor.dim() == 0:
                 continue
             if not -tensor.dim() <= dim < tensor.dim():
@@ -52,100 +97,19 @@ def batch_rows(batch: Batch, sharding: Sharding) -> int:
         raise BatchError(
             ", ".join(f"{name}: {length}" for name, length in lengths.items()),
             "all tensors of a batch have the same length along the dimension they are split on",
-            "Mend the batch, or name each tensor's dimension in sharding (None: not split)",
+            "Correct the batch, or name each tensor's dimension in sharding (None: not split)",
         )
     return next(iter(lengths.values()))
 
 
-def _cut_along(name: str, value: Any, sharding: Sharding) -> Split:
-    """Along rows. Of positions with three dimensions (time, height, width) these are the second."""
-    of_three = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3
-    return sharding.get(name, 1 if of_three else 0)
+def _dimension(name: str, value: Any, sharding: Sharding) -> Split:
+    """The rows; positions of (3, rows, sequence), for time, height and width, have them second."""
+    three = name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3
+    return sharding.get(name, 1 if three else 0)
 
 
-def with_entries(
-    batch: Batch | Sequence[Microbatch], entries: Mapping[str, Any], sharding: Sharding
-) -> Batch | Sequence[Microbatch]:
-    """`batch` and more of it by name.
-
-    Raises BatchError for a name that it has already, or that cannot be dealt out, and for no batch at all.
-    """
-    listed = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
-    if not isinstance(batch, Mapping) and not listed:
-        raise BatchError(
-            f"a batch given as {type(batch).__name__}",
-            "it is tensors by name, or a list of microbatches that are",
-            "Give e.g. {'input_ids': ids, 'labels': ids}",
-        )
-    if not entries:
-        return batch
-    parts: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
-    if twice := sorted(entries.keys() & {name for part in parts for name in part}):
-        raise BatchError(
-            f"{', '.join(twice)} as an argument of its own", "the batch has it as well", "Give it once"
-        )
-    if isinstance(batch, Mapping):
-        return {**batch, **entries}
-    dealt = {}
-    for name, value in entries.items():
-        how = sharding.get(name, 0)
-        if isinstance(how, int) and any(leaf.dim() for leaf in _leaves(value)):
-            raise BatchError(
-                f"{name} beside a list of microbatches",
-                "they may differ in rows, so that nothing says which rows of it are whose",
-                "Put its parts into the microbatches, or name in sharding a function that cuts it, or None",
-            )
-        dealt[name] = _parts(name, value, len(parts), how)
-    return [{**part, **{name: dealt[name][at] for name in dealt}} for at, part in enumerate(parts)]
-
-
-def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
-    """Cut `batch` into `count` microbatches, the first ones longer by one row where it does not divide.
-
-    Raises BatchError where it has fewer rows than microbatches.
-    """
-    rows = batch_rows(batch, sharding)
-    if rows < count:
-        raise BatchError(
-            f"a batch of {rows} rows",
-            f"it is to be split into {count} microbatches of at least one row each",
-            f"Give {count} rows or more, or set microbatches to at most {rows}",
-        )
-    cut = {name: _parts(name, value, count, _cut_along(name, value, sharding))
-           for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
-    cut |= _documents(batch, rows, count, sharding)
-    return [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
-
-
-def _documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
-    """The parts of what tells where documents begin."""
-    cut: dict[str, Sequence[Any]] = {}
-    for end in ("q", "k"):
-        lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
-        if lens in batch and lens not in sharding:
-            bounds = _bounds(lens, batch[lens])
-            cut[lens] = split_lens(bounds, rows, int(bounds[-1]) // rows, count)
-            cut[longest] = [int(part.diff().max()) for part in cut[lens]]
-        elif longest in batch and longest not in sharding:
-            cut[longest] = [batch[longest]] * count
-    return cut
-
-
-def _bounds(name: str, value: Any) -> Tensor:
-    told = f"given as {type(value).__name__}"
-    if isinstance(value, Tensor):
-        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
-            return value
-        told = str(TensorSpec.of(value))
-    raise BatchError(
-        f"{name} {told}",
-        "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
-        "`metadata` makes it from the lengths",
-    )
-
-
-def _parts(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
-    """One for each microbatch."""
+def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
+    """One part for each microbatch."""
     if callable(how):
         parts = how(value, count)
         if len(parts) != count:
@@ -160,51 +124,115 @@ def _parts(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
     if isinstance(value, Tensor):
         return value.tensor_split(count, dim=how) if value.dim() else [value] * count
     leaves, tree = tree_flatten(value)
-    cut = [_parts(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
-    return [tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)] or [value] * count
+    each = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten(list(part), tree) for part in zip(*each, strict=True)] or [value] * count
 
 
-def fingerprint(parts: Sequence[Batch], count: int, schedule: int) -> tuple[int, str]:
-    """A number that is equal on ranks that work on the same step, and what stands behind it in words.
+def _split_documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
+    """The entries that say where documents begin, split where the rows are."""
+    parts: dict[str, Sequence[Any]] = {}
+    for end in ("q", "k"):
+        lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
+        if lens in batch and lens not in sharding:
+            bounds = _bounds(lens, batch[lens])
+            parts[lens] = split_lens(bounds, rows, int(bounds[-1]) // rows, count)
+            parts[longest] = [int(part.diff().max()) for part in parts[lens]]
+        elif longest in batch and longest not in sharding:
+            parts[longest] = [batch[longest]] * count
+    return parts
 
-    parts: the whole batch, or the microbatches where it came as such; count: the number of microbatches;
-    schedule: a number that is equal where the schedule is
+
+def _bounds(name: str, value: Any) -> Tensor:
+    given = f"given as {type(value).__name__}"
+    if isinstance(value, Tensor):
+        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
+            return value
+        given = str(TensorSpec.of(value))
+    raise BatchError(
+        f"{name} {given}",
+        "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
+        "`metadata` makes it from the lengths",
+    )
+
+
+def with_entries(
+    batch: Batch | Sequence[Microbatch], entries: Mapping[str, Any], sharding: Sharding
+) -> Batch | Sequence[Microbatch]:
+    """Add `entries` to a batch, or to a list of microbatches.
+
+    Raises BatchError for a name that the batch already has, for an entry that cannot be split, and for a
+    batch of the wrong type.
     """
-    named = [entry for part in parts for entry in leaves_of(part)]
+    listed = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
+    if not isinstance(batch, Mapping) and not listed:
+        raise BatchError(
+            f"a batch given as {type(batch).__name__}",
+            "it is tensors by name, or a list of microbatches that are",
+            "Give e.g. {'input_ids': ids, 'labels': ids}",
+        )
+    if not entries:
+        return batch
+    microbatches: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
+    if twice := sorted(entries.keys() & {name for each in microbatches for name in each}):
+        raise BatchError(f"{', '.join(twice)} as an argument", "the batch has it as well", "Give it once")
+    if isinstance(batch, Mapping):
+        return {**batch, **entries}
+    parts = {}
+    for name, value in entries.items():
+        how = sharding.get(name, 0)
+        if isinstance(how, int) and any(leaf.dim() for leaf in _tensors(value)):
+            raise BatchError(
+                f"{name} next to a list of microbatches",
+                "they may differ in rows, so it is unknown which rows of it belong to which",
+                "Put its parts into the microbatches, or name in sharding a function that splits it, or None",
+            )
+        parts[name] = _split(name, value, len(microbatches), how)
+    return [{**each, **{name: parts[name][at] for name in parts}} for at, each in enumerate(microbatches)]
+
+
+def fingerprint(batches: Sequence[Batch], count: int, schedule: int) -> tuple[int, str]:
+    """A number that is equal on ranks that work on the same step, and its description.
+
+    Args:
+        batches: the whole batch, or the microbatches where it came as such.
+        count: the number of microbatches.
+        schedule: a number that is equal where the schedule is.
+    """
+    named = [entry for batch in batches for entry in named_tensors(batch)]
     sums: dict[str, int] = {}
-    found = checksums([leaf for _, leaf in named])
-    for (name, _), number in zip(named, found, strict=True):  # in order: two that change places differ
+    found = checksums([tensor for _, tensor in named])
+    for (name, _), number in zip(named, found, strict=True):  # the order counts
         sums[name] = (31 * sums.get(name, 0) + number) % (1 << 61)
     first = ", ".join(
         f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
-        for name, value in parts[0].items()
+        for name, value in batches[0].items()
     )
-    constants = {name: value for part in parts for name, value in part.items()
+    constants = {name: value for batch in batches for name, value in batch.items()
                  if isinstance(value, bool | int | float | str)}  # fmt: skip
-    told_constants = f", {constants}" if constants else ""
-    whole = "the batch" if len(parts) < count else "the first"
-    told = f"schedule {schedule:08x}, {count} microbatches, {whole} {first}, checksums {sums}{told_constants}"
-    shapes = [microbatch_key(part) for part in parts], count
-    return zlib.crc32(repr((schedule, shapes, sums)).encode()), told
+    shown = f", {constants}" if constants else ""
+    given = "the batch" if len(batches) < count else "the first"
+    text = f"schedule {schedule:08x}, {count} microbatches, {given} {first}, checksums {sums}{shown}"
+    shapes = [microbatch_key(batch) for batch in batches], count
+    return zlib.crc32(repr((schedule, shapes, sums)).encode()), text
 
 
-def leaves_of(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Its tensors, each with the name of its entry."""
-    return ((name, leaf) for name, value in batch.items() for leaf in _leaves(value))
+    return ((name, tensor) for name, value in batch.items() for tensor in _tensors(value))
 
 
-def _leaves(value: Any) -> Iterator[Tensor]:
+def _tensors(value: Any) -> Iterator[Tensor]:
     leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 _SAMPLED = 1 << 16
-_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that nothing is lost
+_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that no bit is lost
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each its `checksum`: a GPU is waited for once."""
+    """The `checksum` of each. Waits for a GPU once."""
     found = [checksum(tensor) for tensor in tensors]
     if len({each.device for each in found}) > 1:
         found = [each.cpu() for each in found]
@@ -212,10 +240,9 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """int64: the sum of numbers that hang on each entry's bits and place: exact, so any device and order of
-    the sum gives the same.
+    """An int64 sum over each entry's bits and position: the same on any device, in any order of summation.
 
-    Of a large tensor every n-th entry is taken, so that a step does not begin with a pass over its data.
+    Of a large tensor every n-th entry counts, so that a step does not begin with a pass over its data.
     """
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -224,34 +251,3 @@ def checksum(tensor: Tensor) -> Tensor:
     bits = flat.view(_SAME_SIZE[tensor.element_size()])[::step].long()
     mixed = bits * _MIX[0] + torch.arange(len(bits), device=bits.device) * _MIX[1]
     return ((mixed ^ (mixed >> 32)) * _MIX[2]).sum()
-
-
-# ---- What one step works on.
-
-
-# (what the last stage returned, number of the microbatch) -> whatever the caller wants to keep of it
-Collect = Callable[[Any, int], Any]
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """What a step works on; every rank has all of it.
-
-    weight: valid items over all microbatches, what the loss is divided by
-    collect: takes the place of the loss where nothing is trained
-    """
-
-    microbatches: Sequence[Microbatch]
-    weight: int
-    collect: Collect | None = None
-
-    @cached_property
-    def keys(self) -> tuple[object, ...]:
-        """Of each microbatch, equal where all shapes and dtypes are."""
-        return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
-
-    @cached_property
-    def shapes(self) -> tuple[int, ...]:
-        """The same as numbers of this step's own."""
-        numbers: dict[object, int] = {}
-        return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])

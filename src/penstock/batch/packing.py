@@ -1,21 +1,22 @@
-"""Packed documents: several in one row, none of which may look at another.
+"""Packed documents: several in one row, none of which may attend to another.
 
 How transformers keeps them apart (masking_utils.py, modeling_flash_attention_utils.py of 5.x):
 
-- eager, sdpa and flex attention find documents in `position_ids`, wherever one is not the one before plus
-  one, but only while `attention_mask` is None. A 2-D mask, be it of ones alone, makes them look no further,
-  and the documents see each other without a word. A 4-D mask is taken as it is: its maker minds them.
+- eager, sdpa and flex attention find documents in `position_ids`, wherever one is not its predecessor plus
+  one, but only while `attention_mask` is None. With a 2-D mask, even one of ones alone, they do not look,
+  and documents attend to each other without a warning. A 4-D mask is taken as it is: its maker is
+  responsible.
 - flash attention finds them in cu_seq_lens_q/k with max_length_q/k, for any number of rows, as it lays the
-  rows end to end; or in `position_ids`, but for a single row only: with more rows, documents would see each
-  other without a word. A 2-D mask with a zero in it overrides both by one document a row.
+  rows end to end; or in `position_ids`, but only for a single row: with more rows, documents would attend
+  to each other without a warning. A 2-D mask with a zero in it overrides both by one document a row.
 
-So packed microbatches bear position_ids for the former, the boundaries for the latter, and no 2-D mask.
+So packed microbatches carry position_ids for the former, the boundaries for the latter, and no 2-D mask.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -26,6 +27,9 @@ from torch import Tensor, nn
 
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
+
+PER_TOKEN = 2  # dimensions of a tensor with one number per token: rows and sequence
+_SEQUENCES = {"input_ids": -1, "inputs_embeds": 1, "labels": -1, "position_ids": -1}  # with their dimension
 
 
 def metadata(lengths: Sequence[int]) -> dict[str, Any]:
@@ -56,71 +60,89 @@ def boundaries(bounds: Tensor) -> dict[str, Any]:
 
 
 def positions(cu_seq_lens: Tensor) -> Tensor:
-    """The place of each token in its own document, int64 (total,)."""
+    """The position of each token in its own document, int64 (total,)."""
     bounds = cu_seq_lens.long()
     starts = torch.repeat_interleave(bounds[:-1], bounds.diff())
     return torch.arange(len(starts), device=bounds.device) - starts
 
 
 def is_packed(microbatch: Microbatch) -> bool:
-    """Whether some row holds more than one document, told by the boundaries or by the positions."""
+    """Whether a row holds more than one document, by the boundaries or by the positions."""
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is not None:
         return len(bounds) - 1 > _shape(microbatch)[0]
     return _restarts(microbatch)
 
 
-def with_positions(microbatch: Microbatch) -> Microbatch:
-    """`microbatch` with the position_ids that its cu_seq_lens_q tell, where it has none.
+def _restarts(microbatch: Microbatch) -> bool:
+    """Whether positions restart within a row, between two tokens that no mask hides.
 
-    The boundaries run over the rows laid end to end. Raises BatchError where a document runs over a row's
-    end, where position_ids of the caller's own run on from one document into the next, and where a mask would
-    make transformers ignore the documents. Positions of more than two dimensions are the caller's affair.
+    Under a mask of left padding positions restart too, without a new document.
     """
-    refuse_mask(microbatch)
+    given, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
+    if given is None or given.dim() != PER_TOKEN or given.shape[1] < 2:
+        return False
+    begins = given[:, 1:] == 0
+    if mask is not None and mask.dim() == PER_TOKEN and mask.shape[1] == given.shape[1]:
+        begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(begins.any())
+
+
+def with_positions(microbatch: Microbatch) -> Microbatch:
+    """`microbatch` with the position_ids that follow from its cu_seq_lens_q, if it has none.
+
+    The boundaries run over the rows laid end to end. Raises BatchError where a document crosses the end of
+    a row, where given position_ids run on from one document into the next, and where a mask would make
+    transformers ignore the documents. Positions of more than two dimensions are not checked.
+    """
+    _refuse_mask(microbatch)
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is None:
         return microbatch
     rows, length = _shape(microbatch)
     check_row_bounds("cu_seq_lens_q", bounds, rows, length)
-    own = microbatch.get("position_ids")
-    if own is None:
+    given = microbatch.get("position_ids")
+    if given is None:
         return {**microbatch, "position_ids": positions(bounds).view(rows, length)}
-    if (
-        own.dim() == 2
-        and (into := _runs_into(own.expand(rows, length).flatten(), bounds, length)) is not None
-    ):
+    if given.dim() != PER_TOKEN:
+        return microbatch
+    flat, starts = given.expand(rows, length).flatten(), bounds[1:-1].long()
+    starts = starts[starts % length != 0]
+    wrong = starts[flat[starts] == flat[starts - 1] + 1]
+    if len(wrong):
         raise BatchError(
-            f"position_ids that go on at token {into} where cu_seq_lens_q begins a document",
+            f"position_ids that go on at token {int(wrong[0])} where cu_seq_lens_q begins a document",
             "without flash attention a document is known by its positions alone",
             "Start the positions of each document at 0, or leave position_ids out",
         )
     return microbatch
 
 
-def refuse_mask(microbatch: Microbatch) -> None:
+def _refuse_mask(microbatch: Microbatch) -> None:
     """Raise BatchError where a 2-D attention_mask hides from transformers that rows are packed."""
     mask = microbatch.get("attention_mask")
-    if mask is None or mask.dim() != 2 or not is_packed(microbatch):
+    if mask is None or mask.dim() != PER_TOKEN or not is_packed(microbatch):
         return
     raise BatchError(
-        f"attention_mask of shape {list(mask.shape)} beside packed documents",
-        "where such a mask is given, transformers looks for no documents, and lets them see each other",
+        f"attention_mask of shape {list(mask.shape)} with packed documents",
+        "with such a mask, transformers looks for no documents, and they attend to each other",
         "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead",
     )
 
 
 def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[Tensor]:
-    """The boundaries in each of `count` groups of rows, cut as torch.tensor_split cuts them.
+    """The boundaries in each of `count` groups of rows, split as torch.tensor_split does; each begins at 0.
 
-    cu_seq_lens: of the whole batch, of `rows` x `length` tokens laid end to end. Each group's begin at 0.
-    Raises BatchError where a document runs over a row's end, and where there are fewer rows than groups.
+    Args:
+        cu_seq_lens: of the whole batch, `rows` x `length` tokens laid end to end.
+
+    Raises BatchError where a document crosses the end of a row, and where there are fewer rows than groups.
     """
     check_row_bounds("cu_seq_lens", cu_seq_lens, rows, length)
     if not 1 <= count <= rows:
         raise BatchError(
             f"packed documents in {rows} rows",
-            f"they are to be cut into {count} groups of at least one row each",
+            f"they are to be split into {count} groups of at least one row each",
             f"Give {count} rows or more, or set microbatches to at most {rows}",
         )
     groups = []
@@ -131,31 +153,58 @@ def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[
 
 
 def check_row_bounds(name: str, bounds: Tensor, rows: int, length: int) -> None:
-    """Raise BatchError unless `bounds` cut `rows` rows of `length` tokens, laid end to end, into documents.
+    """Raise BatchError unless `bounds` divide `rows` rows of `length` tokens, end to end, into documents.
 
-    No document is empty, and none goes on in the next row, where attention could not follow it.
+    No document is empty, and none continues in the next row, where attention could not follow it.
     """
-    told = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
+    given = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
     at = bounds.tolist() if bounds.dim() == 1 else []
     if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
         raise BatchError(
-            told,
+            given,
             "it lists, from 0 on, where each document ends, and no document is empty",
             "Leave empty documents out; `metadata` makes it from the lengths",
         )
     if not set(range(0, rows * length + 1, length)) <= set(at) or at[-1] != rows * length:
         raise BatchError(
-            told,
+            given,
             f"documents end where a row ends, at every multiple of {length} up to {rows * length}",
             "Cut documents at the rows' ends, or pack everything into one row",
         )
 
 
+def row_shape(microbatch: Microbatch, dims: Mapping[str, int]) -> tuple[int, int] | None:
+    """Rows and length, from the first entry of `dims` that has them; dims: the dimension of its sequence."""
+    for name, dim in dims.items():
+        value = microbatch.get(name)
+        if not isinstance(value, Tensor) or value.dim() < PER_TOKEN:
+            continue
+        if name == "position_ids":  # its first dimension may be text, height and width
+            return value.shape[-2], value.shape[-1]
+        if dim < value.dim():
+            return value.shape[0], value.shape[dim]
+    return None
+
+
+def _shape(microbatch: Microbatch) -> tuple[int, int]:
+    shape = row_shape(microbatch, _SEQUENCES)
+    if shape is None:
+        raise BatchError(
+            f"a microbatch of {sorted(microbatch)} with cu_seq_lens_q",
+            "none of it has rows and a length",
+            "Give input_ids, inputs_embeds or labels",
+        )
+    return shape
+
+
+# ---- Models in which packed documents would mix.
+
+
 def refuse_packed(model: object) -> None:
     """Raise ModelError where packed documents would mix in `model`, a transformers model or its class.
 
-    Nothing would show: the loss falls as it does otherwise. A class can tell only what its name and signature
-    tell; a model is run as far as its masks, on a row of two tokens, wherever its parameters are.
+    Nothing would show: the loss falls as usual. A class is judged by its name and signature only; a model
+    is run as far as its masks, on a row of two tokens, wherever its parameters are.
     """
     kind = model if isinstance(model, type) else type(model)
     reason = _why_documents_mix(model, kind)
@@ -177,62 +226,26 @@ def _why_documents_mix(model: object, kind: type) -> str | None:
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return "its convolutions run over the whole row"  # lfm2, which does not call itself stateful
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    # flash attention is told by the boundaries, which the model's keywords pass on to it
+    # flash attention reads the boundaries, which the model's keywords pass on to it
     if "flash" not in attention and not _looks_for_documents(model):
         return f"with {attention} attention it takes no notice of documents"  # opt, falcon, gpt_oss, ...
     return None
 
 
 class _Looked(BaseException):
-    """The model has looked for documents: the rest of its forward is of no interest. No error."""
+    """The model has looked for documents: the rest of its forward does not matter. Not an error."""
 
 
 def _looks_for_documents(model: nn.Module) -> bool:
-    """Whether positions reach transformers' masks: many models take them for their embeddings alone."""
+    """Whether positions reach transformers' masks: many models use them for their embeddings only."""
     from transformers import masking_utils
 
     row = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     looking = patch.object(masking_utils, "find_packed_sequence_indices", side_effect=_Looked)
-    # what else may fail, on two tokens that have no values, fails beyond the masks or for want of them
+    # any other failure, on two tokens without values, lies beyond the masks or comes from missing values
     with looking, torch.no_grad(), suppress(Exception):
         try:
             model(input_ids=row, position_ids=row, use_cache=False)
         except _Looked:
             return True
     return False
-
-
-def _shape(microbatch: Microbatch) -> tuple[int, int]:
-    """Rows and length, of whichever entry tells."""
-    for name in ("input_ids", "inputs_embeds", "labels", "position_ids"):
-        value = microbatch.get(name)
-        if value is not None and value.dim() > 1:
-            shape = value.shape[-2:] if name == "position_ids" else value.shape[:2]
-            return int(shape[0]), int(shape[1])
-    raise BatchError(
-        f"a microbatch of {sorted(microbatch)} with cu_seq_lens_q",
-        "none of it tells rows and length",
-        "Give input_ids, inputs_embeds or labels",
-    )
-
-
-def _restarts(microbatch: Microbatch) -> bool:
-    """Whether positions begin anew within a row, between two tokens that no mask leaves out.
-
-    Under a mask of left padding positions do begin anew, and mean no document.
-    """
-    own, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
-    if own is None or own.dim() != 2 or own.shape[1] < 2:
-        return False
-    begins = own[:, 1:] == 0
-    if mask is not None and mask.dim() == 2 and mask.shape[1] == own.shape[1]:
-        begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-    return bool(begins.any())
-
-
-def _runs_into(flat: Tensor, bounds: Tensor, length: int) -> int | None:
-    """The first token that begins a document within a row at the position after the one before."""
-    starts = bounds[1:-1].long()
-    starts = starts[starts % length != 0]
-    wrong = starts[flat[starts] == flat[starts - 1] + 1]
-    return int(wrong[0]) if len(wrong) else None

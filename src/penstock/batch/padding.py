@@ -1,7 +1,6 @@
-"""Padding: the microbatches of a step made equal in length, where the pipeline wants fixed shapes.
+"""Padding: all microbatches of a step get one length, where the pipeline needs fixed shapes.
 
-The step's longest microbatch says how long all become (`Padding.longest`; the most over all ranks is the
-caller's to find), rounding makes that one of few lengths (`Padding.lengths`), and `Padding.pad` goes there.
+Padding.longest (the maximum over all ranks is the caller's) -> Padding.lengths (rounded) -> Padding.pad
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ import torch
 from torch import Tensor
 
 from penstock.batch.loss import IGNORED
-from penstock.batch.packing import check_row_bounds
+from penstock.batch.packing import PER_TOKEN, check_row_bounds, row_shape
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError
 
 
 class PadEntry(NamedTuple):
-    """How one entry of a microbatch is padded: the dimension of its sequence, and what is put there."""
+    """How one entry of a microbatch is padded: the dimension of its sequence, and the value."""
 
     dim: int
     value: float
 
 
 class Lengths(NamedTuple):
-    """What a row is padded to: `full` as it stands in the batch, `local` as each context shard holds it."""
+    """The length that rows are padded to: `full` in the batch, `local` on each context shard."""
 
     local: int
     full: int
 
 
-ROUTED = "routed_experts"  # which experts each token is to choose, -1 for those of the router's own choice
+ROUTED = "routed_experts"  # which experts each token has to choose, -1 where the router chooses
 
 # What transformers' models take, and choices of experts. From the end, as position_ids may have a dimension
-# for text, height and width before the rows. The first of them that a microbatch holds says how long it is.
+# for text, height and width before the rows. The first of them in a microbatch gives its length.
 KNOWN: dict[str, PadEntry] = {
     "input_ids": PadEntry(-1, 0),
     "inputs_embeds": PadEntry(1, 0),
@@ -47,7 +46,6 @@ KNOWN: dict[str, PadEntry] = {
     "token_type_ids": PadEntry(-1, 0),
     ROUTED: PadEntry(1, -1),
 }
-_PER_TOKEN = 2  # dimensions of an entry with one number a token; a mask with more is no mask of tokens
 BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and what follows from each
 
 
@@ -55,14 +53,20 @@ BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"} 
 class Padding:
     """How long the rows of a step become.
 
-    length: always so long, and nothing may be longer; None takes the step's longest microbatch
-    multiple: round up to a multiple of this, as some attention kernels want it
-    buckets: round up to the next of these first, so that a run meets few lengths. What is longer than all of
-        them is rounded to `multiple` alone: it costs one more length, and not the run; `length` is the limit
-    context_shards: parts that each row is cut into afterwards. `multiple` and `buckets` are of one part
-    entries: how to pad entries of other names than transformers', or in another way; None leaves one as it is
-    needs_mask: whether a row that is padded has to have an attention_mask: where the model counts each token
-        that no mask hides, as routers' loss does. A pipeline sets it by itself
+    Args:
+        length: always this length, and nothing may be longer; None takes the step's longest microbatch.
+        multiple: round up to a multiple of this, as some attention kernels want it.
+        buckets: round up to the next of these first, so that a run meets few lengths. What is longer than
+            all of them
+            is rounded to `multiple` only: it costs one more length, and does not end the run; `length` is
+            the limit.
+        context_shards: parts that each row is split into afterwards. `multiple` and `buckets` are of one
+            part.
+        entries: how to pad entries of other names than transformers', or in another way; None leaves one as
+            it is.
+        needs_mask: whether a padded row must have an attention_mask: where the model counts each token that
+            no mask
+            hides, as routers' loss does. A pipeline sets it by itself.
     """
 
     length: int | None = None
@@ -91,17 +95,17 @@ class Padding:
 
     def longest(self, microbatches: Sequence[Microbatch]) -> int:
         """Tokens in the longest row. Raises BatchError where a microbatch has no sequence."""
-        return max(self._size(microbatch).length for microbatch in microbatches)
+        return max(self._shape(microbatch)[1] for microbatch in microbatches)
 
     def lengths(self, longest: int) -> Lengths:
-        """What rows of at most `longest` tokens are padded to. Raises BatchError where `length` is less."""
+        """The lengths for rows of at most `longest` tokens. Raises BatchError where `length` is less."""
         if self.length is not None and longest > self.length:
             raise BatchError(
                 f"a microbatch of {longest} tokens a row",
                 f"padding has the fixed length {self.length}",
                 f"Cut rows at {self.length} tokens, or give a length of {longest} or more",
             )
-        # rounded as cut, since the kernels that want a multiple see a part
+        # rounded per shard: kernels that want a multiple see one shard
         local = -(-(self.length or longest) // self.context_shards)
         local = next((bucket for bucket in self.buckets if bucket >= local), local)
         local = -(-local // self.multiple) * self.multiple
@@ -110,20 +114,20 @@ class Padding:
     def pad(self, microbatch: Microbatch, lengths: Lengths) -> dict[str, Any]:
         """`microbatch` with rows of `lengths.full` tokens; entries that need no padding are the same objects.
 
-        Raises BatchError where it is longer, where an entry may or may not be a sequence, and where it needs
-        an attention_mask and has none.
+        Raises BatchError where it is longer, where an entry may or may not be a sequence, and where it
+        needs an attention_mask and has none.
         """
-        size = self._size(microbatch)
-        extra = lengths.full - size.length
+        rows, length = self._shape(microbatch)
+        extra = lengths.full - length
         if extra < 0:
             raise BatchError(
-                f"a microbatch of {size.length} tokens a row",
+                f"a microbatch of {length} tokens a row",
                 f"it is to be padded to {lengths.full}",
                 "Give the lengths of the step's longest microbatch over all ranks",
             )
         if extra and self.needs_mask and "attention_mask" not in microbatch:
             raise BatchError(
-                f"a microbatch of {size.length} tokens a row to be padded, without attention_mask",
+                f"a microbatch of {length} tokens a row to be padded, without attention_mask",
                 "routers' loss is a mean over all tokens that no mask hides, and padding is none of them",
                 "Give attention_mask, 1 for each token, or rows of one length, or take shapes='exchanged'",
             )
@@ -131,29 +135,25 @@ class Padding:
         for name, value in microbatch.items():
             if not isinstance(value, Tensor) or name in BOUNDARIES:
                 continue
-            entry = self._entry(name, value, size.length)
+            entry = self._entry(name, value, length)
             if entry is not None and extra:
                 shape = list(value.shape)
                 shape[entry.dim] = extra
                 padded[name] = torch.cat([value, value.new_full(shape, entry.value)], dim=entry.dim)
-        if extra:
-            padded |= _grown(microbatch, size, lengths.full)
-        return padded
+        return padded | (_grown(microbatch, rows, length, lengths.full) if extra else {})
 
-    def _size(self, microbatch: Microbatch) -> _Size:
-        for name, entry in {**KNOWN, **self.entries}.items():
-            value = microbatch.get(name)
-            if entry is None or not isinstance(value, Tensor) or value.dim() < _PER_TOKEN:
-                continue
-            if name == "position_ids":  # its first dimension need not be the rows
-                return _Size(value.shape[-2], value.shape[-1])
-            if entry.dim < value.dim():
-                return _Size(value.shape[0], value.shape[entry.dim])
-        raise BatchError(
-            f"a microbatch of {sorted(microbatch)}",
-            "none of it tells how long its rows are",
-            "Give input_ids or inputs_embeds, or name the sequence of another tensor in padding entries",
-        )
+    def _shape(self, microbatch: Microbatch) -> tuple[int, int]:
+        """Rows and length."""
+        entries = {**KNOWN, **self.entries}
+        dims = {name: entry.dim for name, entry in entries.items() if entry is not None}
+        shape = row_shape(microbatch, dims)
+        if shape is None:
+            raise BatchError(
+                f"a microbatch of {sorted(microbatch)}",
+                "none of it tells how long its rows are",
+                "Give input_ids or inputs_embeds, or name the sequence of another tensor in padding entries",
+            )
+        return shape
 
     def _entry(self, name: str, value: Tensor, length: int) -> PadEntry | None:
         """How to pad one tensor, None where it stays as it is. Raises BatchError."""
@@ -161,8 +161,8 @@ class Padding:
             entry = self.entries[name]
         elif name in KNOWN:
             # (rows,) labels are of whole rows; a mask of queries and keys has two dimensions to pad
-            entry = KNOWN[name] if value.dim() >= _PER_TOKEN else None
-            if name == "attention_mask" and value.dim() > _PER_TOKEN:
+            entry = KNOWN[name] if value.dim() >= PER_TOKEN else None
+            if name == "attention_mask" and value.dim() > PER_TOKEN:
                 raise _wrong(name, value, "padding knows masks of (rows, sequence)", "make it such a mask")
         elif value.dim() > 1 and value.shape[1] == length:
             raise _wrong(
@@ -185,11 +185,6 @@ class Padding:
         return entry
 
 
-class _Size(NamedTuple):
-    rows: int
-    length: int
-
-
 def _wrong(name: str, value: Tensor, rule: str, remedy: str) -> BatchError:
     return BatchError(
         f"{name} of shape {list(value.shape)}",
@@ -198,21 +193,20 @@ def _wrong(name: str, value: Tensor, rule: str, remedy: str) -> BatchError:
     )
 
 
-def _grown(microbatch: Microbatch, size: _Size, full: int) -> dict[str, Any]:
+def _grown(microbatch: Microbatch, rows: int, length: int, full: int) -> dict[str, Any]:
     """The boundaries of packed documents in padded rows: the last document of each row takes the padding.
 
-    A document of padding alone would do as well where there is some, but in a full row it would be empty,
-    which gives NaN in the backward of some attention kernels. The real tokens before it
-    never look at what grows, and it has no labels.
+    A document of padding alone would be empty in a full row, which gives NaN in the backward of some
+    attention kernels. The real tokens never attend to what follows them, and padding has no labels.
     """
     grown: dict[str, Any] = {}
     for name, longest in BOUNDARIES.items():
         bounds = microbatch.get(name)
         if bounds is None:
             continue
-        check_row_bounds(name, bounds, size.rows, size.length)
-        # the boundaries run over the rows laid end to end, and so each row pushes on all that come after it
-        grown[name] = bounds + (bounds // size.length * (full - size.length)).to(bounds.dtype)
+        check_row_bounds(name, bounds, rows, length)
+        # the boundaries run over the rows laid end to end: each row moves all rows after it
+        grown[name] = bounds + (bounds // length * (full - length)).to(bounds.dtype)
         if longest in microbatch:
             grown[longest] = int(grown[name].diff().max())
     return grown

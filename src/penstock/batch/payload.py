@@ -1,7 +1,11 @@
-"""What crosses an edge: a tensor, or any nest of tuples, lists and dicts of them.
+"""What crosses an edge: a tensor, or any nest of tuples, lists and dicts of tensors and constants.
 
-Tensors travel; the rest (the nesting, None, numbers, strings) is known at both ends beforehand or told ahead
-of them.
+    value --flatten--> tensors + Form --unflatten--> value
+                          |
+                       EdgeSpecs: shapes, dtypes, nesting, constants
+
+Tensors travel. Everything else (nesting, None, numbers, strings) is known to both ends beforehand, or sent
+ahead.
 """
 
 from __future__ import annotations
@@ -14,24 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_map,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from penstock.errors import ShapeError
 
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
-class TensorSpec(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
     """Shape and dtype of one tensor on an edge.
 
-    differentiable: whether a gradient comes back for it, if it is of a dtype that can have one
+    differentiable: whether a gradient comes back for it, if its dtype can have one
     """
 
     shape: tuple[int, ...]
@@ -57,26 +55,43 @@ class TensorSpec(NamedTuple):
 class Form(NamedTuple):
     """A value without its tensors.
 
-    tree: how its leaves nest, None where it is one tensor; constants: place and value of each other leaf
+    tree: how its leaves nest, None where it is one tensor; constants: position and value of each other leaf
     """
 
     tree: TreeSpec | None = None
     constants: tuple[tuple[int, Any], ...] = ()
 
+    def __str__(self) -> str:
+        """The nesting in words: {'hidden': tensor, 'length': 7}."""
+        if self.tree is None:
+            return "tensor"
+        constants = dict(self.constants)
+        words = [repr(constants[i]) if i in constants else "tensor" for i in range(self.tree.num_leaves)]
+        return repr(tree_unflatten(map(_Word, words), self.tree))
+
+
+class _Word(str):
+    """A string that is its own repr."""
+
+    __repr__ = str.__str__
+
+
+SINGLE = Form()
+
 
 @dataclass(frozen=True)
 class EdgeSpecs:
-    """All that is known of a value before its tensors come."""
+    """Everything about a value but the contents of its tensors."""
 
     tensors: tuple[TensorSpec, ...]
     form: Form = field(default_factory=Form)
 
     def __str__(self) -> str:
-        told = ", ".join(map(str, self.tensors)) or "no tensor"
+        tensors = ", ".join(map(str, self.tensors)) or "no tensor"
         if self.form.tree is None:
-            return told
+            return tensors
         constants = "".join(f", {value!r}" for _, value in self.form.constants)
-        return f"{told}{constants} as {nesting(self.form)}"
+        return f"{tensors}{constants} as {self.form}"
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], form: Form) -> EdgeSpecs:
@@ -93,19 +108,19 @@ class EdgeSpecs:
 
     @cached_property
     def gradients(self) -> EdgeSpecs:
-        """What comes back over the edge that this went out on: a tuple of tensors."""
+        """What comes back over this edge: a tuple of tensors."""
         return EdgeSpecs(tuple([spec for spec in self.tensors if spec.carries_gradient]))
 
 
 class Payload(NamedTuple):
     """A value that crosses an edge.
 
-    loose: of its bytes, those that are held for nothing but to be sent; None: all
+    only_sent: the bytes that are held only to be sent; None: all
     """
 
     tensors: tuple[Tensor, ...]
     specs: EdgeSpecs
-    loose: int | None = None
+    only_sent: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,28 +128,44 @@ class Payload(NamedTuple):
 
     @property
     def value(self) -> Any:
-        return put_together(self.tensors, self.specs.form)
+        return unflatten(self.tensors, self.specs.form)
 
 
-SINGLE = Form()
+def flatten(value: Any) -> tuple[tuple[Tensor, ...], Form]:
+    """The tensors of `value`, and its form. Raises ShapeError for what cannot cross an edge.
 
-
-def take_apart(value: Any) -> tuple[tuple[Tensor, ...], Form]:
-    """The tensors of `value`, and what is left of it.
-
-    The entries of a mapping are put in the order of their names, so that their order means nothing.
-    Raises ShapeError for what cannot cross an edge.
+    The entries of a mapping are sorted by name, so that their order has no meaning.
     """
-    if isinstance(value, Tensor):
-        return (value,), SINGLE
-    leaves, tree = tree_flatten(_in_order(value))
-    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)])
-    _check_constants(constants)
-    return tensors, Form(tree, constants)
+    return ((value,), SINGLE) if isinstance(value, Tensor) else _flatten(value, Tensor)
 
 
-def _check_constants(constants: Sequence[tuple[int, Any]]) -> None:
+def unflatten(tensors: Sequence[Tensor], form: Form) -> Any:
+    """The value that `flatten` took apart."""
+    if form.tree is None:
+        return tensors[0]
+    leaves: list[Any] = list(tensors)
+    for position, constant in form.constants:  # in rising order, so that each lands in its position
+        leaves.insert(position, constant)
+    return tree_unflatten(leaves, form.tree)
+
+
+def declared(value: Any) -> EdgeSpecs:
+    """The specs of a value in which TensorSpecs, or tensors without values, stand for the tensors to come.
+
+    A tensor of a floating-point dtype counts as differentiable; a TensorSpec can say otherwise. Raises
+    ShapeError for what cannot cross an edge.
+    """
+    kinds = (Tensor, TensorSpec)
+    found, form = ((value,), SINGLE) if isinstance(value, kinds) else _flatten(value, kinds)
+    return EdgeSpecs(
+        tuple([v if isinstance(v, TensorSpec) else TensorSpec(tuple(v.shape), v.dtype) for v in found]), form
+    )
+
+
+def _flatten(value: Any, kinds: type | tuple[type, ...]) -> tuple[tuple[Any, ...], Form]:
+    leaves, tree = tree_flatten(_sorted(value))
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, kinds)])
+    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, kinds)])
     for _, constant in constants:
         if not isinstance(constant, _CONSTANTS):
             raise ShapeError(
@@ -142,86 +173,29 @@ def _check_constants(constants: Sequence[tuple[int, Any]]) -> None:
                 "tensors, numbers, strings, booleans and None cross an edge, in tuples, lists and dicts",
                 "Return only what the next stage needs, in these",
             )
+    return tensors, Form(tree, constants)
 
 
-def _in_order(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value
+def _sorted(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _in_order(value[name]) for name in sorted(value, key=str)}
+        return {name: _sorted(value[name]) for name in sorted(value, key=str)}
     if type(value) is list or type(value) is tuple:  # a named tuple stays one
-        return type(value)([_in_order(entry) for entry in value])
+        return type(value)([_sorted(entry) for entry in value])
     return value
 
 
-def put_together(tensors: Sequence[Tensor], form: Form) -> Any:
-    """The value that `take_apart` took apart."""
-    if form.tree is None:
-        return tensors[0]
-    leaves: list[Any] = list(tensors)
-    for place, constant in form.constants:  # in rising order, so that each one lands in its place
-        leaves.insert(place, constant)
-    return tree_unflatten(leaves, form.tree)
-
-
-def declared(value: Any) -> EdgeSpecs:
-    """Of a value in which TensorSpecs, or tensors without values, stand for the tensors to come.
-
-    A tensor of a floating-point dtype counts as one that has a gradient; a TensorSpec can say otherwise.
-    Raises ShapeError for what cannot cross an edge.
-    """
-    standing = tree_map(_Standing, _in_order(value), is_leaf=lambda v: isinstance(v, TensorSpec))
-    leaves, tree = tree_flatten(standing)
-    given = [leaf.value for leaf in leaves]
-    specs = [TensorSpec(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in given]
-    tensors = tuple(spec for spec in specs if isinstance(spec, TensorSpec))
-    if isinstance(value, Tensor | TensorSpec):
-        return EdgeSpecs(tensors)
-    constants = tuple((i, spec) for i, spec in enumerate(specs) if not isinstance(spec, TensorSpec))
-    _check_constants(constants)
-    return EdgeSpecs(tensors, Form(tree, constants))
-
-
-def describe(tensors: Sequence[Tensor]) -> str:
-    return ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors) or "no tensor"
-
-
-def nesting(form: Form) -> str:
-    """The form in words: {'hidden': tensor, 'length': 7}."""
-    if form.tree is None:
-        return "tensor"
-    constants = dict(form.constants)
-    leaves = [_Named(repr(constants[i]) if i in constants else "tensor") for i in range(form.tree.num_leaves)]
-    return repr(tree_unflatten(leaves, form.tree))
-
-
-class _Standing:
-    """Keeps a TensorSpec, which is a tuple, whole."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _Named:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-
 def pack_specs(specs: EdgeSpecs) -> bytes:
-    """As text, for who does not know them; `unpack_specs` is the way back.
+    """The specs as text, for a receiver that does not know them; `unpack_specs` reads it.
 
-    Raises ShapeError for a type that has no name to be told by, e.g. a named tuple.
+    Raises ShapeError for a type that text cannot name, e.g. a named tuple.
     """
     tensors = [[list(s.shape), str(s.dtype).removeprefix("torch."), s.differentiable] for s in specs.tensors]
     try:
         tree = None if specs.form.tree is None else treespec_dumps(specs.form.tree)
     except NotImplementedError as cause:
         raise ShapeError(
-            f"a stage's output {nesting(specs.form)}",
-            "ahead of the tensors only tuples, lists and dicts can be told of",
+            f"a stage's output {specs.form}",
+            "only the nesting of tuples, lists and dicts can be sent ahead of the tensors",
             "Return one of these, or leave shapes at 'inferred'",
         ) from cause
     return json.dumps([tensors, tree, [list(pair) for pair in specs.form.constants]]).encode()

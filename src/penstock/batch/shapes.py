@@ -1,4 +1,4 @@
-"""What comes over an edge, and how a rank knows of it before it comes."""
+"""Edge shapes: how a rank knows what comes over an edge before it comes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from penstock.batch.payload import EdgeSpecs, Form, describe
+from penstock.batch.payload import SINGLE, EdgeSpecs, Form
 from penstock.errors import ShapeError
 from penstock.schedule import Op
 
@@ -17,17 +17,17 @@ Microbatch = Mapping[str, Any]
 
 
 class EdgeShapes(Protocol):
-    """What goes from each stage to the next, told beforehand."""
+    """What each stage sends to the next one."""
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        """What `stage`, counted within its copy of the model, gives for `microbatch`."""
+        """The output of `stage`, counted within its copy of the model, for `microbatch`."""
 
 
 def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
-    """Refuse to send what the receiver has posted no fitting buffer for.
+    """Raise ShapeError where the receiver has posted no fitting buffer.
 
     gloo would part-fill a buffer that is too long, reinterpret another dtype, and abort the receiving
-    process on one that is too short. Raises ShapeError.
+    process on one that is too short.
     """
     specs = expected.tensors
     if len(tensors) != len(specs) or form != expected.form:
@@ -37,30 +37,31 @@ def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) 
             _refuse(op, tensors, form, expected)
         if tensor.requires_grad and not spec.differentiable:
             raise ShapeError(
-                f"{op} gave {describe(tensors)}",
-                "one of these has a gradient, and the next stage was told that it has none",
-                "Detach it, or tell of it as differentiable; if it was unfrozen since, build a new pipeline",
+                f"{op} gave {EdgeSpecs.of(tensors, SINGLE)}",
+                "one of these has a gradient, and the next stage expects none",
+                "Detach it, or declare it differentiable; if it was unfrozen since, build a new pipeline",
             )
 
 
 def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
-    gave = EdgeSpecs.of(tensors, form)
-    constants = form.constants != expected.form.constants and form.tree == expected.form.tree
-    raise ShapeError(
-        f"{op} gave {gave}",
-        f"the next rank expects {expected}",
-        "Numbers that are made of a tensor's values cannot be told beforehand: use shapes='exchanged'"
-        if constants
-        else "Autocast is on, which no shape is inferred under: let stages end in .to(dtype), or use "
-        "shapes='exchanged'"
-        if torch._C._is_any_autocast_enabled()
-        else "Make the stage's output follow from its input's shape and the model's dtype, or use "
-        "shapes='exchanged'",
-    )
+    if form.constants != expected.form.constants and form.tree == expected.form.tree:
+        remedy = "Numbers made of a tensor's values cannot be known beforehand: use shapes='exchanged'"
+    elif torch._C._is_any_autocast_enabled():
+        remedy = (
+            "Autocast is on, and shapes are inferred without it: let stages end in .to(dtype), or use "
+            "shapes='exchanged'"
+        )
+    else:
+        remedy = (
+            "Make the stage's output follow from its input's shape and the model's dtype, or use "
+            "shapes='exchanged'"
+        )
+    given = EdgeSpecs.of(tensors, form)
+    raise ShapeError(f"{op} gave {given}", f"the next rank expects {expected}", remedy)
 
 
 def microbatch_key(microbatch: Microbatch) -> tuple[Any, ...]:
-    """Equal for two microbatches whose tensors agree in name, shape and dtype, and that agree in all else."""
+    """Equal for microbatches whose tensors agree in name, shape and dtype, and which agree in all else."""
     return tuple((name, _key(microbatch[name])) for name in sorted(microbatch))
 
 
@@ -71,14 +72,14 @@ def _key(value: Any) -> Any:
         return type(value), value
     leaves, tree = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
-        return type(value).__name__  # an object of the user's own, which its type stands for
+        return type(value).__name__  # an object of the user's, represented by its type
     return repr(tree), tuple(map(_key, leaves))
 
 
 class Known:
-    """Looks edges up by the microbatch's key; a shape that was seen before costs one look-up.
+    """Edge shapes by the microbatch's key: a shape that was seen before costs one look-up.
 
-    infer: all edges of one microbatch, in order
+    infer: returns all edges of one microbatch, in order
     """
 
     _MOST = 4096  # shapes that are remembered

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError
 from penstock.models.weights.files import Ties
-from penstock.runtime.sharded_weights import host_copy, spread_like, whole
+from penstock.runtime.sharded_weights import full_tensor, host_copy, shard_like
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
@@ -114,7 +114,7 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
                 elif copied:
                     state.tensors[f"{part}.{name}"] = host_copy(value)
                 else:
-                    state.tensors[f"{part}.{name}"] = whole(value).detach().contiguous()
+                    state.tensors[f"{part}.{name}"] = full_tensor(value).detach().contiguous()
     return state
 
 
@@ -303,7 +303,7 @@ class StoredState:
             elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
                 dtype = parameter.dtype
             # a copy: safetensors gives all readers of a tensor the same memory
-            tensors[part] = spread_like(value, parameter).to(device, dtype, copy=True)
+            tensors[part] = shard_like(value, parameter).to(device, dtype, copy=True)
         return tensors
 
 

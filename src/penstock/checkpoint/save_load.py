@@ -28,7 +28,7 @@ from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
 from penstock.errors import CheckpointError, PenstockError, RunError
 from penstock.models.weights.folder import check_folder_together, together
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.transport.distributed import apart
+from penstock.runtime.transport.distributed import in_background
 from penstock.runtime.transport.groups import Processes
 
 # keys of a model's config that may differ between a checkpoint and the model that loads it
@@ -146,7 +146,7 @@ class CheckpointWriter:
 
     def __init__(self, pipe: Pipeline, *, background: bool = True) -> None:
         self._pipe, self._background = pipe, background
-        self._processes = apart(pipe.processes) if background else pipe.processes
+        self._processes = in_background(pipe.processes) if background else pipe.processes
         self._target: Path | None = None  # of the write under way
         self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
         self._abandoned = False

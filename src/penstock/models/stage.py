@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from penstock.batch.payload import EdgeSpecs, declared, put_together, take_apart
+from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import Known, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
@@ -195,10 +195,10 @@ class InferredEdges:
         received: tuple[Any, ...] = ()
         edges = []
         for stage, call in enumerate(calls):
-            tensors, form = take_apart(_run_without_values(stage, call, received, shadow))
+            tensors, form = flatten(_run_without_values(stage, call, received, shadow))
             edges.append(EdgeSpecs.of(tensors, form))
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            received = (put_together(leaves, form),)
+            received = (unflatten(leaves, form),)
         if received:  # else it would fail on its own rank, in the middle of a step
             last.check(received[0], shadow)
         return tuple(edges)
@@ -317,7 +317,7 @@ def _declared(module: nn.Module, method: str, microbatch: Microbatch) -> EdgeSpe
 
 def _described(specs: EdgeSpecs) -> str:
     """Equal where the tensors of an edge and their gradients are."""
-    could = [spec._replace(differentiable=True).carries_gradient for spec in specs.tensors]
+    could = [replace(spec, differentiable=True).carries_gradient for spec in specs.tensors]
     cut = [at for at, spec in enumerate(specs.tensors) if could[at] and not spec.carries_gradient]
     return str(specs) + "".join(f", tensor {at} without a gradient" for at in cut)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from penstock.errors import ModelError
 from penstock.parallel.mesh import flattened, job_backend, present
-from penstock.runtime.sharded_weights import groups_of, sharded_parts
+from penstock.runtime.sharded_weights import param_groups, sharded_modules
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class StageShards:
         assert isinstance(module, FSDPModule)
         self._module, self._reshard = module, sharded.reshard_after_forward
         self._widens = sharded.reduce_dtype is not None
-        self._parts: list[FSDPModule] = sharded_parts(module)
+        self._parts: list[FSDPModule] = sharded_modules(module)
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -163,14 +163,14 @@ class StageShards:
         from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
         for part in self._parts:
-            for group in groups_of(part):
+            for group in param_groups(part):
                 # a stage's forward ends half-way through the whole model's, and FSDP2 would wait for the rest
                 group._training_state = TrainingState.IDLE
             part.reshard()
 
     def _groups(self) -> Iterator[Any]:
         for part in self._parts:
-            yield from groups_of(part)
+            yield from param_groups(part)
 
     def _defer_reduction(self) -> None:
         self._module.set_is_last_backward(False)

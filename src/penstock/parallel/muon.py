@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from transformers.pytorch_utils import Conv1D
 
 from penstock.parallel.expert.experts import is_marked
-from penstock.runtime.sharded_weights import own as local
+from penstock.runtime.sharded_weights import local_shard as local
 
 
 class Muon(Optimizer):

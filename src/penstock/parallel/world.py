@@ -164,7 +164,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         if options.axes is not None:
             reductions = Reductions.over(mesh, transport.watch, groups.limit)
             transport.closers.append(reductions.close)
-            transport.beside(reductions.shared_token())
+            transport.share_failures(reductions.shared_token())
     return World((transport.rank,), device, transport, transport, offset, options.batched, mesh, reductions)
 
 

@@ -39,7 +39,7 @@ from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.runtime.health.agreement import compare_values
-from penstock.runtime.sharded_weights import give_storage
+from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses
 from penstock.schedule import Costs, verify
@@ -293,7 +293,7 @@ class _Build:
             compute_in(model, mesh_plan.param_dtype)
 
         def fill() -> None:
-            give_storage(model, device)
+            materialize(model, device)
             self._fill(unsharded)
 
         fill_first = self._auto.parallelize_fn is not None  # it takes a module with values

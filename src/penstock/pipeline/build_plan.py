@@ -30,7 +30,7 @@ from penstock.parallel.mesh import Axes
 from penstock.pipeline.options import recomputed_places
 from penstock.runtime.health.agreement import flat
 from penstock.runtime.memory import Sizes
-from penstock.runtime.shared_weights import SharedWeights, of_replicas, place
+from penstock.runtime.shared_weights import SharedWeights, place, shared_by_replicas
 from penstock.schedule import Costs, Proof, Schedule, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
@@ -255,7 +255,7 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
         copies = {place(name, stage): _tied(modules[stage], name) for stage, name in local.items()}
         ranks = tuple(sorted({holder.rank for holder in holders}))
         shared.append(SharedWeights(ranks, (copies,) if copies else ()))
-    return [*shared, *of_replicas(plan.schedule.placement, modules, frozenset(tied))]
+    return [*shared, *shared_by_replicas(plan.schedule.placement, modules, frozenset(tied))]
 
 
 def _tied(module: nn.Module, name: str) -> nn.Parameter:

@@ -22,8 +22,8 @@ from penstock.parallel.reductions import Reductions
 from penstock.pipeline.split_batch import BatchLike, RefusedBatch, as_list
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.step import StepResult
-from penstock.runtime.sharded_weights import whole as gathered
-from penstock.runtime.stage import evaluating, gradients_aside
+from penstock.runtime.sharded_weights import full_tensor as gathered
+from penstock.runtime.stage import evaluating, without_gradients
 
 # largest difference that passes, relative to the largest entry of the tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -153,7 +153,7 @@ def compare(
     if any(ROUTED in part for part in as_list(batch)):
         rule = "the whole model's own routers choose the experts"
         batch = RefusedBatch(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
-    with gradients_aside([*(p for _, p in placed), *whole.values()]):
+    with without_gradients([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = step(batch).loss
             expected = _whole_gradients(model, split(batch), loss, pipe.reductions)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.batch.loss import NextToken
 from penstock.batch.microbatches import Collect, batch_rows
-from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, put_together, take_apart, unpack_specs
+from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
 from penstock.parallel.mesh_plan import MeshPlan
@@ -154,7 +154,7 @@ def send_to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
     refusal, texts = None, dict[int, str]()
     try:
         for number, value in found.items():
-            tensors, form = take_apart(value)
+            tensors, form = flatten(value)
             payloads[number] = Payload(tensors, EdgeSpecs.of(tensors, form))
             texts[number] = pack_specs(payloads[number].specs).decode()
     except ShapeError as error:  # the others are about to wait for this process
@@ -175,7 +175,7 @@ def send_to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
                 _broadcast(owner, None if mine is None else mine[at], spec.shape, spec.dtype, world)
                 for at, spec in enumerate(specs.tensors)
             ]
-            results[int(number)] = put_together(received, specs.form)
+            results[int(number)] = unflatten(received, specs.form)
     return dict(sorted(results.items()))
 
 

@@ -19,7 +19,7 @@ from penstock.pipeline.options import Options, recomputed_places
 from penstock.pipeline.split_module import layers_of
 from penstock.pipeline.stages import BuiltStages, make_stage, own_stages
 from penstock.runtime.health.agreement import compare_values, named
-from penstock.runtime.shared_weights import of_replicas
+from penstock.runtime.shared_weights import shared_by_replicas
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import AllProcesses
 from penstock.schedule import Schedule
@@ -86,7 +86,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         options.loss(),
         options.batch_splitter(),
         mesh_plan,
-        shared=list(of_replicas(schedule.placement, modules)),
+        shared=list(shared_by_replicas(schedule.placement, modules)),
         recomputed=recomputed_places(schedule, options.checkpointing()),
         trace_folder=options.trace_folder,
     )

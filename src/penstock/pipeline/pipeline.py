@@ -26,7 +26,7 @@ from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.memory import Held
 from penstock.runtime.shared_weights import SharedGradients
-from penstock.runtime.stage import gradients_aside
+from penstock.runtime.stage import without_gradients
 from penstock.schedule import Costs, Proof, Timeline, verify
 
 
@@ -70,7 +70,7 @@ class Pipeline(SplitModel):
         Raises TypeError for an unknown keyword; ConfigError, ModelError, WorldSizeError, HandshakeError.
         """
         pipe = cls(stages_from_provider(provider, options))
-        pipe._shared.make_alike([parameter for _, parameter in pipe.owned_parameters()])
+        pipe._shared.copy_first([parameter for _, parameter in pipe.owned_parameters()])
         return pipe
 
     # ---- run
@@ -105,7 +105,7 @@ class Pipeline(SplitModel):
                 result, self._last = self._steps.run(
                     self._training, self._with(batch, entries), changed=self._shared.changed
                 )
-            if report.any_changed(self._last[1]):
+            if any(each.trained_changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
         except BaseException as error:
@@ -234,12 +234,16 @@ class Pipeline(SplitModel):
     @property
     def memory(self) -> tuple[Held, ...]:
         """By rank, the bytes held when the last step held most: activations, buffers, and for W."""
-        return report.peak_held(self._last[1]) if self._last else (Held(),) * self.schedule.ranks
+        if not self._last:
+            return (Held(),) * self.schedule.ranks
+        return tuple(each.held for each in self._last[1])
 
     @property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By rank, the most bytes that the last step held between I and W; 0 without split backwards."""
-        return report.deferred_bytes(self._last[1]) if self._last else (0,) * self.schedule.ranks
+        if not self._last:
+            return (0,) * self.schedule.ranks
+        return tuple(each.peak_deferred for each in self._last[1])
 
     def costs(self) -> Costs:
         """What the last step took, in seconds, and held, in bytes, to simulate other schedules. Collective.
@@ -264,7 +268,7 @@ class Pipeline(SplitModel):
             self.step(batch, **entries)
             return self.timeline
 
-        with gradients_aside(self.parameters()):
+        with without_gradients(self.parameters()):
             return layer_costs(step, repeats, self._layers, self._info, self._world.device, self.processes)
 
     def summary(self) -> str:

@@ -18,7 +18,7 @@ from penstock.models.weights.saved import MAX_SHARD_SIZE, FileLayout, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.stages import BuiltStages, StageFacts, parameter_names, stage_facts
-from penstock.runtime.sharded_weights import host_copy, own, whole
+from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
 
@@ -263,7 +263,7 @@ def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Te
         if name in left_out:
             continue
         if id(value) not in copies:
-            copies[id(value)] = host_copy(value) if kept else whole(value).new_empty(0)
+            copies[id(value)] = host_copy(value) if kept else full_tensor(value).new_empty(0)
         values[name] = copies[id(value)]
     return values if kept else {}
 
@@ -292,7 +292,7 @@ def _by_holders(gradients: Sequence[Tensor], world: World) -> dict[int, list[Ten
         elif world.reductions.stage_ranks.issuperset(_ranks_of(gradient)):
             held.setdefault(replicas // _shard_count(gradient), []).append(gradient.to_local())
         else:  # of a mesh of the user's own
-            held.setdefault(replicas, []).append(whole(torch.linalg.vector_norm(gradient)))
+            held.setdefault(replicas, []).append(full_tensor(torch.linalg.vector_norm(gradient)))
     return held
 
 
@@ -308,4 +308,4 @@ def _shard_count(gradient: DTensor) -> int:
 
 
 def scale_(gradients: Sequence[Tensor], factor: float) -> None:
-    torch._foreach_mul_([own(gradient) for gradient in gradients], factor)
+    torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)

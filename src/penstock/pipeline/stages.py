@@ -21,7 +21,7 @@ from penstock.parallel.world import World
 from penstock.pipeline.options import Parallelize
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.pipeline.split_module import layers_of
-from penstock.runtime.rng import Seeded, StageRNG, dropouts
+from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.shared_weights import SharedWeights
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
 from penstock.runtime.transport.groups import Processes
@@ -152,12 +152,12 @@ def make_stage(
     rng = StageRNG(position, device, [*labels, *(after or {}).items()]) if draws else None
     shards = None if shard is None else shard(module, [layer for _, layer in held])
     runs = call(callee)
-    runs = Seeded(runs, rng) if rng else runs
+    runs = seeded_call(runs, rng) if rng else runs
     if routing is None:
         stage = Stage(index, module, runs, switch, shards)
     else:
         stage = RoutedStage(index, module, runs, routing, switch, shards)
-    stage.chance = rng
+    stage.rng = rng
     return stage
 
 

@@ -28,10 +28,9 @@ from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor, run_together
 from penstock.runtime.health.post_mortem import write_post_mortem
-from penstock.runtime.health.progress import Progress
 from penstock.runtime.plan import lower
-from penstock.runtime.recorder import Recorder
-from penstock.runtime.rng import drawn, foreseen, seeded
+from penstock.runtime.recorder import Progress, Recorder
+from penstock.runtime.rng import draw_seed, next_seed, seeded_step
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.order import exchanges
 from penstock.schedule.recompute import Places
@@ -71,7 +70,7 @@ class StepRunner:
         world = built.world
         self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._broken = False
-        self._rngs = [stage.chance for stage in built.stages if stage.chance is not None]
+        self._rngs = [stage.rng for stage in built.stages if stage.rng is not None]
         self.draws: bool = any(world.processes.gather(bool(self._rngs)))
 
     def lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
@@ -81,7 +80,14 @@ class StepRunner:
         executors = []
         reduced = frozenset(index for index, stage in self._stages.items() if stage.shards is not None)
         for rank in world.ranks:
-            plan = lower(proof, rank, recomputed=recomputed, together=together, reduced=reduced)
+            plan = lower(
+                proof,
+                rank,
+                recomputed=recomputed,
+                exchanges=together,
+                reduced=reduced,
+                overlap=world.transport.overlap,
+            )
             hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
             recorder, built = self._recorders[rank], self._built
             executors.append(Executor(plan, hosted, built.edges, built.loss, world.transport, recorder))
@@ -99,7 +105,7 @@ class StepRunner:
         """Run the schedule on `batch`. Collective.
 
         collect: called with the last stage's outputs in place of the loss; with `scored`, in addition to it
-        changed: see `report`
+        changed: see step_report.StepReport
         """
         schedule, executors, _ = lowered
         transport = self._world.transport
@@ -121,9 +127,9 @@ class StepRunner:
             if collect and scored:
                 for executor in executors:
                     _separate(executor, step.weight)
-            vectors = transport.exchange([report.report(executor, changed) for executor in executors])
-            reports = [vector.tolist() for vector in vectors]
-            loss = self._world.reductions.sum_loss(report.total_loss(reports))
+            vectors = transport.exchange([report.pack(executor, changed) for executor in executors])
+            reports = report.unpack(schedule, vectors)
+            loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
             transport.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
@@ -215,13 +221,13 @@ class StepRunner:
             return nullcontext()
         world = self._world
         training = any(inner.training for stage in self._stages.values() for inner in stage.module.modules())
-        own = torch.tensor([foreseen() if training else 0], dtype=torch.float64)
+        own = torch.tensor([next_seed() if training else 0], dtype=torch.float64)
         numbers = world.transport.exchange([own] * len(world.ranks))  # after all ranks took the batch
         seed = world.reductions.max(int(max(numbers)))  # one for all, however each was seeded
         if not seed:
             return nullcontext()
-        drawn()
-        return seeded(self._rngs, seed, microbatches, local)
+        draw_seed()
+        return seeded_step(self._rngs, seed, microbatches, local)
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
         """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
@@ -233,7 +239,7 @@ class StepRunner:
             self.fail()
             if not isinstance(error, PeerError):
                 ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
-                self._world.transport.tell_failure(f"{ops}{type(error).__name__}: {error}")
+                self._world.transport.fail(f"{ops}{type(error).__name__}: {error}")
             write_post_mortem(error, executors, self._trace_folder)
         for executor in executors if begun else ():
             executor.reset()

@@ -1,27 +1,37 @@
 """The executor: it follows a plan, one action after the other, and decides nothing.
 
-Everything that could go wrong with the order was ruled out when the schedule was proven and lowered.
-What is left here is to give each action its effect.
+    schedule --verify, lower--> plan
+                                  |  actions, in order
+                                  v
+    transport <--post, send--  executor  --compute--> ops --> stage (forward, backward)
+        |                      ^      |
+        +-------receive------- inbox outbox
+
+One step on one rank: each action of the plan has one effect (`Executor._effects`). `Wait` puts a payload
+into the inbox; `Compute` takes it, runs its op and puts the result into the outbox; `Send` and `Deliver`
+empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
-from penstock.runtime.health.progress import Progress
-from penstock.runtime.ops import Ops, Task
-from penstock.runtime.overlap import Begin, End, OverlappedPairs
+from penstock.runtime.ops import Ops
+from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import (
     Action,
+    Begin,
     Compute,
+    Deliver,
+    End,
     Exchange,
     Free,
-    Hand,
     Message,
     Plan,
     Post,
@@ -29,19 +39,21 @@ from penstock.runtime.plan import (
     Send,
     Wait,
 )
-from penstock.runtime.recorder import Mark, Recorder
+from penstock.runtime.recorder import Progress, Recorder, Time
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport.interface import Transport, of_their_own
+from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
 
-# what gives an action its effect; None for a wait, which may have to let other ranks go first
+# gives an action its effect; None for a wait, which may have to let other ranks of this process run first
 Effect = Callable[[Any, StepInput], None] | None
 
 
 class Executor:
     """Runs one rank's plan. `inbox` and `outbox` are empty between steps.
 
-    edges: None where each message tells itself what it is
+    Args:
+        stages: the stages of this rank, by index.
+        edges: what crosses each edge; None where each message carries its own specs.
     """
 
     def __init__(
@@ -54,38 +66,39 @@ class Executor:
         recorder: Recorder,
     ) -> None:
         self.plan, self.transport, self.recorder = plan, transport, recorder
-        self.stages, self._told = stages, edges is None
+        self.stages, self._with_specs = stages, edges is None
         self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: transport.buffer_bytes)
         self._by_kind = self.ops.by_kind
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
-        self.pairing: OverlappedPairs | None = None  # of a step whose pairs run side by side
-        self._effects: list[tuple[Effect, Any]] | None = None
+        self.overlapped = 0  # pairs that have run in two threads so far
+        self._overlaps = any(isinstance(action, Begin) for action in plan.actions)
+        self.overlap_thread: OverlapThread | None = None
+        self._bound: list[tuple[Effect, Any]] = []
 
     def run(self, step: StepInput) -> Iterator[Message]:
-        """One step. Yields the message that another rank of this process must send first."""
-        if self._effects is None:
-            if self.transport.overlap and self.plan.schedule.overlaps:
-                self.pairing = OverlappedPairs(self)
-            actions = self.plan.actions if self.pairing is None else self.pairing.actions
-            self._effects = list(self._bound(actions))
+        """One step. Yields each message that another rank of this process must send first."""
+        if not self._bound:
+            self._bound = list(self._effects())
+        if self._overlaps and self.overlap_thread is None:
+            # not earlier: the user may have wrapped modules since the build
+            self.overlap_thread = OverlapThread(self.stages, self.recorder.now)
+            self.transport.closers.append(self.overlap_thread.close)
         try:
-            yield from self._run(self._effects, step)
+            yield from self._run(self._bound, step)
         except BaseException as error:
-            beside = None if self.pairing is None else self.pairing.join()
-            if beside is not None:  # which may be the cause of this one
-                error.add_note(f"the backward beside it failed too: {type(beside).__name__}: {beside}")
+            other = None if self.overlap_thread is None else self.overlap_thread.join()
+            if other is not None:  # it may be the cause of this error
+                error.add_note(f"the overlapped backward failed too: {type(other).__name__}: {other}")
             if self.current is not None and isinstance(error, RuntimeError):
-                typed = self.transport.broke_off(self.current, error)
-                if typed is not error:
-                    raise typed from error
+                self._raise_typed(self.current, error)
             raise
 
-    def _run(self, effects: Iterable[tuple[Effect, Any]], step: StepInput) -> Iterator[Message]:
+    def _run(self, bound: Iterable[tuple[Effect, Any]], step: StepInput) -> Iterator[Message]:
         self.recorder.begin_step()
         self.ops.begin_step()
-        for effect, action in effects:
+        for effect, action in bound:
             if effect is not None:
                 effect(action, step)
                 continue
@@ -94,35 +107,36 @@ class Executor:
                 yield action.message
         self.ops.end_step(step)
 
-    def _bound(self, actions: Iterable[Action | Begin | End]) -> Iterator[tuple[Effect, Any]]:
-        """Each action's effect, found once for all steps."""
-        effects: Mapping[type, Effect] = {
-            Post: self._post, Wait: None, Hand: self._hand, Send: self._send, Exchange: self._exchange,
-            Free: self._free, Reduce: self._reduce, Begin: self._begin, End: self._end,
+    def _effects(self) -> Iterator[tuple[Effect, Any]]:
+        """Each action with its effect, found once for all steps."""
+        effects: Mapping[type[Action], Effect] = {
+            Post: self._post, Wait: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
+            Exchange: self._exchange, Free: self._free, Reduce: self._reduce,
+            Begin: self._begin, End: self._end,
         }  # fmt: skip
-        for action in actions:
-            if isinstance(action, Compute):
-                yield self.compute, self.ops.tasks[action.op]
-            elif type(action) not in self.transport.needless:
+        for action in self.plan.actions:
+            if type(action) not in self.transport.needless:
                 yield effects[type(action)], action
 
-    def compute(self, task: Task, step: StepInput) -> None:
-        op, takes = task.op, task.takes
+    # ---- the effects
+
+    def compute(self, compute: Compute, step: StepInput) -> None:
+        op, takes = compute.op, compute.takes
         self.current = op
         received = None if takes is None else self.inbox.pop(takes)
         now = self.recorder.now
         start = now()
-        result = self._by_kind[op.kind](task, received, step)
+        result = self._by_kind[op.kind](compute, received, step)
         self.recorder.add(op, takes, start, now())
         self.current = None
-        if task.gives:
+        if compute.gives:
             assert result is not None
             self.outbox[op] = result
 
-    def _arrived(self, message: Message, began: Mark) -> bool:
-        """Whether the message is here; waits for it unless another rank of this process has to send it.
+    def _arrived(self, message: Message, began: Time) -> bool:
+        """Whether the message is here. Waits for it, unless another rank of this process has to send it.
 
-        began: when the rank began to wait for it
+        began: when this rank began to wait for it
         """
         payload = self.transport.receive(message)
         if payload is None:
@@ -135,18 +149,17 @@ class Executor:
     def _post(self, action: Post, step: StepInput) -> None:
         self.transport.post(action.message, self.ops.specs(action.message, step))
 
-    def _hand(self, action: Hand, step: StepInput) -> None:
+    def _deliver(self, action: Deliver, step: StepInput) -> None:
         op = action.message.op
-        given = self.outbox.pop(op)
-        self.ops.ledger.receive(given)
-        self.inbox[op] = Payload(of_their_own(given.tensors, given.specs), given.specs)
+        result = self.outbox.pop(op)
+        self.ops.ledger.receive(result)
+        self.inbox[op] = Payload(detached(result.tensors, result.specs), result.specs)
 
     def _send(self, action: Send, step: StepInput) -> None:
-        message = action.message
-        self.transport.send(message, self.outbox.pop(message.op), self._told)
+        self.transport.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
 
     def _exchange(self, action: Exchange, step: StepInput) -> None:
-        self.transport.start(action.in_line)
+        self.transport.start()
 
     def _free(self, action: Free, step: StepInput) -> None:
         self.transport.free(action.message)
@@ -156,23 +169,54 @@ class Executor:
         try:
             self.stages[action.stage].reduce()
         except RuntimeError as error:
-            typed = self.transport.broke_off(f"the reduction of stage {action.stage}", error)
-            if typed is error:
-                raise
-            raise typed from error
+            self._raise_typed(f"the reduction of stage {action.stage}", error)
         self.recorder.reduced(action.stage, start, self.recorder.now())
 
+    def _raise_typed(self, doing: Op | str, error: RuntimeError) -> None:
+        """Raise `error`, or the typed error that says which other rank caused it."""
+        typed = self.transport.broke_off(doing, error)
+        if typed is error:
+            raise error
+        raise typed from error
+
     def _begin(self, action: Begin, step: StepInput) -> None:
-        assert self.pairing is not None
-        self.pairing.begin(self.ops.tasks[action.compute.op], self.ops.tasks[action.forward], step)
+        """Start the backward in the second thread, unless one of the two ops has to run alone."""
+        backward, forward, ops, thread = action.backward, action.forward, self.ops, self.overlap_thread
+        assert thread is not None
+        footprints = [ops.footprint(each, step) for each in (forward, backward)]
+        if any(found is None or found.draws for found in footprints):  # unknown, or draws random numbers
+            return
+        if not thread.may_begin(forward.op.stage, backward.op.stage):
+            return
+        received = None if backward.takes is None else self.inbox[backward.takes]
+        gradients = ops.before_backward(received, step)
+        ops.live_in_overlap = ops.held + 1  # the forward's own among them
+        self.overlapped += 1
+        work = partial(ops.gradients, backward, gradients)
+        thread.begin(forward.op.stage, backward.op.stage, work)
 
     def _end(self, action: End, step: StepInput) -> None:
-        assert self.pairing is not None
-        self.pairing.end(self.ops.tasks[action.compute.op], step)
+        """Take the overlapped backward's result, or run the backward where it has not begun."""
+        backward, thread = action.backward, self.overlap_thread
+        assert thread is not None
+        if not thread.busy:
+            self.compute(backward, step)
+            return
+        self.current = backward.op
+        inputs, start, end = thread.result()
+        self.ops.live_in_overlap = None
+        received = None if backward.takes is None else self.inbox.pop(backward.takes)
+        result = self.ops.after_backward(backward, received, inputs, step)
+        self.recorder.add(backward.op, backward.takes, start, end)
+        self.current = None
+        if backward.gives:
+            self.outbox[backward.op] = result
+
+    # ---- what others ask
 
     @property
     def progress(self) -> Progress:
-        """Any thread may ask."""
+        """How far this rank is. Any thread may ask."""
         return Progress(self.plan.schedule.programs[self.plan.rank], self.recorder.done, self.current)
 
     @property
@@ -181,16 +225,13 @@ class Executor:
         return len(self.inbox) + len(self.outbox) + sum(stage.left_over for stage in self.stages.values())
 
     def reset(self) -> None:
-        """Forget a step that failed half-way."""
-        if self.pairing is not None:
-            self.pairing.close()
-        self.current = self.pairing = self._effects = None
+        """Forget a failed step."""
+        if self.overlap_thread is not None:
+            self.overlap_thread.close()
+        self.current = self.overlap_thread = None
         self.inbox.clear()
         self.outbox.clear()
         self.ops.reset()
-
-
-# ---- All ranks of a pipeline in one process.
 
 
 def run_together(executors: Sequence[Executor], step: StepInput) -> None:
@@ -204,10 +245,10 @@ def run_together(executors: Sequence[Executor], step: StepInput) -> None:
     awaited: dict[int, Message] = {}
     rank, stuck = executors[0].plan.rank, set[int]()
     while running:
-        assert rank in running, f"rank {rank} has ended, and somebody waits for it: {awaited}"
+        assert rank in running, f"rank {rank} has ended, and another one waits for it: {awaited}"
         message = awaited.get(rank)
         if message is not None and not arrived(message):
-            assert rank not in stuck, f"nobody can go on: {awaited}"
+            assert rank not in stuck, f"no rank can go on: {awaited}"
             stuck.add(rank)
             rank = hosts[message.op.stage]
             continue

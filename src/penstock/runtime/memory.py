@@ -1,8 +1,7 @@
-"""What a rank holds during a step, in bytes: activations, buffers, and what waits for W.
+"""The bytes that a rank holds during a step: activations, buffers, and what waits for W.
 
-What a forward leaves behind is measured where a shape is seen for the first time, and counted from then on,
-so that a step pays a few additions for it. Weights, gradients and what one op needs while it runs are not in
-it.
+A forward is measured when its shape is seen for the first time, and counted from then on, so that a step
+pays a few additions. Weights, gradients, and what an op needs only while it runs, are not counted.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Place = tuple[int, int]  # stage and microbatch
 
 
 class Footprint(NamedTuple):
-    """What one microbatch's forward on one stage leaves behind.
+    """What one microbatch's forward on one stage leaves behind, in bytes.
 
-    activation: bytes held until its backward: what came in, and all that autograd saved
-    output: bytes of what goes to the next stage that are held for nothing but to be sent
+    activation: held until its backward: its input, and all that autograd saved
+    output: bytes for the next stage that are held only to be sent
     draws: whether it drew random numbers
     """
 
@@ -52,7 +51,7 @@ class Held(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one microbatch on one stage, in bytes, as penstock.schedule.Costs has them."""
+    """Bytes of one microbatch on one stage, in the terms of penstock.schedule.Costs."""
 
     activation: int
     sent: int
@@ -61,13 +60,13 @@ class Sizes(NamedTuple):
 
 
 class Ledger:
-    """The sums over one step, and the most they came to."""
+    """The bytes that a rank holds over one step, and their peak."""
 
     def __init__(self) -> None:
         self.peak = Held()
-        self.most_deferred = 0
+        self.peak_deferred = 0
         self._activations = self._deferred = self._most = 0
-        self._received = 0  # not yet taken over by an op
+        self._received = 0  # not yet taken by an op
         self._forwards: dict[Place, tuple[Footprint, int]] = {}
         self._for_weight: dict[Place, int] = {}
 
@@ -81,22 +80,22 @@ class Ledger:
         self._received += payload.specs.nbytes
 
     def take(self, payload: Payload) -> None:
-        """An op has used what was received up, or made it part of an activation."""
+        """An op has used up what was received, or made it part of an activation."""
         self._received -= payload.specs.nbytes
 
-    def forward(self, op: Op, left: Footprint, result: int) -> None:
-        """result: bytes that another stage is given"""
-        self._forwards[op.stage, op.microbatch] = left, result
-        self._activations += left.activation
+    def forward(self, op: Op, footprint: Footprint, result: int) -> None:
+        """result: bytes for another stage"""
+        self._forwards[op.stage, op.microbatch] = footprint, result
+        self._activations += footprint.activation
 
     def backward(self, op: Op, deferred: int) -> None:
-        """deferred: bytes that are held on for W"""
+        """deferred: bytes that are still held for W"""
         place = op.stage, op.microbatch
         self._activations -= self._forwards[place][0].activation
         if deferred:
             self._for_weight[place] = deferred
             self._deferred += deferred
-            self.most_deferred = max(self.most_deferred, self._deferred)
+            self.peak_deferred = max(self.peak_deferred, self._deferred)
 
     def weight_backward(self, op: Op) -> None:
         self._deferred -= self._for_weight.get((op.stage, op.microbatch), 0)
@@ -105,25 +104,25 @@ class Ledger:
     def sizes(self) -> dict[Place, Sizes]:
         """What each microbatch held on each stage."""
         return {
-            place: Sizes(left.activation, left.output, result, self._for_weight.get(place, 0))
-            for place, (left, result) in self._forwards.items()
+            place: Sizes(found.activation, found.output, result, self._for_weight.get(place, 0))
+            for place, (found, result) in self._forwards.items()
         }
 
 
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all tensors that are made under it and are still there.
+    """Counts the bytes of all tensors that are made under it and still alive.
 
-    What autograd saves cannot be asked of autograd: activation checkpointing holds what it needs elsewhere.
+    Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
-        self._known: dict[int, int] = {}  # by address, for as long as the storage lives
+        self._known: dict[int, int] = {}  # by address, as long as the storage lives
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Or torch.compile would give up on whatever first runs under this."""
+        """Without this, torch.compile gives up on whatever first runs under the mode."""
         return True
 
     def __torch_dispatch__(
@@ -148,7 +147,7 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):
-    """The same, as the allocator knows it."""
+    """The same, from the allocator's own count."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -167,20 +166,20 @@ class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):
 
 
 def measuring(device: torch.device) -> Measured | MeasuredOnGPU:
-    """Under this a forward gives what it would give without, and its `nbytes` tell what it left behind."""
+    """Measure a forward: its `nbytes` are the bytes that it leaves behind. The result is not changed."""
     return MeasuredOnGPU(device) if device.type == "cuda" else Measured()
 
 
-def footprint(left: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
-    """left: bytes that the forward left behind, its outputs among them; inputs: what it received"""
-    loose = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
+def footprint(nbytes: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
+    """nbytes: left behind by the forward, its outputs included; inputs: what the stage received"""
+    only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
     received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])
-    return Footprint(left - loose + received, loose)
+    return Footprint(nbytes - only_sent + received, only_sent)
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
     """Whether anything but `tensor` itself keeps its memory, such as the graph that made it."""
-    storage = tensor.untyped_storage()  # counts as well
+    storage = tensor.untyped_storage()  # counts as one use
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 

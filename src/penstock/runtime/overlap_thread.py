@@ -1,4 +1,8 @@
-"""The second thread of an executor, for the backward of an overlapped pair."""
+"""The second thread of an executor, which runs the backward of an overlapped pair.
+
+The gain is the time that the two ops wait for other ranks within themselves, as experts do whose tokens
+travel: meanwhile the other op computes.
+"""
 
 from __future__ import annotations
 
@@ -12,92 +16,90 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.recorder import Mark
+from penstock.runtime.recorder import Time
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.stage import Stage
-from penstock.schedule import Op
 
 Gradients = tuple[Tensor, ...]
 
 
-class Ran(NamedTuple):
-    """What a backward in the second thread came to, and when it ran."""
+class Overlapped(NamedTuple):
+    """The result of an overlapped backward: the input gradients, and when it ran."""
 
     inputs: Gradients
-    start: Mark
-    end: Mark
+    start: Time
+    end: Time
 
 
 class OverlapThread:
-    """The second thread, and the backward that runs in it."""
+    """A thread that runs one backward at a time."""
 
-    def __init__(self, stages: Mapping[int, Stage], now: Callable[[], Mark]) -> None:
-        self._modules = {index: _Alone.of(stage) for index, stage in stages.items()}
+    def __init__(self, stages: Mapping[int, Stage], now: Callable[[], Time]) -> None:
+        self._stages = {index: _Restrictions.of(stage) for index, stage in stages.items()}
         self._now = now
-        self._thread: ThreadPoolExecutor | None = None  # ended by `close`, and by Python before it ends
-        self._job: Future[Ran] | None = None
-        self._passing: AbstractContextManager[None] = nullcontext()
+        self._thread: ThreadPoolExecutor | None = None  # ended by `close`, or by Python at exit
+        self._job: Future[Overlapped] | None = None
+        self._bypass: AbstractContextManager[None] = nullcontext()
 
     @property
     def busy(self) -> bool:
         return self._job is not None
 
-    def may_begin(self, forward: Op, backward: Op) -> bool:
-        """As far as the stages' modules and this thread tell."""
-        ahead, behind = self._modules[forward.stage], self._modules[backward.stage]
-        if ahead.compiled or behind.compiled or _is_watched():
+    def may_begin(self, forward: int, backward: int) -> bool:
+        """Whether the modules of these two stages, and the modes of this thread, allow an overlap."""
+        stages = self._stages[forward], self._stages[backward]
+        if any(stage.compiled for stage in stages) or _is_watched():
             return False
-        for each in (ahead, behind):
-            if each.sharding.any and not (each.own_shards and each.sharding.is_whole):
+        for stage in stages:
+            if stage.sharding.any and not (stage.by_penstock and stage.sharding.is_whole):
                 return False
-        return ahead is not behind or ahead.sharding.is_plain
+        return forward != backward or stages[0].sharding.is_plain
 
-    def begin(self, forward: Op, backward: Op, work: Callable[[], Gradients]) -> None:
-        """work: the backward's"""
-        shared = self._modules[forward.stage] if forward.stage == backward.stage else None
-        self._passing = nullcontext() if shared is None else shared.sharding.unheeded()
-        self._passing.__enter__()
+    def begin(self, forward: int, backward: int, work: Callable[[], Gradients]) -> None:
+        """Start `work`, the backward of stage `backward`; the forward of stage `forward` comes next here."""
+        self._bypass = self._stages[forward].sharding.bypassed() if forward == backward else nullcontext()
+        self._bypass.__enter__()
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "penstock-backward")
         threads, context, begun = torch.get_num_threads(), contextvars.copy_context(), Event()
         self._job = self._thread.submit(context.run, self._run, work, threads, begun)
-        begun.wait()  # most often it is the longer of the two; the forward would keep Python's lock from it
+        begun.wait()  # the backward is usually longer; the forward would keep Python's lock from it
 
-    def _run(self, work: Callable[[], Gradients], threads: int, begun: Event) -> Ran:
+    def _run(self, work: Callable[[], Gradients], threads: int, begun: Event) -> Overlapped:
         try:
-            if torch.get_num_threads() != threads:  # each thread has its own number
+            if torch.get_num_threads() != threads:  # torch keeps the number per thread
                 torch.set_num_threads(threads)
             start = self._now()
         finally:
             begun.set()
         with torch.enable_grad():
             inputs = work()
-        return Ran(inputs, start, self._now())
+        return Overlapped(inputs, start, self._now())
 
-    def result(self) -> Ran:
-        """Raises what the backward raised."""
+    def result(self) -> Overlapped:
+        """Wait for the backward. Raises what it raised."""
         assert self._job is not None
         try:
             return self._job.result()
         finally:
-            self._over()
+            self._end()
 
     def join(self) -> BaseException | None:
-        """Wait for it where the step has failed; what it raised.
+        """Wait for a backward that still runs after the step failed; returns its error.
 
-        Its own exchanges go on as long as the other ranks take part, and break off by their process group's
-        time limit at the latest.
+        Its own collectives go on as long as the other ranks take part, and break off by their process group's
+        timeout at the latest.
         """
         if self._job is None:
             return None
         try:
             return self._job.exception()
         finally:
-            self._over()
+            self._end()
 
-    def _over(self) -> None:
+    def _end(self) -> None:
         self._job = None
-        self._passing.__exit__(None, None, None)
+        self._bypass.__exit__(None, None, None)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -105,46 +107,32 @@ class OverlapThread:
         self._thread = None
 
 
-class _Alone(NamedTuple):
+class _Restrictions(NamedTuple):
     """Why a stage's ops may have to run alone.
 
-    own_shards: whether it is penstock that spreads its weights; a user's own way is not known well enough
+    by_penstock: whether penstock sharded its weights; a user's own sharding is not known well enough
     """
 
     sharding: Sharding
-    own_shards: bool
+    by_penstock: bool
     compiled: bool
 
     @classmethod
-    def of(cls, stage: Stage) -> _Alone:
-        compiled = any(part._compiled_call_impl is not None for part in stage.module.modules())
-        compiled |= any(isinstance(part, _compiled_modules()) for part in stage.module.modules())
+    def of(cls, stage: Stage) -> _Restrictions:
+        compiled = any(module._compiled_call_impl is not None for module in stage.module.modules())
+        compiled |= any(isinstance(module, _compiled_type()) for module in stage.module.modules())
         return cls(Sharding(stage.module), stage.shards is not None, compiled)
 
 
-def _compiled_modules() -> type[nn.Module]:
+def _compiled_type() -> type[nn.Module]:
     from torch._dynamo import OptimizedModule
 
     return OptimizedModule
 
 
 def _is_watched() -> bool:
-    """Whether the thread is in a mode that sees its ops, and would not see the other thread's."""
+    """Whether this thread is in a mode that sees its ops: it would not see those of the second thread."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return bool(
         torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or hooks is not None
     )
-
-
-class Draws:
-    """Tells whether random numbers were drawn since it was made.
-
-    The generator is one for all threads: activation checkpointing sets it back while it runs a forward again,
-    and what another thread draws meanwhile would not be what it draws alone.
-    """
-
-    def __init__(self) -> None:
-        self._before = torch.get_rng_state()
-
-    def happened(self) -> bool:
-        return not torch.equal(self._before, torch.get_rng_state())

@@ -1,22 +1,29 @@
 """A proven schedule, lowered to what one rank does: posts, waits, computes, sends and frees.
 
-Everything is fixed here, before the first step; the executor only follows. For 1F1B on rank 1 of 2:
+Every action is fixed here, before the first step; the executor only follows. 1F1B on rank 1 of 2:
 
     post 0F0   wait 0F0   1F0   post 0F1   1B0   send 1B0   wait 0F1   1F1   post 0F2   1B1   send 1B1
     wait 0F2   free 1B0   1F2 ...
 
-- A receive is posted as far ahead of the op that needs it as `penstock.schedule.order` says, so that it lands
-  while its rank computes. On each channel receives are posted in the order in which the other end sends: that
-  is all that first in, first out needs.
-- A send is started as soon as its op has ended, and nothing waits for it.
-- A send is freed at the first later wait that proves it done: what comes from a rank was computed after
-  everything that this rank had waited for before. So freeing never blocks.
-- A result for a stage of the same rank is handed over at once.
+- A receive is posted as far ahead of its use as `penstock.schedule.order` says, so that the message arrives
+  while the rank computes. On each channel, receives are posted in the order in which the other end sends.
+- A send starts when its op has ended. Nothing waits for it.
+- A send is freed at the first later wait that proves it complete: a rank computes a message only after
+  everything that it waited for before. So freeing never blocks.
+- A result for a stage of the same rank is delivered at once.
 
-Where what a rank sends and receives between two ops goes together (`penstock.schedule.order`), receives
-are posted where that says, and an exchange begins what was sent and posted before it:
+With `exchanges`, a rank's sends and receives between two ops go together. Each exchange starts what was
+posted and sent before it:
 
     post 0F0  exchange  wait 0F0  1F0   1B0  send 1B0  post 0F1  exchange  wait 0F1  1F1 ...
+
+With `overlap`, the backward of an overlapped pair runs in a second thread while the pair's forward runs here:
+
+    in sequence   wait 1F0   2F0   send 2F0   wait 3B1   2B1   send 2B1
+    overlapped    wait 1F0   wait 3B1   begin 2B1   2F0   send 2F0   end 2B1   send 2B1
+
+`verify` has proven that the inputs of both ops can be there before either op starts. Backwards still follow
+each other in program order, so every gradient is summed in the same order.
 """
 
 from __future__ import annotations
@@ -65,15 +72,27 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run `op`, on what `takes` made on another stage, if on anything; `gives`: whether one waits for it."""
+    """Run `op`, with all that is known about it before the first step.
+
+    takes: the op of another stage whose result it needs
+    gives: whether another stage needs its result
+    sends: the message that its result becomes, where that stage is on another rank
+    is_last: whether the stage is the last one of its copy of the model
+    split: whether the backward of this microbatch is split into I and W
+    recompute: whether the forward keeps its inputs only, and runs again in the backward
+    """
 
     op: Op
     takes: Op | None
     gives: bool
+    sends: Message | None
+    is_last: bool
+    split: bool
+    recompute: bool
 
 
-class Hand(NamedTuple):
-    """Give a result to another stage of this rank."""
+class Deliver(NamedTuple):
+    """Pass a result to another stage of this rank."""
 
     message: Message
 
@@ -85,57 +104,61 @@ class Send(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Begin what was posted and sent since the last exchange, all of it together; do not wait.
-
-    in_line: whether the rank may be held up until it is over all the same
-    """
+    """Start all that was posted and sent since the last exchange; do not wait."""
 
     messages: tuple[Message, ...]
-    in_line: bool
 
 
 class Free(NamedTuple):
-    """Let go of what was sent: it has arrived."""
+    """Free a sent message: it has arrived."""
 
     message: Message
 
 
 class Reduce(NamedTuple):
-    """Sum the gradients of a stage over the ranks beside the pipeline: all its backwards have run."""
+    """Sum the gradients of a stage over the mesh: all its backwards have run."""
 
     stage: int
 
 
-Action = Post | Wait | Compute | Hand | Send | Exchange | Free | Reduce
+class Begin(NamedTuple):
+    """Begin `backward` in the second thread, if `forward`, which follows, may overlap it."""
+
+    backward: Compute
+    forward: Compute
+
+
+class End(NamedTuple):
+    """Wait for the backward that `Begin` started, or run it now."""
+
+    backward: Compute
+
+
+Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | Begin | End
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's actions for one step.
-
-    recomputed: the (stage, microbatch) of this rank whose forward keeps only its inputs, and is run again in
-        the backward
-    """
+    """One rank's actions for one step."""
 
     rank: int
     schedule: Schedule
     actions: tuple[Action, ...]
     peak_live: int
-    recomputed: frozenset[tuple[int, int]] = frozenset()
 
     @cached_property
     def peak_posted(self) -> int:
-        """The most receives that are posted at once and not yet waited for."""
+        """The largest number of receives that are posted and not yet waited for."""
         changes = [isinstance(a, Post) - isinstance(a, Wait) for a in self.actions]
         return max(accumulate(changes, initial=0))
 
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
-    """Every channel of a schedule on this placement, in one order for all ranks."""
+    """Every channel of a schedule, in the same order on all ranks."""
     placement = schedule.placement
     edges = [(s, s + 1) for s in range(placement.stages) if not placement.is_last(s)]
-    apart = [edge for edge in edges if placement.rank_of[edge[0]] != placement.rank_of[edge[1]]]
-    return tuple(Channel(*edge) for s, t in apart for edge in ((s, t), (t, s)))
+    remote = [edge for edge in edges if placement.rank_of[edge[0]] != placement.rank_of[edge[1]]]
+    return tuple(Channel(*edge) for s, t in remote for edge in ((s, t), (t, s)))
 
 
 def lower(
@@ -144,20 +167,30 @@ def lower(
     *,
     ahead: float = AHEAD,
     recomputed: frozenset[tuple[int, int]] = frozenset(),
-    together: Exchanges | None = None,
+    exchanges: Exchanges | None = None,
     reduced: frozenset[int] = frozenset(),
+    overlap: bool = False,
 ) -> Plan:
     """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs.
 
-    ahead: the units of own compute that lie between the post of a receive and its use, F, I and W being one
-    recomputed: the (stage, microbatch), of any rank, whose forward is run again in the backward
-    together: of the same schedule, where messages go in exchanges; then `ahead` does not count
-    reduced: the stages whose gradients are summed over the ranks beside the pipeline
+    Args:
+        ahead: units of this rank's compute between the post of a receive and its use; F, I and W are one
+            unit.
+        recomputed: the (stage, microbatch) of any rank whose forward runs again in the backward.
+        exchanges: of the same schedule, where messages go in batches; then `ahead` has no effect.
+        reduced: the stages whose gradients are summed over the mesh.
+        overlap: whether the schedule's overlapped pairs run in two threads.
     """
     schedule = proof.schedule
-    own = frozenset(place for place in recomputed if schedule.placement.rank_of[place[0]] == rank)
-    actions = tuple(_Lowering(schedule, rank, ahead, together, reduced))
-    return Plan(rank, schedule, actions, proof.peak_live[rank], own)
+    if exchanges is None:
+        actions = _Lowering(schedule, rank, posts(schedule, rank, ahead), recomputed, reduced).actions()
+    else:
+        assert exchanges.schedule == schedule
+        actions = _Lowering(schedule, rank, exchanges.receives[rank], recomputed, reduced).actions()
+        actions = _with_exchanges(actions)
+    if overlap and schedule.overlaps:
+        actions = _overlapped(actions, {pair.forward: pair.backward for pair in schedule.overlaps})
+    return Plan(rank, schedule, tuple(actions), proof.peak_live[rank])
 
 
 class _Lowering:
@@ -165,72 +198,73 @@ class _Lowering:
         self,
         schedule: Schedule,
         rank: int,
-        ahead: float,
-        together: Exchanges | None,
+        receives: Sequence[Sequence[Op]],
+        recomputed: frozenset[tuple[int, int]],
         reduced: frozenset[int],
     ) -> None:
-        assert together is None or together.schedule == schedule
-        self._schedule, self._together = schedule, together
-        # by stage, its last op: no gradient is added after it
-        last = {op.stage: op for op in schedule.programs[rank] if op.kind != "F"}
+        self._schedule, self._placement, self._receives = schedule, schedule.placement, receives
+        self._program, self._recomputed = schedule.programs[rank], recomputed
+        # no gradient is added to a stage after its last op
+        last = {op.stage: op for op in self._program if op.kind != "F"}
         self._completes = {op: stage for stage, op in last.items() if stage in reduced}
-        self._posts: Sequence[Sequence[Op]] = (
-            posts(schedule, rank, ahead) if together is None else together.receives[rank]
-        )
-        self._program = schedule.programs[rank]
-        own = channels(schedule)
-        stages = {stage for channel in own if rank in map(self._host, channel) for stage in channel}
+        stages = {s for channel in channels(schedule) if rank in map(self._host, channel) for s in channel}
         peers = {self._host(stage) for stage in stages} - {rank}
         self._position = {op: i for peer in peers for i, op in enumerate(schedule.programs[peer])}
-        self._in_flight: dict[int, list[Message]] = {}  # rank -> sends to it, not yet proven done
+        self._in_flight: dict[int, list[Message]] = {}  # by receiving rank: sends not yet proven complete
 
-    def __iter__(self) -> Iterator[Action]:
-        if self._together is None:
-            return self._one_by_one()
-        return _in_exchanges(self._one_by_one(), self._together.in_line)
-
-    def _one_by_one(self) -> Iterator[Action]:
-        for op, upcoming in zip(self._program, self._posts, strict=True):
-            for source in upcoming:
+    def actions(self) -> Iterator[Action]:
+        for op, receives in zip(self._program, self._receives, strict=True):
+            for source in receives:
                 yield Post(Message(source, source.stage + (1 if source.kind == "F" else -1)))
-            taken = self._taken(op)
+            taken, given = self._taken(op), self._given(op)
             if self._is_remote(taken):
                 yield Wait(taken)
                 yield from self._frees_after(taken)
-            given = self._given(op)
-            yield Compute(op, None if taken is None else taken.op, given is not None)
+            yield self._compute(op, taken, given)
             if self._is_remote(given):
                 yield Send(given)
                 self._in_flight.setdefault(self._host(given.target), []).append(given)
             elif given is not None:
-                yield Hand(given)
-            if op in self._completes:  # after the send, so that nobody waits for this
+                yield Deliver(given)
+            if op in self._completes:  # after the send: no other rank waits for the reduction
                 yield Reduce(self._completes[op])
         for sends in self._in_flight.values():
             yield from map(Free, sends)
 
+    def _compute(self, op: Op, taken: Message | None, given: Message | None) -> Compute:
+        place = op.stage, op.microbatch
+        return Compute(
+            op,
+            None if taken is None else taken.op,
+            given is not None,
+            given if self._is_remote(given) else None,
+            self._placement.is_last(op.stage),
+            place in self._schedule.split,
+            place in self._recomputed,
+        )
+
     def _host(self, stage: int) -> int:
-        return self._schedule.placement.rank_of[stage]
+        return self._placement.rank_of[stage]
 
     def _is_remote(self, message: Message | None) -> TypeGuard[Message]:
         return message is not None and self._host(message.op.stage) != self._host(message.target)
 
     def _taken(self, op: Op) -> Message | None:
-        """What `op` needs of another stage."""
+        """The message from another stage that `op` needs."""
         for needed in self._schedule.predecessors(op):
             if needed.stage != op.stage:
                 return Message(needed, op.stage)
         return None
 
     def _given(self, op: Op) -> Message | None:
-        """Where the result of `op` goes, if to another stage."""
-        placement = self._schedule.placement
-        if op.kind == "W" or (placement.is_last if op.kind == "F" else placement.is_first)(op.stage):
+        """The message to another stage that the result of `op` becomes."""
+        ends = self._placement.is_last if op.kind == "F" else self._placement.is_first
+        if op.kind == "W" or ends(op.stage):
             return None
         return Message(op, op.stage + (1 if op.kind == "F" else -1))
 
     def _frees_after(self, message: Message) -> Iterator[Action]:
-        """The sends to the other rank that it must have received before it computed `message`."""
+        """The sends that the other rank must have received before it computed `message`."""
         peer, reached = self._host(message.op.stage), self._position[message.op]
         still = []
         for sent in self._in_flight.get(peer, []):
@@ -246,15 +280,42 @@ class _Lowering:
         return self._schedule.gradient(message.target, message.op.microbatch)
 
 
-def _in_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action]:
-    """The same, with an exchange after each run of sends and posts."""
-    begun: list[Message] = []
+def _with_exchanges(actions: Iterable[Action]) -> Iterator[Action]:
+    """The same actions, with an exchange after each run of sends and posts."""
+    started: list[Message] = []
     for action in actions:
         if isinstance(action, Send | Post):
-            begun.append(action.message)
-        elif begun:
-            yield Exchange(tuple(begun), in_line)
-            begun = []
+            started.append(action.message)
+        elif started:
+            yield Exchange(tuple(started))
+            started = []
         yield action
-    if begun:
-        yield Exchange(tuple(begun), in_line)
+    if started:
+        yield Exchange(tuple(started))
+
+
+def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Action]:
+    """The same actions, with each pair's backward begun before its forward.
+
+    What precedes the backward moves in front of the forward: posts, a wait, and the frees that this wait
+    proves. What the forward sends stays behind it: the backward's input cannot depend on it, or the pair
+    could not overlap.
+    """
+    for action in actions:
+        if not (isinstance(action, Compute) and action.op in pairs):
+            yield action
+            continue
+        after: list[Action] = []
+        for between in actions:
+            if isinstance(between, Compute):
+                break
+            if isinstance(between, Send | Deliver) and between.message.op == action.op:
+                after.append(between)
+            else:
+                yield between
+        assert isinstance(between, Compute)
+        assert between.op == pairs[action.op], f"{between.op} stands between the two ops of a pair"
+        yield Begin(between, action)
+        yield action
+        yield from after
+        yield End(between)

@@ -1,4 +1,8 @@
-"""What really ran, as the same timeline that `simulate` predicts."""
+"""What one rank does: how far it is in its program, and when each op ran.
+
+Everything that is said about a step starts here: the timeline, the bubble, the account in an error and the
+post-mortem.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,16 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.errors import Account
 from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
 
-Mark = float | torch.cuda.Event  # a point in time
+Time = float | torch.cuda.Event  # a point in time
+
+_SHOWN = 3  # ops named as the last ones done
 
 
-class Marks(NamedTuple):
-    """Of one op, in seconds; the wait is empty where it waited for nothing."""
+class OpTimes(NamedTuple):
+    """When one op ran, and when its rank waited for its input (empty if it did not), in seconds."""
 
     start: float
     end: float
@@ -24,40 +31,42 @@ class Marks(NamedTuple):
 
 
 class Recorder:
-    """When each op of one rank began and ended, from when to when the rank waited for its input, and when it
-    summed a stage's gradients over the ranks beside the pipeline, in seconds of the clock that all ranks of
-    the step share.
+    """When each op of one rank started and ended, when the rank waited, and when it reduced gradients.
 
-    On CUDA the times are those of the kernels on the compute stream, else those of the Python calls.
+    Times are seconds of the clock that all ranks of the step share. On CUDA they are those of the kernels
+    on the compute stream, else those of the Python calls.
+
+    Args:
+        clock_offset: seconds to add to this process's clock to get rank 0's.
     """
 
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
         self.device, self._cuda = device, device.type == "cuda"
         self._offset = clock_offset
         self._done: list[Op] = []
-        self._marks: list[Mark] = []  # of each op that is done: start, end, start and end of its wait
-        self._waited: dict[Op, tuple[Mark, Mark]] = {}  # by what was waited for
-        self._reduced: dict[int, tuple[Mark, Mark]] = {}  # by stage
+        self._times: list[Time] = []  # four of each op that is done, as OpTimes has them
+        self._waited: dict[Op, tuple[Time, Time]] = {}  # by the op whose result was waited for
+        self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
         self._zero: tuple[float, torch.cuda.Event] | None = None
-        self.now: Callable[[], Mark] = _event if self._cuda else time.perf_counter
+        self.now: Callable[[], Time] = _event if self._cuda else time.perf_counter
 
     def begin_step(self) -> None:
-        self._done, self._marks, self._waited, self._reduced = [], [], {}, {}
+        self._done, self._times, self._waited, self._reduced = [], [], {}, {}
         if self._cuda:
             self._zero = (time.perf_counter(), _event())
 
-    def waited(self, made: Op, start: Mark, end: Mark) -> None:
-        """For the result of `made`."""
-        self._waited[made] = start, end
+    def waited(self, source: Op, start: Time, end: Time) -> None:
+        """The rank waited for the result of `source`."""
+        self._waited[source] = start, end
 
-    def add(self, op: Op, takes: Op | None, start: Mark, end: Mark) -> None:
-        """In the order of the program. takes: what it took from another stage"""
+    def add(self, op: Op, takes: Op | None, start: Time, end: Time) -> None:
+        """`op` has run, on the result of `takes`. Called in program order."""
         waited = self._waited.pop(takes, None) if takes is not None else None
         self._done.append(op)
-        self._marks += (start, end, *(waited or (start, start)))
+        self._times += (start, end, *(waited or (start, start)))
 
-    def reduced(self, stage: int, start: Mark, end: Mark) -> None:
-        """The gradients of `stage` were summed over the ranks beside the pipeline."""
+    def reduced(self, stage: int, start: Time, end: Time) -> None:
+        """The gradients of `stage` were summed over the mesh."""
         self._reduced[stage] = start, end
 
     @property
@@ -66,33 +75,33 @@ class Recorder:
         return list(self._done)
 
     def times(self) -> list[float]:
-        """The fields of each op's Marks, one op after the other."""
+        """The OpTimes of all ops, flat."""
         if self._cuda:
             torch.cuda.synchronize()
-            return list(map(self._seconds, self._marks))
+            return list(map(self._seconds, self._times))
         offset = self._offset
-        return [mark + offset for mark in self._marks]  # type: ignore[operator]
+        return [when + offset for when in self._times]  # type: ignore[operator]
 
     def reductions(self) -> dict[int, tuple[float, float]]:
-        """Start and end of each, by stage; call `times` first."""
+        """Start and end of each reduction, by stage; call `times` first."""
         return {stage: (self._seconds(a), self._seconds(b)) for stage, (a, b) in self._reduced.items()}
 
-    def ended(self) -> list[tuple[Op, Marks]]:
-        """Those of ops that have ended, without waiting: in a step that failed a kernel may never end."""
-        each = zip(*[iter(self._marks)] * len(Marks._fields), strict=False)
-        over = takewhile(lambda of: _is_over(of[1][1]), zip(self._done, each, strict=False))
-        return [(op, Marks(*map(self._seconds, times))) for op, times in over]
+    def ended(self) -> list[tuple[Op, OpTimes]]:
+        """The ops that have ended, without waiting: in a failed step a kernel may never end."""
+        each = zip(*[iter(self._times)] * len(OpTimes._fields), strict=False)
+        over = takewhile(lambda ran: _is_over(ran[1][1]), zip(self._done, each, strict=False))
+        return [(op, OpTimes(*map(self._seconds, times))) for op, times in over]
 
-    def _seconds(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            return mark + self._offset
+    def _seconds(self, when: Time) -> float:
+        if isinstance(when, float):
+            return when + self._offset
         assert self._zero is not None
         at, zero = self._zero
-        return at + float(zero.elapsed_time(mark)) / 1e3 + self._offset
+        return at + float(zero.elapsed_time(when)) / 1e3 + self._offset
 
 
-def _is_over(mark: Mark) -> bool:
-    return isinstance(mark, float) or mark.query()  # type: ignore[no-untyped-call]
+def _is_over(when: Time) -> bool:
+    return isinstance(when, float) or when.query()  # type: ignore[no-untyped-call]
 
 
 def _event() -> torch.cuda.Event:
@@ -103,24 +112,27 @@ def _event() -> torch.cuda.Event:
 
 def timeline(
     schedule: Schedule,
-    marks: Sequence[Sequence[tuple[Op, Marks]]],
+    ran: Sequence[Sequence[tuple[Op, OpTimes]]],
     peak_live: Sequence[int],
     reductions: Sequence[Reduction] = (),
+    zero: float | None = None,
 ) -> Timeline:
-    """One step's timeline from what each rank's recorder has; time 0 is the first start.
+    """The timeline of one step, complete or cut short.
 
-    Of a step that did not end, as far as it came: the wait for an op whose input's end is unknown is left
-    out.
+    Args:
+        ran: by rank, the ops that have ended.
+        zero: seconds of the shared clock that become time 0; None takes the first start.
     """
-    zero = min((of.start for rank in marks for _, of in rank), default=0.0)
-    ends = {op: of.end for rank in marks for op, of in rank}
+    if zero is None:
+        zero = min((times.start for rank in ran for _, times in rank), default=0.0)
+    ends = {op: times.end for rank in ran for op, times in rank}
     spans, waits = [], []
-    for rank, known in enumerate(marks):
-        for op, of in known:
-            spans.append(Span(rank, op, of.start - zero, of.end - zero))
+    for rank, ops in enumerate(ran):
+        for op, (start, end, waited_from, waited_to) in ops:
+            spans.append(Span(rank, op, start - zero, end - zero))
             sent = [ends[n] for n in schedule.predecessors(op) if n.stage != op.stage and n in ends]
-            if of.waited_to > of.waited_from and sent:
-                waits.append(Wait(rank, op, of.waited_from - zero, of.waited_to - zero, sent[0] - zero))
+            if waited_to > waited_from and sent:
+                waits.append(Wait(rank, op, waited_from - zero, waited_to - zero, sent[0] - zero))
     return Timeline(
         schedule.name,
         schedule.ranks,
@@ -128,5 +140,58 @@ def timeline(
         tuple(peak_live),
         overlaps=schedule.overlaps,
         waits=tuple(waits),
-        reductions=tuple(of._replace(start=of.start - zero, end=of.end - zero) for of in reductions),
+        reductions=tuple(each._replace(start=each.start - zero, end=each.end - zero) for each in reductions),
+    )
+
+
+class Progress(NamedTuple):
+    """How far one rank is in a step. Any thread may read it at any time: it is made of two attributes.
+
+    program: the ops of a step; done: those that have run so far; current: the one that runs now. On CUDA an
+        op counts as done when its kernels have been launched.
+    """
+
+    program: Sequence[Op]
+    done: Sequence[Op]
+    current: Op | None
+
+    @property
+    def last_ops(self) -> tuple[Op, ...]:
+        return tuple(self.done[-_SHOWN:])
+
+    @property
+    def over(self) -> bool:
+        return len(self.done) >= len(self.program)
+
+    @property
+    def phase(self) -> str:
+        """Warm-up until the first backward, drain after the last forward, steady in between."""
+        backwards = [place for place, op in enumerate(self.program) if op.kind != "F"]
+        forwards = [place for place, op in enumerate(self.program) if op.kind == "F"]
+        if self.over or not backwards:
+            return ""
+        if len(self.done) < backwards[0]:
+            return "warm-up"
+        return "drain" if not forwards or len(self.done) > forwards[-1] else "steady phase"
+
+
+def account(progress: Progress | None, waiting: str = "") -> Account:
+    """The progress in words.
+
+    Args:
+        progress: None before the first step.
+        waiting: e.g. ``waiting for 2B0 from rank 2``.
+    """
+    if progress is None:
+        return Account(f"{waiting or 'at work'}, before the first step")
+    if progress.current is not None:
+        doing = f"in {progress.current}"
+    elif waiting:
+        doing = waiting
+    else:
+        doing = "between steps" if progress.over else f"before {progress.program[len(progress.done)]}"
+    last = " ".join(map(str, progress.last_ops))
+    done = f"{len(progress.done)} of {len(progress.program)} ops done"
+    return Account(
+        ", ".join(filter(None, (doing, progress.phase))), f"{done}, the last {last}" if last else done
     )

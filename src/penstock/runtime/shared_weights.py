@@ -1,7 +1,7 @@
-"""Weights that several stages hold a copy of: an embedding tied to the head, or a second copy of the model.
+"""Shared weights: copies of one weight on several stages, such as a tied embedding, or a second model copy.
 
-The copies start alike. After each step every copy gets the sum of all their gradients, so they stay
-alike under any optimizer. In the norm and in a checkpoint the first copy counts for all.
+All copies begin with the same values. After each step every copy gets the sum of all their gradients, so
+they stay equal under any optimizer. In the norm and in a checkpoint the first copy stands for all.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.runtime.sharded_weights import own
+from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.groups import Processes
 from penstock.runtime.transport.interface import Transport
 from penstock.schedule import Placement
@@ -21,11 +21,11 @@ from penstock.schedule import Placement
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Weights whose copies stand on the same ranks, and are summed together.
+    """Weights whose copies are on the same ranks, and whose gradients are summed together.
 
     ranks: those that hold copies, in order
-    copies: of each weight, those of this process by where they are, such as "lm_head.weight of stage 1", in
-        order of stage
+    copies: of each weight, the copies of this process by place, such as "lm_head.weight of stage 1", in
+        stage order
     """
 
     ranks: tuple[int, ...]
@@ -37,27 +37,29 @@ def place(name: str, stage: int) -> str:
     return f"{name} of stage {stage}"
 
 
-def of_replicas(
+def shared_by_replicas(
     placement: Placement, modules: Mapping[int, nn.Module], leave_out: frozenset[str] = frozenset()
 ) -> Iterator[SharedWeights]:
-    """What the copies of each stage share, where the placement has more than one.
+    """The weights that the copies of each stage share, where the placement holds the model more than once.
 
-    modules: this process's, by stage; leave_out: names of parameters that are shared otherwise
+    Args:
+        modules: this process's, by stage.
+        leave_out: names of parameters that are shared in another way.
     """
     for first in range(placement.depth if placement.replicas > 1 else 0):
         stages = range(first, placement.stages, placement.depth)
         held = {stage: dict(modules[stage].named_parameters()) for stage in stages if stage in modules}
         names = [name for name in next(iter(held.values()), {}) if name not in leave_out]
         ranks = sorted({placement.rank_of[stage] for stage in stages})
-        copies = [{place(name, stage): part[name] for stage, part in held.items()} for name in names]
+        copies = [{place(name, stage): weights[name] for stage, weights in held.items()} for name in names]
         yield SharedWeights(tuple(ranks), tuple(copies))
 
 
 class SharedGradients:
-    """Adds up the gradients of shared weights over one step."""
+    """Sums the gradients of shared weights over one step."""
 
     def __init__(self, shared: Sequence[SharedWeights], transport: Transport, processes: Processes) -> None:
-        """Collective. Raises ModelError, on every rank, where some copies of a weight are frozen."""
+        """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen."""
         for group in shared:
             transport.share(group.ranks)
         self._shared = shared
@@ -73,24 +75,22 @@ class SharedGradients:
             self.compare()
 
     def compare(self) -> None:
-        """Raise ModelError, on every rank, where some copies of a weight are frozen. Collective.
+        """Raise ModelError, on every rank, where only some copies of a weight are frozen. Collective.
 
-        To be called where any rank has `changed`: one that skipped a sum would leave the others waiting.
+        To be called where any rank has `changed`: a rank that skipped a sum would leave the others waiting.
         """
-        told = self._processes.gather(
-            [
-                [{where: copy.requires_grad for where, copy in copies.items()} for copies in group.copies]
-                for group in self._shared
-            ]
-        )
-        for of_group in zip(*told, strict=True):
-            for of_weight in zip(*filter(None, of_group), strict=True):  # from each process that has copies
-                _refuse_some_frozen(dict(item for of_one in of_weight for item in of_one.items()))
+        trained = [
+            [{where: copy.requires_grad for where, copy in copies.items()} for copies in group.copies]
+            for group in self._shared
+        ]
+        for by_process in zip(*self._processes.gather(trained), strict=True):
+            for of_weight in zip(*filter(None, by_process), strict=True):  # of processes that have copies
+                _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
         self._compared = self._trained()
 
     @property
     def changed(self) -> bool:
-        """Whether a copy on this process was frozen or unfrozen since all were compared."""
+        """Whether a copy on this process was frozen or unfrozen since `compare`."""
         return self._trained() != self._compared
 
     def _trained(self) -> list[bool]:
@@ -100,30 +100,35 @@ class SharedGradients:
         return (copy for _, weights in self._held for copies in weights for copy in copies)
 
     @torch.no_grad()
-    def make_alike(self, owned: Sequence[nn.Parameter]) -> None:
-        """Give every copy the values of the first one; `owned` are those of this process. Collective."""
-        first = set(map(id, owned))
+    def copy_first(self, first: Sequence[nn.Parameter]) -> None:
+        """Give every copy the values of the first one. Collective.
+
+        Args:
+            first: the first copies that this process holds.
+        """
+        kept = set(map(id, first))
         for copy in self._copies():
-            if id(copy) not in first:
+            if id(copy) not in kept:
                 copy.zero_()
         for ranks, weights in self._held:
-            values = [[own(copy.data) for copy in copies] for copies in weights]
+            values = [[local_shard(copy.data) for copy in copies] for copies in weights]
             self._transport.sum_shared(ranks, values)
 
     def begin_step(self) -> None:
-        """Lay aside what earlier steps accumulated: it is summed already."""
+        """Set aside the gradients of earlier steps: they are summed already."""
         self._before = [(copy, copy.grad) for copy in self._copies() if copy.requires_grad]
         for copy, _ in self._before:
             copy.grad = None
 
     def restore(self) -> None:
-        """After a step that failed: what earlier steps accumulated is there again."""
+        """After a failed step, put the gradients of earlier steps back."""
         for copy, before in self._before:
             copy.grad = before
         self._before = []
 
     @torch.no_grad()
     def end_step(self) -> None:
+        """Sum the gradients over all copies. Collective."""
         for ranks, weights in self._held:
             self._sum([copies for copies in weights if copies[0].requires_grad], ranks)
         for copy, before in self._before:
@@ -132,28 +137,28 @@ class SharedGradients:
         self._before = []
 
     def _sum(self, weights: list[tuple[nn.Parameter, ...]], ranks: tuple[int, ...]) -> None:
-        """A weight that no copy's stage used has no gradient, as in a plain process."""
+        """A weight that no stage used keeps no gradient, as in a single process."""
         if not weights:
             return
         used = torch.tensor([sum(copy.grad is not None for copy in copies) for copies in weights],
                             dtype=torch.float32, device=weights[0][0].device)  # fmt: skip
-        # copies are spread alike, so that the parts of this rank and its peers belong together
-        gradients = [[own(_gradient(copy)) for copy in copies] for copies in weights]
+        # copies are sharded alike, so that the shards of this rank and its peers belong together
+        gradients = [[local_shard(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
                 copy.grad = None
 
 
-def _refuse_some_frozen(trained: Mapping[str, bool]) -> None:
-    """trained: of each copy of one weight, by where it is"""
+def _check_all_or_none(trained: Mapping[str, bool]) -> None:
+    """trained: whether each copy of one weight is trained, by place"""
     if len(set(trained.values())) == 1:
         return
     frozen = [where for where in trained if not trained[where]]
     others = [where for where in trained if trained[where]]
     raise ModelError(
         f"{', '.join(frozen)} frozen, and {', '.join(others)} not",
-        "they are copies of one weight, which would go apart",
+        "they are copies of one weight, which would diverge",
         "Freeze every copy, on whatever rank its stage is, or none",
     )
 

@@ -1,110 +1,108 @@
-"""What each rank tells all others at the end of a step: one vector, exchanged once.
+"""The step report: what every rank sends to all others at the end of a step, as one vector, in one exchange.
 
-    loss share | peak of live activations | peak of the bytes held between I and W |
-    bytes at the peak of all: activations, buffers, held between I and W | whether it changed |
-    of each of the rank's stages: start and end of its reduction beside the pipeline, or zeros |
-    of each op, in program order: start and end, start and end of the wait before it | zeros to one length
+    loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
+    buffers, held for W | whether trained weights changed | of each stage of the rank: start and end of its
+    gradient reduction, or zeros | of each op, in program order: its OpTimes | zeros up to one length
 
-With it every rank knows the step's loss, bubble and timeline, and nobody has to ask again.
+With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.executor import Executor
 from penstock.runtime.memory import Held
-from penstock.runtime.recorder import Marks, timeline
+from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import Reduction, Schedule, Timeline
 from penstock.schedule.timeline import covered
 
-Reports = Sequence[Sequence[float]]  # by rank
-_HEAD = 7  # what comes before the times
-_EACH = len(Marks._fields)
+_HEAD = 7  # numbers in front of the times
+_TIMES = len(OpTimes._fields)
 
 
-def report(executor: Executor, changed: bool = False) -> Tensor:
-    """One rank's vector, float64.
+class StepReport(NamedTuple):
+    """One rank's report.
 
-    changed: whether copies of weights that several stages share were frozen or unfrozen on this rank
+    loss: its share of the step's loss, 0 without a last stage
+    peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
+    trained_changed: whether copies of shared weights were frozen or unfrozen on this rank
+    reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
-    loss = float(torch.stack(executor.ops.shares).double().sum()) if executor.ops.shares else 0.0
-    schedule, marks = executor.plan.schedule, executor.recorder.times()
-    found = executor.recorder.reductions()
-    sums = [time for stage in _hosted(schedule, executor.plan.rank) for time in found.get(stage, (0.0, 0.0))]
-    padding = [0.0] * (_longest(schedule) - len(sums) - len(marks))
-    ledger = executor.ops.ledger
-    head = [loss, executor.ops.peak_live, ledger.most_deferred, *ledger.peak, float(changed)]
-    return torch.tensor([*head, *sums, *marks, *padding], dtype=torch.float64)
+
+    loss: float
+    peak_live: int
+    peak_deferred: int
+    held: Held
+    trained_changed: bool
+    reductions: Sequence[float]
+    times: Sequence[float]
 
 
-def total_loss(reports: Reports) -> float:
-    """Ranks without a last stage report a share of 0."""
-    return sum(vector[0] for vector in reports)
+Reports = Sequence[StepReport]  # by rank
 
 
-def deferred_bytes(reports: Reports) -> tuple[int, ...]:
-    """By rank, the most that it held between I and W for its weights' gradients."""
-    return tuple(int(vector[2]) for vector in reports)
+def pack(executor: Executor, trained_changed: bool = False) -> Tensor:
+    """One rank's report as a float64 vector, of the same length on all ranks."""
+    ops, schedule = executor.ops, executor.plan.schedule
+    loss = float(torch.stack(ops.shares).double().sum()) if ops.shares else 0.0
+    times, found = executor.recorder.times(), executor.recorder.reductions()
+    stages = schedule.placement.stages_of(executor.plan.rank)
+    reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
+    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(trained_changed)]
+    longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
+    padding = [0.0] * (longest - len(reductions) - len(times))
+    return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
 
 
-def peak_held(reports: Reports) -> tuple[Held, ...]:
-    """By rank, what it held when it held most."""
-    return tuple(Held(*map(int, vector[3:6])) for vector in reports)
+def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
+    """The reports of all ranks from their vectors, in order."""
+    reports = []
+    for rank, vector in enumerate(vectors):
+        values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
+        loss, peak_live, deferred, *held, changed = values[:_HEAD]
+        reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
+        bytes_held = Held(*map(int, held))
+        reports.append(
+            StepReport(loss, int(peak_live), int(deferred), bytes_held, bool(changed), reductions, times)
+        )
+    return reports
 
 
-def any_changed(reports: Reports) -> bool:
-    return any(vector[6] for vector in reports)
+def _lengths(schedule: Schedule, rank: int) -> tuple[int, int]:
+    """How many numbers describe the reductions and the ops of a rank."""
+    return 2 * len(schedule.placement.stages_of(rank)), _TIMES * len(schedule.programs[rank])
 
 
 def bubble(schedule: Schedule, reports: Reports) -> float:
-    """As Timeline.bubble, without making a span of every op."""
-    marks = [_marks(schedule, rank, vector) for rank, vector in enumerate(reports)]
-    ran = [rank for rank in marks if rank]  # a rank of a copy that gets no microbatch has nothing to do
-    ends = [rank[-_EACH + 1] for rank in ran] + [of.end for of in _reductions(schedule, reports)]
-    makespan = max(ends) - min(rank[0] for rank in ran)
-    if schedule.overlaps:  # what runs side by side counts once
-        busy = sum(covered(zip(rank[::_EACH], rank[1::_EACH], strict=True)) for rank in marks)
+    """The same as `Timeline.bubble`, without a span for every op."""
+    ran = [each.times for each in reports if each.times]  # a rank of an unused copy of the model has no ops
+    ends = [times[-_TIMES + 1] for times in ran] + [of.end for of in _reductions(schedule, reports)]
+    makespan = max(ends) - min(times[0] for times in ran)
+    if schedule.overlaps:  # overlapping ops count once
+        busy = sum(covered(zip(times[::_TIMES], times[1::_TIMES], strict=True)) for times in ran)
     else:
-        busy = sum(sum(rank[1::_EACH]) - sum(rank[::_EACH]) for rank in marks)
+        busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
     return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
 
 
 def measured(schedule: Schedule, reports: Reports) -> Timeline:
-    """The step's timeline."""
-    marks = []
-    for rank, (program, vector) in enumerate(zip(schedule.programs, reports, strict=True)):
-        times = iter(_marks(schedule, rank, vector))
-        marks.append(
-            [(op, Marks(*of)) for op, of in zip(program, zip(*[times] * _EACH, strict=True), strict=True)]
-        )
-    peaks = [int(vector[1]) for vector in reports]
-    return timeline(schedule, marks, peaks, [*_reductions(schedule, reports)])
+    """The timeline of the step."""
+    ran = []
+    for program, each in zip(schedule.programs, reports, strict=True):
+        times = zip(*[iter(each.times)] * _TIMES, strict=True)
+        ran.append([(op, OpTimes(*four)) for op, four in zip(program, times, strict=True)])
+    peaks = [each.peak_live for each in reports]
+    return timeline(schedule, ran, peaks, [*_reductions(schedule, reports)])
 
 
 def _reductions(schedule: Schedule, reports: Reports) -> Iterator[Reduction]:
-    for rank, vector in enumerate(reports):
-        for at, stage in enumerate(_hosted(schedule, rank)):
-            start, end = vector[_HEAD + 2 * at : _HEAD + 2 * at + 2]
+    for rank, each in enumerate(reports):
+        stages = schedule.placement.stages_of(rank)
+        for stage, start, end in zip(stages, each.reductions[::2], each.reductions[1::2], strict=True):
             if start:
                 yield Reduction(rank, stage, start, end)
-
-
-def _marks(schedule: Schedule, rank: int, vector: Sequence[float]) -> Sequence[float]:
-    first = _HEAD + 2 * len(_hosted(schedule, rank))
-    return vector[first : first + _EACH * len(schedule.programs[rank])]
-
-
-def _hosted(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    return schedule.placement.stages_of(rank)
-
-
-def _longest(schedule: Schedule) -> int:
-    """Of all ranks' reductions and marks."""
-    return max(
-        2 * len(_hosted(schedule, rank)) + _EACH * len(program)
-        for rank, program in enumerate(schedule.programs)
-    )

@@ -11,9 +11,9 @@ import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
-from penstock.runtime.health.progress import Progress, account
 from penstock.runtime.health.watch import FailureNotes, Wait, Watch
 from penstock.runtime.plan import Message
+from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op, build
 
 TIMEOUT = 0.4  # a note every 0.05 s
@@ -144,10 +144,10 @@ def test_a_wait_for_all_blames_those_that_wait_for_nobody(start: Start) -> None:
 
 def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, start: Start) -> None:
     """0.5.0: where all waited for a rank of another pipeline, the first to notice was said to be silent."""
-    beside = HashStore()
+    elsewhere = HashStore()
     watches = [start(rank) for rank in range(4)]
     for rank, watch in enumerate(watches):
-        watch.beside(beside, rank)
+        watch.share_failures(elsewhere, rank)
         watch.begin("the loss of the other parts of the batch", None)
     time.sleep(TIMEOUT)
     assert ": some rank has been silent" in str(watches[2].error(TIMED_OUT))

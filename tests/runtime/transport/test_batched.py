@@ -1,4 +1,4 @@
-"""Messages in batches: gradients as of plain ones, over gloo, in one process and by a ring exchange."""
+"""Messages in batches: gradients as of plain ones, over gloo and in one process."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.runtime.plan import Exchange, Post, Send, Wait, lower
-from penstock.runtime.transport.batched import Batch, Batches, Transfer, neighbours
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.point_to_point import P2PGroup
+from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup
 from penstock.schedule import verify
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.order import exchanges
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_channels_bit_for_bit(pool: Pool, options: dict[s
 
 def test_a_plan_in_exchanges() -> None:
     schedule = chosen_schedule("1f1b", 2, 2)
-    plan = lower(verify(schedule), 1, together=exchanges(schedule))
+    plan = lower(verify(schedule), 1, exchanges=exchanges(schedule))
     told = [f"{type(action).__name__} {getattr(action, 'message', getattr(action, 'op', ''))}".strip()
             for action in plan.actions]  # fmt: skip
     assert told == [
@@ -80,7 +80,7 @@ def test_all_that_is_posted_or_sent_is_in_the_next_exchange(name: str) -> None:
     for rank in range(4):
         given: list[Any] = []
         begun: set[Any] = set()
-        for action in lower(proof, rank, together=together).actions:
+        for action in lower(proof, rank, exchanges=together).actions:
             match action:
                 case Post(message) | Send(message):
                     given.append(message)
@@ -98,72 +98,6 @@ def test_what_cannot_go_in_batches_is_refused() -> None:
         jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
     with pytest.raises(ConfigError, match="exchange='ring'"):
         jobs.step("1f1b", 2, 2, exchange="ring")
-
-
-def test_a_ring_exchange_where_there_is_one(pool: Pool) -> None:
-    several: list[jobs.Case] = [
-        ("1f1b", 4, 6),
-        ("zb_h1", 4, 6),
-        ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8),
-    ]
-    found = pool.run(4, jobs.in_rings, 4, several)
-    assert [wrong for wrong, _ in found] == [[]] * 4
-    assert all(count > 0 for _, count in found)
-
-
-class Group:
-    """Of a batch that is never sent: a ring of four seen from rank 1."""
-
-    def rank(self) -> int:
-        return 1
-
-    def size(self) -> int:
-        return 4
-
-
-def test_what_is_given_to_a_ring_exchange() -> None:
-    calls: list[dict[str, Any]] = []
-    group: Any = Group()
-    batches = Batches(group, lambda **given: calls.append(given))
-    to_next, from_next, from_before = torch.zeros(3)
-    works = [
-        *batches.send(P2PGroup(group, 1, 2, 5), [to_next]),
-        *batches.receive(P2PGroup(group, 2, 1, 6), [from_next]),
-        *batches.receive(P2PGroup(group, 0, 1, 1), [from_before]),
-    ]
-    assert not any(work.is_completed() for work in works)
-    batches.start(in_line=True)
-    assert all(work.is_completed() for work in works)
-    assert calls == [
-        {
-            "tensor_send_prev": None,
-            "tensor_recv_prev": from_before,
-            "tensor_send_next": to_next,
-            "tensor_recv_next": from_next,
-            "group": group,
-        }
-    ]
-
-
-@pytest.mark.parametrize(
-    ("transfers", "size"),
-    [
-        ([(True, 3)], 4),  # no neighbour of rank 1
-        ([(True, 2), (True, 2)], 4),  # two to one
-        ([(False, 0), (False, 0)], 2),  # of two ranks the other is both neighbours, and is still one
-    ],
-)
-def test_what_does_not_fit_a_ring_exchange(transfers: list[tuple[bool, int]], size: int) -> None:
-    given = [Transfer(torch.zeros(1), sends, peer, 0) for sends, peer in transfers]
-    assert neighbours(given, 1, size) is None
-
-
-def test_of_two_ranks_each_is_one_neighbour() -> None:
-    there, back = torch.zeros(2)
-    found = neighbours([Transfer(there, True, 0, 1), Transfer(back, False, 0, 2)], 1, 2)
-    assert found is not None
-    assert {side: tensor for side, tensor in found.items() if tensor is not None} == {
-        "tensor_send_prev": there, "tensor_recv_prev": back}  # fmt: skip
 
 
 class Noted:
@@ -206,12 +140,15 @@ def test_thousands_of_batches_that_nobody_waited_for() -> None:
     assert batch.wait()
 
 
-def test_batches_hold_no_tensor_once_begun() -> None:
+def test_batches_hold_no_tensor_once_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = torch.zeros(1)
     held = weakref.ref(sent)
-    group: Any = Group()
-    batches = Batches(group, lambda **given: None)
+    group: Any = object()
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **_: tensor)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda ops: [])
+    batches = Batches(group)
     batches.send(P2PGroup(group, 1, 2, 5), [sent])
-    batches.start(in_line=True)
+    assert held() is sent
+    batches.start()
     del sent
     assert held() is None

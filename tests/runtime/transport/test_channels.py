@@ -101,8 +101,8 @@ def ends() -> Iterator[Ends]:
     made.close()
 
 
-def payload(*tensors: Tensor, loose: int | None = None) -> Payload:
-    return Payload(tensors, EdgeSpecs.of(tensors, SINGLE), loose)
+def payload(*tensors: Tensor, only_sent: int | None = None) -> Payload:
+    return Payload(tensors, EdgeSpecs.of(tensors, SINGLE), only_sent)
 
 
 def eventually(holds: Callable[[], object]) -> bool:
@@ -113,7 +113,7 @@ def eventually(holds: Callable[[], object]) -> bool:
 
 
 def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: Ends) -> None:
-    ends.first.send(FORTH, payload(torch.arange(4.0)), told=False)
+    ends.first.send(FORTH, payload(torch.arange(4.0)), with_specs=False)
     (slow,) = ends.mail.sends
     assert not slow.gone
     assert ends.first.buffer_bytes == 16
@@ -128,19 +128,19 @@ def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: 
 
 def test_a_channel_does_not_hold_up_what_goes_over_another(ends: Ends) -> None:
     blocked = Message(Op(1, "B", 0), 0)
-    ends.second.send(blocked, payload(torch.ones(4)), told=False)
+    ends.second.send(blocked, payload(torch.ones(4)), with_specs=False)
     other = Mail()
     other.gate.set()
-    lane = ends.first._lanes[FORTH.channel]
-    ends.first._lanes[FORTH.channel] = lane._replace(group=other)  # type: ignore[arg-type]
-    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
+    lane = ends.first._p2p_groups[FORTH.channel]
+    ends.first._p2p_groups[FORTH.channel] = lane._replace(group=other)  # type: ignore[arg-type]
+    ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     assert eventually(lambda: other.sends[0].gone)
     assert not ends.mail.sends[0].gone
 
 
 def test_what_its_graph_keeps_is_not_counted_as_freed(ends: Ends) -> None:
     kept = torch.ones(4, requires_grad=True).tanh()
-    ends.first.send(FORTH, payload(kept.detach(), loose=0), told=False)
+    ends.first.send(FORTH, payload(kept.detach(), only_sent=0), with_specs=False)
     assert ends.first.buffer_bytes == 0
     ends.mail.gate.set()
     assert eventually(lambda: ends.mail.sends[0].over.is_set())
@@ -149,13 +149,13 @@ def test_what_its_graph_keeps_is_not_counted_as_freed(ends: Ends) -> None:
 
 def test_a_copy_made_to_be_sent_is_counted_whatever_its_original(ends: Ends) -> None:
     across = torch.ones(4, 2).t()
-    ends.first.send(FORTH, payload(across, loose=0), told=False)
+    ends.first.send(FORTH, payload(across, only_sent=0), with_specs=False)
     assert ends.first.buffer_bytes == 32
 
 
 def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
     ends.first._limit = timedelta(seconds=0.05)
-    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     with pytest.raises(PeerLostError, match="timed out"):
         ends.first.free(FORTH)
 
@@ -176,7 +176,7 @@ class Computing:
 def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None:
     computing = Computing()
     ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
-    ends.first.send(FORTH, payload(torch.ones(4)), told=False)  # returns at once
+    ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)  # returns at once
     assert ends.mail.sends == []
     computing.reached.set()
     assert eventually(lambda: ends.mail.sends)
@@ -194,9 +194,9 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
     computing = Computing()
     computing.reached.set()
     ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
-    lane = ends.first._lanes[FORTH.channel]
-    ends.first._lanes[FORTH.channel] = lane._replace(group=Broken())  # type: ignore[arg-type]
-    ends.first.send(FORTH, payload(torch.ones(4)), told=False)
+    lane = ends.first._p2p_groups[FORTH.channel]
+    ends.first._p2p_groups[FORTH.channel] = lane._replace(group=Broken())  # type: ignore[arg-type]
+    ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     with pytest.raises(PeerLostError, match="Connection reset"):
         ends.first.free(FORTH)
 
@@ -212,7 +212,7 @@ def test_a_narrow_wire_has_narrow_buffers_and_leaves_integers_alone() -> None:
     sent = payload(torch.tensor([1.0, 1 + 2**-7, 1 + 2**-9, -3.14159]), torch.tensor([2**40 + 1, -7]))
     ends.second.post(FORTH, sent.specs)
     assert ends.second.buffer_bytes == 4 * 2 + 2 * 8
-    ends.first.send(FORTH, sent, told=False)
+    ends.first.send(FORTH, sent, with_specs=False)
     floats, integers = ends.second.receive(FORTH).tensors
     assert floats.dtype == torch.float32
     assert torch.equal(floats, sent.tensors[0].bfloat16().float())
@@ -222,7 +222,7 @@ def test_a_narrow_wire_has_narrow_buffers_and_leaves_integers_alone() -> None:
 
 def test_a_narrow_copy_is_counted_as_narrow_while_it_is_sent() -> None:
     ends = Ends(wire=torch.bfloat16)
-    ends.first.send(FORTH, payload(torch.ones(8)), told=False)
+    ends.first.send(FORTH, payload(torch.ones(8)), with_specs=False)
     assert ends.first.buffer_bytes == 16
     ends.close()
 
@@ -233,7 +233,7 @@ def test_a_wide_wire_is_exact() -> None:
     sent = payload(torch.randn(9))
     ends.first.post(BACK, sent.specs)
     assert ends.first.buffer_bytes == 72
-    ends.second.send(BACK, sent, told=False)
+    ends.second.send(BACK, sent, with_specs=False)
     assert torch.equal(ends.first.receive(BACK).tensors[0], sent.tensors[0])
     ends.close()
 
@@ -293,6 +293,6 @@ def test_an_output_that_its_graph_keeps_is_no_buffer(pool: Pool) -> None:
     free, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "linear", 0.0)
     kept, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "tanh", 0.0)
     assert (free.died, kept.died) == (0, 0)
-    assert (free.loose, kept.loose) == ({message}, {0})
+    assert (free.only_sent, kept.only_sent) == ({message}, {0})
     assert free.buffers[0] >= 4 * message
     assert kept.buffers[0] <= 3 * message  # receives that are posted

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from penstock.runtime.sharded_weights import outline, spread_like
+from penstock.runtime.sharded_weights import meta_like, shard_like
 
 Table = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Passing(Table):
             live = value
         elif live is not value:
             with torch.no_grad():
-                live.copy_(spread_like(value, live))
+                live.copy_(shard_like(value, live))
         super().__setitem__(name, live)
 
     def __getitem__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ def outlined(module: PreTrainedModel) -> PreTrainedModel:
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:
     """A twin with all tensors on the meta device."""
-    return _twin(model, lambda _, held: dict(held), outline)
+    return _twin(model, lambda _, held: dict(held), meta_like)
 
 
 def hollow(model: nn.Module) -> dict[int, Any]:
@@ -123,7 +123,7 @@ def _twin(
 
 
 def _empty(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(outline(parameter), parameter.requires_grad)
+    return nn.Parameter(meta_like(parameter), parameter.requires_grad)
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -31,7 +31,7 @@ from penstock.models.huggingface.boundary import Absent
 from penstock.models.tracing.meta import Passing, Table
 from penstock.models.tracing.placeholder import Placeholder
 from penstock.models.weights.files import Ties
-from penstock.runtime.sharded_weights import spread_like
+from penstock.runtime.sharded_weights import shard_like
 
 
 class Place(NamedTuple):
@@ -212,7 +212,7 @@ def _initialise_tied(
             _run(Call(whole, owner, source), seed)
             value, held = source.get_parameter(last), stage.get_parameter(name)
             _check_filled(stage, name, value)
-            held.copy_(spread_like(value, held))
+            held.copy_(shard_like(value, held))
 
 
 @contextmanager

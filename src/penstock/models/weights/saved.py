@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.tracing.meta import outlined
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES, INDEX, SINGLE, Ties
-from penstock.runtime.sharded_weights import outline
+from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
 
@@ -181,7 +181,7 @@ class FileLayout:
         """state: the values, where they are not those that the stage has now"""
         values = stage.state_dict() if state is None else state
         left_out = {*left_out, *(stage._keys_to_ignore_on_save or ())}
-        empty = {name: outline(value) for name, value in values.items() if name not in left_out}
+        empty = {name: meta_like(value) for name, value in values.items() if name not in left_out}
         whole = revert_weight_conversion(stage, empty)
         by_layer: dict[str, list[str]] = {}
         for name in empty:

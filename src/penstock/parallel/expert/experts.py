@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route, without_values
-from penstock.runtime.sharded_weights import own as local
+from penstock.runtime.sharded_weights import local_shard as local
 
 # the attributes that transformers' registry sets on every module of experts (integrations/moe.py)
 _MARKS = ("config", "num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_apply_gate")

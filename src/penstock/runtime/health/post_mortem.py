@@ -1,4 +1,4 @@
-"""What a process leaves behind when a step fails: where each of its ranks was, and the timeline so far."""
+"""The post-mortem of a failed step: where each rank of this process was, and its timeline so far."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from penstock.errors import PeerError, account_of, give_account
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.progress import account
-from penstock.schedule import Span, Timeline
+from penstock.runtime.recorder import account, timeline
+from penstock.schedule import Timeline
 from penstock.schedule.render.drawing import Drawing, Panel
 from penstock.schedule.render.perfetto import perfetto
 
 
 def write_post_mortem(error: BaseException, executors: Sequence[Executor], folder: Path | None) -> None:
-    """Give `error` an account of the rank that it befell, and write this process's trace into `folder`.
+    """Attach an account of the failing rank to `error`, and write this process's trace into `folder`.
 
     Never raises: whatever goes wrong here must not hide `error`.
     """
@@ -27,31 +27,31 @@ def write_post_mortem(error: BaseException, executors: Sequence[Executor], folde
             path = folder / f"rank-{executors[0].plan.rank}.json"
             write_trace(so_far, path)
             trace = f"timeline so far in {path}"
-    except Exception as trouble:  # such as a full disk, or a GPU that answers nothing any more
+    except Exception as trouble:  # e.g. a full disk, or a GPU that no longer answers
         trace = f"no timeline: {type(trouble).__name__}: {trouble}"
-    told = (account_of(error) or account(struck.progress))._replace(trace=trace)
-    give_account(error, told)
+    found = (account_of(error) or account(struck.progress))._replace(trace=trace)
+    give_account(error, found)
     if isinstance(error, PeerError):
         error.timeline = so_far  # its text gives the account
     else:
-        error.add_note(f"penstock: on rank {struck.plan.rank}, {told}")
+        error.add_note(f"penstock: on rank {struck.plan.rank}, {found}")
 
 
 def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
-    """What this process's ranks have done of their step.
+    """What this process's ranks have done of their step, on the clock that all processes share.
 
-    Times are those of the clock that all processes share, so that their spans may be put together.
+    So the traces of several processes can be put together.
     """
     schedule = executors[0].plan.schedule
-    ended = {executor.plan.rank: executor.recorder.ended() for executor in executors}
-    spans = [Span(rank, op, of.start, of.end) for rank, marks in sorted(ended.items()) for op, of in marks]
-    live = {executor.plan.rank: executor.ops.peak_live for executor in executors}
-    peaks = tuple(live.get(rank, 0) for rank in range(schedule.ranks))
-    return Timeline(schedule.name, schedule.ranks, tuple(spans), peaks, overlaps=schedule.overlaps)
+    by_rank = {executor.plan.rank: executor for executor in executors}
+    here = [by_rank.get(rank) for rank in range(schedule.ranks)]
+    ran = [[] if executor is None else executor.recorder.ended() for executor in here]
+    peaks = [0 if executor is None else executor.ops.peak_live for executor in here]
+    return timeline(schedule, ran, peaks, zero=0.0)
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """A trace for Perfetto, on the shared clock and not from 0 on, so that the ranks' traces fit together."""
+    """A trace for Perfetto, on the shared clock, so that the ranks' traces fit together."""
     drawing = Drawing(f"{timeline.name}, cut short", (Panel("", timeline),), "s")
     trace = json.loads(perfetto(drawing))
     for event in trace["traceEvents"]:

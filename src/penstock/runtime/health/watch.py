@@ -1,9 +1,11 @@
-"""Who waits for whom, and who failed first: what turns a silent hang into an error that names its cause.
+"""The watch: which rank waits for which, and which failed first. It gives a silent hang a cause.
 
-Each rank has a thread that leaves a note in a shared key-value store, once a period: how far the rank is, and
-for which rank it has waited for long. When a wait runs out of time, following those notes from rank to rank
-ends at the one that stalled: it waits for nobody, or its notes have ceased. The first rank that fails leaves
-its reason there too. A step itself sends nothing to the store: the thread reads what the executor keeps.
+    every period, each rank's thread:   store["note/<rank>"] = time, account, the wait that has lasted
+    the first rank that fails:          store["failed"] = rank, reason
+    a wait that breaks off:             follow the notes -> PeerLostError or StalledPeerError
+
+When a wait times out, the notes lead to the rank that stalled: it waits for no other rank, or its notes
+have ceased. A step itself sends nothing to the store: the thread reads what the executor records.
 """
 
 from __future__ import annotations
@@ -12,21 +14,21 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
-from penstock.runtime.health.progress import Progress, account
 from penstock.runtime.plan import Message
+from penstock.runtime.recorder import Progress, account
 
-# ---- What the ranks of a pipeline leave for each other in torch's key-value store, one note a rank.
-#
-# A rank that fails to reach the store goes on without: the store goes down with the process that holds it.
+End = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
 
-
-End = Literal["failed", "silent"]  # "silent": past another rank's timeout
+_PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
+_LINGERS = 10.0  # seconds that Python's exit waits for a note to be left
+_CEASED = 3  # periods without a note after which a rank counts as stuck
 
 
 class Wait(NamedTuple):
@@ -37,10 +39,7 @@ class Wait(NamedTuple):
 
 
 class FailureNote(NamedTuple):
-    """What a rank tells of itself.
-
-    at: by its wall clock, on which the ranks' machines are trusted to agree
-    """
+    """What one rank says of itself. at: its wall clock; the ranks' machines are trusted to agree on it"""
 
     at: float
     account: str
@@ -55,15 +54,18 @@ class FailureNote(NamedTuple):
 
 
 class FailureNotes:
-    """The notes of `rank` and of the others in `store`."""
+    """The notes of `rank` and of the others in torch's key-value store, one note a rank.
+
+    A rank that cannot reach the store goes on without it: it ends with the process that holds it.
+    """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+        self._store, self.rank = store, rank
 
     def leave(self, account: str, wait: Wait | None) -> bool:
-        """Put this rank's note in the place of its last one; whether it could be."""
+        """Replace this rank's note; returns whether that worked."""
         try:
-            self._store.set(f"note/{self._rank}", json.dumps((time.time(), account, wait)))
+            self._store.set(f"note/{self.rank}", json.dumps((time.time(), account, wait)))
         except RuntimeError:
             return False
         return True
@@ -76,14 +78,14 @@ class FailureNotes:
         return FailureNote(at, account, Wait(*wait) if wait else None)
 
     def fail(self, rank: int, reason: str, end: End = "failed") -> None:
-        """Leave word that `rank` came to such an end; the first word of each kind stays."""
+        """Record how `rank` ended; the first record of each kind stays."""
         try:
             self._store.compare_set(end, "", json.dumps((rank, reason)))
         except RuntimeError:
             return
 
     def first_failure(self, *ends: End, patience: float = 0.0) -> tuple[int, str] | None:
-        """Which rank came to such an end first, and why; waits for it to be told for `patience` seconds."""
+        """The first rank that ended so, and the reason; waits up to `patience` seconds for a record."""
         until = time.monotonic() + patience
         while (text := next(filter(None, map(self._read, ends)), None)) is None:
             if time.monotonic() >= until:
@@ -99,13 +101,8 @@ class FailureNotes:
             return None
 
 
-_PATIENCE = 0.5  # seconds for the first failure's reason to come in; it is left before connections close
-_LINGERS = 10.0  # seconds that the end of Python waits for a note to be left
-_CEASED = 3  # periods without a note after which a rank's thread is taken not to run
-
-
 class Waiting(NamedTuple):
-    """What this rank waits for: `what`, named in words only when told, from or to rank `peer` (None: all)."""
+    """The wait that this rank is in: for `what`, from or to rank `peer` (None: all)."""
 
     what: Message | str
     peer: int | None
@@ -127,22 +124,12 @@ class Waiting(NamedTuple):
         return time.monotonic() - self.since
 
 
-class Mesh(NamedTuple):
-    """What the pipelines of one mesh leave for each other, and this process's number in the job."""
-
-    notes: FailureNotes
-    process: int
-
-    def tell(self, reason: str, end: End = "failed") -> None:
-        self.notes.fail(self.process, reason, end)
-
-
 class Watch:
-    """The watch of `rank` among `ranks`. `timeout`: seconds that a wait may take."""
+    """The watch of `rank` among `ranks`. timeout: seconds that a wait may take"""
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self._notes, self._rank, self._ranks, self.timeout = FailureNotes(store, rank), rank, ranks, timeout
-        self._mesh: Mesh | None = None
+        self._mesh_notes: FailureNotes | None = None  # by process, of all pipelines of the mesh
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
@@ -153,19 +140,30 @@ class Watch:
         atexit.register(self.close)
 
     def follow(self, progress: Callable[[], Progress | None]) -> None:
-        """From now on tell the others of `progress`, which is called in the watch's own thread."""
+        """From now on, publish `progress`, which is called in the watch's own thread."""
         self._progress = progress
 
-    def beside(self, store: Store, process: int) -> None:
-        """From now on share failures with the other pipelines of the mesh, which have none of its notes."""
-        self._mesh = Mesh(FailureNotes(store, process), process)
+    def share_failures(self, store: Store, process: int) -> None:
+        """From now on, share failures with the mesh's other pipelines, which do not see these notes."""
+        self._mesh_notes = FailureNotes(store, process)
 
     def begin(self, what: Message | str, peer: int | None) -> None:
-        if self._waiting is None or self._waiting[:2] != (what, peer):  # else it goes on
+        if self._waiting is None or self._waiting[:2] != (what, peer):  # else the same wait goes on
             self._waiting = Waiting(what, peer, time.monotonic())
 
     def end(self) -> None:
         self._waiting = None
+
+    @contextmanager
+    def waiting(self, what: Message | str, peer: int | None) -> Iterator[None]:
+        """A wait. Raises the typed error where it breaks off."""
+        self.begin(what, peer)
+        try:
+            yield
+        except RuntimeError as cause:
+            raise self.error(cause) from cause
+        finally:
+            self.end()
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -173,24 +171,24 @@ class Watch:
         self._thread.join(_LINGERS)
 
     def failed(self, reason: str) -> None:
-        """Leave word that this rank failed; the first word stays."""
+        """Record that this rank failed; the first record stays."""
         self._notes.fail(self._rank, reason)
-        if self._mesh is not None:
-            self._mesh.tell(reason)
+        self._fail_mesh(reason, "failed")
         self._freeze()
+
+    def _fail_mesh(self, reason: str, end: End) -> None:
+        if self._mesh_notes is not None:
+            self._mesh_notes.fail(self._mesh_notes.rank, reason, end)
 
     def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
         """The typed error for a wait that broke off with `cause`."""
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
-        timed_out = "timed out" in str(cause).lower()
-        if timed_out and not self._has_failed():
+        notes = filter(None, (self._notes, self._mesh_notes))
+        # a rank may have failed while its process lives on: then waits time out too
+        failed = any(each.first_failure("failed") is not None for each in notes)
+        if "timed out" in str(cause).lower() and not failed:
             return self._stalled(waiting)
-        # also where a rank failed and its process lives on, so that waits just end
         return self._lost(waiting)
-
-    def _has_failed(self) -> bool:
-        notes = [self._notes] if self._mesh is None else [self._notes, self._mesh.notes]
-        return any(each.first_failure("failed") is not None for each in notes)
 
     def _stalled(self, waiting: Waiting) -> StalledPeerError:
         blamed, chain = self._follow(waiting.peer)
@@ -201,8 +199,7 @@ class Watch:
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
         if blamed:
             self._notes.fail(blamed[0], f"it {silent}, as rank {self._rank} noticed", "silent")
-        if self._mesh is not None:
-            self._mesh.tell(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
+        self._fail_mesh(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
         self._freeze()
         error = StalledPeerError(
             f"rank {self._rank} {waiting.words}",
@@ -215,28 +212,27 @@ class Watch:
     def _lost(self, waiting: Waiting) -> PeerLostError:
         self._freeze()
         blamed = waiting.peer
-        patience = 2 * _PATIENCE if blamed is None else _PATIENCE  # a rank that knows whom it lost will tell
+        patience = 2 * _PATIENCE if blamed is None else _PATIENCE  # a rank that knows its lost peer says so
         first = self._notes.first_failure("failed", "silent", patience=patience)
+        elsewhere = None
+        if first is None and self._mesh_notes is not None:
+            elsewhere = self._mesh_notes.first_failure("failed", "silent")
         if first is not None:
             blamed, reason = first
             rule = f"rank {blamed} failed first: {reason}"
-        elif (beside := self._failed_beside()) is not None:
-            rule = f"process {beside[0]} failed first: {beside[1]}"
+        elif elsewhere is not None:
+            rule = f"process {elsewhere[0]} failed first: {elsewhere[1]}"
         else:
             rule = f"{waiting.whom} died or closed its connection"
-            if blamed is not None:  # the ranks that lose this one next shall name the one that began it
+            if blamed is not None:  # so that the ranks that lose this one next name the first one
                 self._notes.fail(blamed, f"it died or closed its connection, as rank {self._rank} noticed")
         error = PeerLostError(
             f"rank {self._rank} {waiting.words}",
             rule,
-            "Mend what is told of that rank; this one only waited for it",
+            "Fix the cause on that rank; this one only waited for it",
         )
         self._describe(error, waiting, [] if blamed is None else [blamed])
         return error
-
-    def _failed_beside(self) -> tuple[int, str] | None:
-        """Which process of another pipeline did, and why."""
-        return None if self._mesh is None else self._mesh.notes.first_failure("failed", "silent")
 
     def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
         progress = self._progress()
@@ -251,7 +247,7 @@ class Watch:
         give_account(error, account(progress, waiting.words))
 
     def _freeze(self) -> None:
-        """Tell at once how far this rank came, and stay with that: its executor will forget the step."""
+        """Publish how far this rank came, and keep that: its executor will forget the step."""
         last = self._progress()
         self._progress = lambda: last
         self._leave_note()
@@ -264,12 +260,12 @@ class Watch:
     def _leave_note(self) -> bool:
         waiting = self._waiting
         words = "" if waiting is None else waiting.words
-        long = waiting is not None and waiting.seconds > self._period
-        wait = Wait(str(waiting), waiting.peer) if waiting is not None and long else None
+        lasts = waiting is not None and waiting.seconds > self._period
+        wait = Wait(str(waiting), waiting.peer) if waiting is not None and lasts else None
         return self._notes.leave(str(account(self._progress(), words)), wait)
 
     def _waits(self, rank: int) -> Wait | None:
-        """What `rank` waits for. One whose notes have ceased is not believed: it is stuck itself."""
+        """What `rank` waits for; None where its notes have ceased: then it is stuck itself."""
         note = self._notes.read(rank)
         return None if note is None or note.age > _CEASED * self._period else note.wait
 

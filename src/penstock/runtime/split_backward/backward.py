@@ -1,11 +1,11 @@
-"""Forward results as the roots of a later backward, without the tensors themselves.
+"""Backwards of a stage: whole, or split into input gradients (I) and weight gradients (W).
 
-A root is autograd's own gradient edge: the node that made the output, and which output it was. Holding
-the edge in place of the tensor lets the output's storage go as soon as it has been sent, unless the
-graph saved it, and needs no trick on its data.
+A root of a graph is autograd's own gradient edge: the node that made an output, and which of its outputs.
+The edge in place of the tensor lets the output's storage go as soon as it has been sent, unless the graph
+saved it.
 
-A backward is whole, or split in two: `input_backward` gives the gradients that other ranks wait for, and what
-it puts off is run when the rank has nothing better to do.
+`input_backward` gives the gradients that other ranks wait for. What it defers runs when the rank has
+nothing better to do.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from penstock.batch.payload import Payload
 from penstock.runtime.split_backward.deferred import Deferred, without_autocast
 from penstock.runtime.split_backward.recording import Tape
 
-# nodes whose graph lives on by a token, which get_gradient_edge makes; of all others the edge is at hand
+# nodes whose graph is kept alive by a token, which get_gradient_edge makes; other nodes need none
 _IN_PYTHON: type = torch._C._FunctionBase
 
 
 class Live(NamedTuple):
-    """One live activation: what came in, and the roots of its graph."""
+    """One live activation: its inputs, and the roots of its graph.
+
+    roots: of each output that gets a gradient; None where it needs none
+    tape: of a forward under `deferring`
+    """
 
     inputs: tuple[Tensor, ...]
-    roots: tuple[GradientEdge | None, ...]  # of each output that gets a gradient; None where it needs none
-    tape: Tape | None = None  # of a forward under `deferring`
-
-
-def can_carry(tensor: Tensor) -> bool:
-    """Whether its dtype can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    roots: tuple[GradientEdge | None, ...]
+    tape: Tape | None = None
 
 
 def leaves(received: Payload) -> tuple[Tensor, ...]:
-    """What was received, which no graph holds yet, as the start of one."""
+    """The received tensors, which are in no graph yet, as the start of one."""
     pairs = zip(received.tensors, received.specs.carrying, strict=True)
     return tuple([tensor.requires_grad_(carries) for tensor, carries in pairs])
 
@@ -51,11 +50,14 @@ def hold(
     tape: Tape | None = None,
     carrying: Sequence[bool] | None = None,
 ) -> Live:
-    """tape: of the forward, where it ran under `deferring`
+    """The live activation of a forward.
 
-    carrying: which of the outputs were said to get a gradient; None: each one that can
+    Args:
+        tape: of the forward, if it ran under `deferring`.
+        carrying: which of the outputs get a gradient; None: each that can have one.
     """
-    carrying = list(map(can_carry, outputs)) if carrying is None else carrying
+    if carrying is None:
+        carrying = [output.is_floating_point() or output.is_complex() for output in outputs]
     roots = [_edge(output) for output, carries in zip(outputs, carrying, strict=True) if carries]
     return Live(tuple(inputs), tuple(roots), tape)
 
@@ -68,9 +70,10 @@ def _edge(output: Tensor) -> GradientEdge | None:
 
 
 def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Accumulate every parameter's gradient; return those of the inputs that have one, in order.
+    """B: accumulate every parameter's gradient; return those of the inputs that have one, in order.
 
-    gradients: of each output that was said to get one, in order.
+    Args:
+        gradients: of each output that gets one, in order.
     """
     roots, given = _pair(live, gradients)
     if live.tape is None:
@@ -82,9 +85,9 @@ def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Deferred]:
-    """I: `whole_backward`, less the weight gradients that can be put off, and W, which accumulates those.
+    """I: `whole_backward` without the weight gradients that can be deferred. Returns input gradients, and W.
 
-    Everything that W does not need is freed. Without a tape nothing can be put off.
+    Everything that W does not need is freed. Without a tape nothing is deferred.
     """
     if live.tape is None:
         return whole_backward(live, gradients), Deferred()
@@ -96,7 +99,7 @@ def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tenso
 
 def _pair(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Tensor, ...]]:
     """The outputs that have a gradient, and their gradients."""
-    if None not in live.roots and len(live.roots) == len(gradients):  # as a rule
+    if None not in live.roots and len(live.roots) == len(gradients):  # the usual case
         return cast(tuple[GradientEdge, ...], live.roots), tuple(gradients)
     paired = [(root, grad) for root, grad in zip(live.roots, gradients, strict=True) if root is not None]
     return tuple([root for root, _ in paired]), tuple([grad for _, grad in paired])
@@ -104,8 +107,8 @@ def _pair(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[GradientEdge, 
 
 def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
     if roots:
-        # Not through torch.autograd.backward: it first compares shapes in Python, at a third of the cost of a
-        # small backward, which the engine then does again.
+        # Not torch.autograd.backward: it compares shapes in Python first, at a third of the cost of a small
+        # backward, and the engine compares them again.
         with without_autocast():
             Variable._execution_engine.run_backward(
                 roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True

@@ -1,7 +1,7 @@
-"""Weight gradients that were put off: the half of zero-bubble schedules that needs no graph.
+"""Deferred weight gradients: the half of a zero-bubble backward that needs no graph.
 
-What I put off (tape.py) needs x and dy of each product, and neither the graph nor the weight's values, so
-that I frees all else.
+W needs x and dy of each product that I deferred (recording.py), and neither the graph nor the weight's
+values. So I frees everything else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.runtime.split_backward.products import Form
 
-# (node, which of its inputs), as `Node.next_functions` has them
+# (node, which of its inputs), as in `Node.next_functions`
 Edge = tuple[Node, int]
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -25,14 +25,18 @@ PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have p
 
 
 class Product(NamedTuple):
-    """A weight gradient that was put off, with the versions that x and dy had then."""
+    """A deferred weight gradient, with the versions that x and dy had in I.
+
+    edge: where the gradient enters: the parameter, or the views that made the weight of it
+    counts: whether x takes memory; a parameter is held anyway
+    """
 
     parameter: Tensor
-    edge: Edge  # where the gradient enters: the parameter, or the views that made the weight of it
+    edge: Edge
     x: Tensor
     dy: Tensor
     versions: tuple[int, int]
-    counts: bool  # whether x is anything but a parameter, which is held anyway
+    counts: bool
     form: Form
 
     @property
@@ -64,7 +68,7 @@ class Product(NamedTuple):
 class Deferred:
     """What W has to do after an I.
 
-    nbytes: bytes held for nothing but W, storages counted once, parameters left out; 0 after `run`
+    nbytes: bytes held only for W, each storage counted once, parameters left out; 0 after `run`
     """
 
     def __init__(self, products: Sequence[Product] = ()) -> None:
@@ -72,9 +76,6 @@ class Deferred:
         for product in _owned(products):
             groups.setdefault(id(product.parameter), []).append(product)
         self._groups = list(groups.values())[::-1]  # taken from the end: in I's order
-        self.nbytes = self._count()
-
-    def _count(self) -> int:
         storages = {
             storage._cdata: storage.nbytes()
             for group in self._groups
@@ -82,14 +83,14 @@ class Deferred:
             for tensor in ((product.x, product.dy) if product.counts else (product.dy,))
             for storage in (tensor.untyped_storage(),)
         }
-        return sum(storages.values())
+        self.nbytes = sum(storages.values())
 
     def run(self) -> None:
-        """Accumulate the weight gradients that were put off, and let all that was held go.
+        """Accumulate the deferred weight gradients, and free all that was held.
 
-        Each parameter's pieces and uses enter together, so that it accumulates once, as in a whole backward;
-        one parameter after the other, so that one gradient at a time is held beside the accumulated ones.
-        Raises RuntimeError where what was held has been modified in place since I.
+        A parameter's pieces and uses enter together, so that it accumulates once, as in a whole backward; one
+        parameter after the other, so that one new gradient at a time is held. Raises RuntimeError where
+        what was held has been modified in place since I.
         """
         with without_autocast():
             while self._groups:
@@ -98,7 +99,7 @@ class Deferred:
 
 
 def _accumulate(products: list[Product]) -> None:
-    """All that goes to one parameter. `products` is emptied, so that x and dy go as soon as they are used."""
+    """Everything for one parameter. Empties `products`, so that x and dy are freed after their use."""
     parameter = products[0].parameter
     if not parameter.requires_grad:  # frozen since: autograd drops its gradient as well
         products.clear()
@@ -117,7 +118,7 @@ def _accumulate(products: list[Product]) -> None:
             gate = _Gate.apply(parameter, whole)  # type: ignore[no-untyped-call]
         roots.append(get_gradient_edge(gate))
         gradients.append(gate)
-    products.reverse()  # autograd sums up in the order in which I came by
+    products.reverse()  # autograd sums in the order of I
     with torch.no_grad():
         while products:
             piece = products.pop()
@@ -130,9 +131,9 @@ def _accumulate(products: list[Product]) -> None:
 
 
 def _may_add(parameter: Tensor) -> bool:
-    """Whether a product may go straight into the gradient: a pass over memory less than by way of autograd.
+    """Whether a product may be added directly to the gradient: one pass over memory less than autograd needs.
 
-    Half precision is rounded twice by autograd, and so here.
+    Autograd rounds half precision twice, and so must W.
     """
     gradient = parameter.grad
     return (
@@ -146,9 +147,9 @@ def _may_add(parameter: Tensor) -> bool:
 
 
 class _Gate(torch.autograd.Function):
-    """Computes a weight's gradient within the engine, which then may keep it as it is.
+    """Computes a weight's gradient inside the engine, which may then keep it as it is.
 
-    One that is handed in is held by Python as well, so that autograd would have to store a copy.
+    A gradient that is passed in is held by Python as well, so that autograd would have to copy it.
     """
 
     @staticmethod
@@ -166,10 +167,10 @@ class _Gate(torch.autograd.Function):
 
 
 def _owned(products: Sequence[Product]) -> Iterator[Product]:
-    """The products, with a copy of each dy that somebody else holds as well.
+    """The products, with a copy of each dy that something else holds as well.
 
-    A parameter's gradient may have become the very memory of a dy (autograd gives gradients away where a sum
-    passes them on as they are), and the next microbatch's is added to it in place.
+    A parameter's gradient may be the very memory of a dy (autograd passes gradients on as they are), and
+    the next microbatch's gradient is added to it in place.
     """
     holders: dict[int, set[int]] = {}
     for product in products:
@@ -191,10 +192,7 @@ _PLAIN_CONTEXT = nullcontext()
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """A step's backwards lie within the caller's autocast, as its forwards do, and are not to be cast.
-
-    Each op's backward works in the dtypes of its forward.
-    """
+    """No autocast: a step runs inside the caller's, and each op's backward works in its forward's dtypes."""
     if not torch._C._is_any_autocast_enabled():
         return _PLAIN_CONTEXT
     stack = ExitStack()
@@ -204,5 +202,5 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether someone looks at its gradient, and so at the whole one, with what other ops add in I."""
+    """Whether a hook looks at its gradient: it must see all of it, with what other ops add in I."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)

@@ -1,4 +1,4 @@
-"""Which of torch's calls are products of activations with a weight, and the gradients of each."""
+"""Products of activations with a weight: which of torch's calls they are, and their gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 class Form(NamedTuple):
     """A product of activations x with a weight, and its gradients.
 
-    add_weight_gradient: adds the weight's to a gradient in place, without a tensor of its own
+    add_weight_gradient: adds the weight's gradient in place, without a temporary tensor
     cast: whether autocast covers it
     """
 
@@ -34,7 +34,7 @@ def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    """transposed: the weight is the transpose of what lies in memory, and so should its gradient be"""
+    """transposed: whether the weight is a transposed view; then its gradient is one too"""
     if transposed:
         return torch._grouped_mm(dy.t(), x, offs).transpose(-2, -1)
     return torch._grouped_mm(x.t(), dy, offs)
@@ -57,7 +57,7 @@ MATMUL = Form(
 
 
 def _grouped(offs: Tensor, transposed: bool) -> Form:
-    """y = x W[g] for the rows of group g, which ends at row offs[g]; not covered by autocast"""
+    """y = x W[g] for the rows of group g, which ends at row offs[g]; autocast does not cover it"""
     return Form(
         lambda x, weight, bias: torch._grouped_mm(x, weight, offs),
         lambda dy, weight: torch._grouped_mm(dy, weight.transpose(-2, -1), offs),
@@ -66,7 +66,7 @@ def _grouped(offs: Tensor, transposed: bool) -> Form:
     )
 
 
-# x, weight, bias and form of a call, None where it has to stay torch's
+# x, weight, bias and form of a call; None where it is left to torch
 Found = tuple[Tensor, Tensor, Tensor | None, Form] | None
 
 
@@ -94,7 +94,7 @@ def _find_grouped(
     return x, weight, None, _grouped(offs, not weight.is_contiguous())
 
 
-# by torch's function: its arguments' names, and how to read them
+# by torch's function: the names of its arguments, and how to read them
 CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
     F.linear: (("input", "weight", "bias"), _find_linear),
     torch.addmm: (("input", "mat1", "mat2"), _find_addmm),
@@ -107,7 +107,7 @@ CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
 def find(
     names: tuple[str, ...], read: Callable[..., Found], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Found:
-    """The product that a call is, whatever it gave by name; names, read: of its function, from `CALLS`"""
+    """The product that a call is, with arguments by position or name; names, read: from `CALLS`"""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if len(args) > len(names) or not given.keys() <= set(names) or len(given) != len(args) + len(kwargs):
         return None

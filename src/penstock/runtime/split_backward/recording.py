@@ -1,13 +1,13 @@
-"""What a forward notes of its products, so that its backward may put their weight gradients off.
+"""Recording the products of a forward, so that its backward may defer their weight gradients.
 
 While a stage's forward runs under `deferring`, each product of activations with a weight goes through one
-autograd function, which computes what torch would and notes whose it is, its forward's `Tape`. In a plain
-backward that function gives all gradients. In a split one (`input_backward`, in backward.py) it gives those
-of the activations and the bias, and puts the weight's off:
+autograd function. It computes what torch would, and keeps its forward's `Tape`. In a whole backward that
+function gives all gradients. In a split one (`input_backward`, in backward.py) it gives those of the
+activations and the bias, and defers the weight's:
 
     y = x Wᵀ + b        I:  dx = dy W,  db = Σ dy        W:  dW = dyᵀ x
 
-What is not sure to be right later is computed at once; docs/split-backward.md lists the cases.
+A gradient that might be wrong later is computed at once; docs/split-backward.md lists the cases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product,
 from penstock.runtime.split_backward.products import CALLS, Form, find
 
 # Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
-# pass through them with no gradient and W once more with one.
+# pass through them without a gradient, and W again with one.
 VIEWS = frozenset(
     f"{name}Backward{number}"
     for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
@@ -36,14 +36,14 @@ VIEWS = frozenset(
 
 
 class Tape:
-    """One forward: what its products have in common, and what its backward puts off.
+    """What the products of one forward have in common, and what its backward defers.
 
-    An object rather than a variable of the thread: on a GPU the engine's threads run the backward.
+    An object rather than a thread variable: on a GPU the engine's threads run the backward.
     """
 
     def __init__(self) -> None:
         self._recomputes = False
-        # only in the forward; a part of it that is run again is to hold no more than its own
+        # only in the forward; a part of it that runs again must hold only its own casts
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
         self._task: int | None = None  # the engine's number of the I that is running
         self._products: list[Product] = []
@@ -56,22 +56,20 @@ class Tape:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = self._lower(x, dtype), self._lower(weight, dtype)
             bias = None if bias is None else self._lower(bias, dtype)
-        if not self._recomputes:  # such hooks may run this part of the forward again, in the backward
+        if not self._recomputes:  # such hooks may run this part of the forward again in the backward
             self._recomputes = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         result: Tensor = _Product.apply(x, weight, bias, form, self)  # type: ignore[no-untyped-call]
         return result
 
     def _lower(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """What autocast would do, where autograd sees it, as it would not inside of the product."""
+        """What autocast would do, outside of the product, where autograd sees it."""
         if tensor.dtype == torch.float64:
             return tensor
         if self._casts is None or not tensor.is_leaf:
             return tensor.to(dtype)
         key = id(tensor), dtype
-        if (
-            key not in self._casts
-        ):  # kept as autocast keeps them, so that all uses sum up in the same precision
-            self._casts[key] = tensor, tensor.to(dtype)  # `tensor` so that its id stays its own
+        if key not in self._casts:  # as autocast does, so that all uses are summed in the same precision
+            self._casts[key] = tensor, tensor.to(dtype)  # `tensor` keeps its id from being used again
         return self._casts[key][1]
 
     @contextmanager
@@ -87,7 +85,7 @@ class Tape:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """For any backward: what activation checkpointing runs again must save what it saved before."""
+        """For any backward: a checkpointed forward that runs again must save what it saved before."""
         with _Recording(self) if self._recomputes else nullcontext():
             yield
 
@@ -95,9 +93,9 @@ class Tape:
     def collecting(
         self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()
     ) -> Iterator[list[Product]]:
-        """A backward from `roots` under this fills the list in place of computing weight gradients.
+        """A backward from `roots` under this fills the list instead of computing weight gradients.
 
-        inputs: what the stage received. Its gradient is what I is for, be it a factor of a product.
+        inputs: what the stage received. Its gradient is never deferred, even if it is a factor of a product.
         """
         products = self._products = []
         self._inputs = frozenset(map(id, inputs))
@@ -113,9 +111,9 @@ class Tape:
         if self._task is None:
             self._task = torch._C._current_graph_task_id()
 
-    def put_off(self, edge: Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
-        """Take the weight gradient that belongs at `edge` over, unless it has to be computed now."""
-        # Another task than I's own is a backward within the backward: it may ask for this very gradient.
+    def defer(self, edge: Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
+        """Take over the weight gradient that enters at `edge`, unless it must be computed now."""
+        # A task other than I's own is a backward within the backward: it may ask for this very gradient.
         # One with gradients enabled will be differentiated itself.
         if self._task is None or self._task != torch._C._current_graph_task_id() or torch.is_grad_enabled():
             return False
@@ -137,8 +135,8 @@ class _Recording(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Every call of a forward comes by here, so that the test that most of them fail comes first. What is
-        # compiled stays whole: the compiler gets torch's own products to see.
+        # Every call of a forward comes here, so the test that most of them fail comes first. Compiled code
+        # keeps torch's own products: the compiler must see them.
         if func in CALLS and not torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
             found = find(*CALLS[func], args, kwargs or {})
             if found is not None and _may_defer(*found[:3]):
@@ -148,7 +146,7 @@ class _Recording(TorchFunctionMode):
 
 @contextmanager
 def deferring() -> Iterator[Tape]:
-    """A stage's forward runs under this if its backward may be split; `hold` gets the tape."""
+    """A stage's forward runs under this if its backward will be split; `hold` takes the tape."""
     tape = Tape()
     with tape.recording():
         yield tape
@@ -161,7 +159,7 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         ctx.form, ctx.tape = form, tape
         ctx.bias_shape = None if bias is None else bias.shape
-        # detached: a view made in here could not be modified in place later, as torch's own result can
+        # detached: a view made here could not be modified in place later, as torch's own result can
         return form.product(x, weight, bias).detach()
 
     @staticmethod
@@ -174,12 +172,12 @@ class _Product(torch.autograd.Function):
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
         db = dy.sum_to_size(ctx.bias_shape) if of_bias else None
-        later = ctx.tape.put_off(ctx.next_functions[1], x, dy, form)
+        later = ctx.tape.defer(ctx.next_functions[1], x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 
 def _parameter(edge: Edge) -> Tensor | None:
-    """The parameter that the weight at `edge` is, or is a piece of; None where it is computed otherwise."""
+    """The parameter that the weight at `edge` is a view of; None where it is computed in another way."""
     node: Node | None = edge[0]
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]

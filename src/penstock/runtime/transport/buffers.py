@@ -1,7 +1,7 @@
-"""Receive buffers, used again as soon as nothing holds their memory any more.
+"""Receive buffers: a pool that uses memory again, and staging through host memory.
 
-What was received becomes the start of a stage's graph, and autograd keeps it for as long as the backward
-needs it: nobody else knows when that ends. So a buffer is free when the pool alone holds its storage.
+A received tensor becomes the start of a stage's graph, and autograd keeps it as long as the backward needs
+it: nothing else knows when that ends. So a buffer is free when the pool alone holds its storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIGNED = 64  # bytes
 class Pool:
     """Memory for receives on `device`. Between steps it keeps what the last step used, and no more.
 
-    pinned: host memory that a GPU copies from and to on its own
+    pinned: whether it is host memory that a GPU copies asynchronously
     """
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
@@ -32,7 +32,7 @@ class Pool:
         self._largest = 0  # bytes, since then
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """A tensor of that shape and dtype whose memory nobody else has; its values are arbitrary."""
+        """A tensor of that shape and dtype whose memory nothing else uses; its values are arbitrary."""
         storage = self._find(spec.nbytes) or self._make(spec.nbytes)
         self._used.add(storage._cdata)
         self._largest = max(self._largest, storage.nbytes())
@@ -42,25 +42,25 @@ class Pool:
 
     @property
     def nbytes(self) -> int:
-        """All that it holds, used or free."""
+        """Bytes of all its buffers, used or free."""
         return sum(buffer.nbytes() for buffer in self._buffers)
 
     @property
     def idle_bytes(self) -> int:
-        """Of its buffers that nobody else holds."""
+        """Bytes of its free buffers."""
         return sum([buffer.nbytes() for buffer in self._buffers if _is_free(buffer)])
 
     def trim(self) -> None:
-        """Let go of what was not needed since the last call."""
+        """Free the buffers that were not used since the last call."""
         self._buffers = [b for b in self._buffers if b._cdata in self._used or not _is_free(b)]
         self._used.clear()
         self._largest = 0
 
     def drop_idle(self, taken: UntypedStorage | None = None) -> None:
-        """Of what lies idle keep no more than the largest that was taken of late: where lengths differ from
-        message to message, buffers would gather that hardly any message fits.
+        """Keep no more free bytes than the largest buffer taken since the last `trim`: where lengths differ
+        from message to message, buffers would gather that hardly any message fits.
 
-        taken: a buffer that is in use already, though nobody else holds it yet
+        taken: a buffer that is in use, though nothing else holds it yet
         """
         idle = [buffer for buffer in self._buffers if buffer is not taken and _is_free(buffer)]
         while idle and sum([buffer.nbytes() for buffer in idle]) > self._largest:
@@ -90,23 +90,23 @@ def _is_free(buffer: UntypedStorage) -> bool:
     return bool(torch._C._storage_Use_Count(buffer._cdata) == 1)
 
 
-# ---- gloo between GPUs: messages go by way of host memory, so that several ranks can share one GPU.
+# ---- Staging: gloo between GPUs moves messages through host memory, so that ranks can share one GPU.
 #
 # The host memory is pinned, and copies to and from it are queued on the GPU's stream like any op: neither
-# end waits for the other's kernels before it may go on.
+# end waits for the other's kernels.
 
 
 class Moment(Protocol):
-    """A point in a stream, as torch.cuda.Event."""
+    """A point in a stream, such as a torch.cuda.Event."""
 
     def synchronize(self) -> None: ...
     def query(self) -> bool: ...
 
 
 class Staging:
-    """Between `device` and host buffers of `pool`.
+    """Copies between `device` and host buffers of `pool`.
 
-    now: marks the point that the device's stream has come to
+    now: records the point that the device's stream has reached
     """
 
     def __init__(self, device: torch.device, pool: Pool, now: Callable[[], Moment] | None = None) -> None:
@@ -115,7 +115,7 @@ class Staging:
         self._copying: list[tuple[Moment, Tensor]] = []  # host memory that the device still reads
 
     def down(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Moment]:
-        """Copies in host memory, and the moment from which on they are whole."""
+        """Copies in host memory, and the moment at which they are complete."""
         hosts = []
         for tensor in tensors:
             host = self._pool.take(TensorSpec.of(tensor))
@@ -124,7 +124,7 @@ class Staging:
         return hosts, self._now()
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Copies on the device. The host memory is held until they are made."""
+        """Copies on the device. The host memory is held until they are complete."""
         made = tuple([host.to(self._device, non_blocking=True) for host in hosts])
         moment = self._now()
         self._copying = [(when, host) for when, host in self._copying if not when.query()]
@@ -132,16 +132,16 @@ class Staging:
         return made
 
     def settle(self) -> None:
-        """Wait until no host memory is read any more."""
+        """Wait until the device reads no host memory."""
         for moment, _ in self._copying:
             moment.synchronize()
         self._copying = []
 
 
 class _CudaMoment:
-    """What the stream of `device` has come to, for any thread to wait for.
+    """The point that the stream of `device` has reached, for any thread to wait for.
 
-    A thread begins on GPU 0 whatever its process computes on, and would open a context there by waiting.
+    A new thread is on GPU 0 whatever its process computes on, and would open a context there by waiting.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,9 +1,9 @@
-"""A slower network than there is, to try schedules on: a tool for experiments.
+"""An emulated network, slower than the real one, to try schedules on.
 
-What `simulate` calls communication is made to happen: a message may be had when latency + bytes / bandwidth
-have gone by since its producer's op has ended, or when it is really there if that is later. Messages do not
-slow each other down. The sender's clock is sent ahead of the tensors, so all ranks must be on one machine,
-whose processes share it, and compute on the CPU, where an op has ended when its call has.
+It makes `simulate`'s communication real: a message is available latency + bytes / bandwidth after its
+producer's op ended, or when it has really arrived if that is later. Messages do not slow each other down.
+The sender's clock travels ahead of the tensors, so all ranks must be on one machine, whose processes share
+it, and compute on the CPU, where an op has ended when its call returns.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Network:
             raise ConfigError(f"bandwidth={self.bandwidth}", rule, "Give more than 0, or None for no limit")
 
     def delay(self, nbytes: int) -> float:
-        """Seconds that a message of that size is on its way."""
+        """Seconds that a message of that size travels."""
         return self.latency + (nbytes / self.bandwidth if self.bandwidth is not None else 0.0)
 
     def stamp(self) -> Tensor:
-        """That a message was sent now."""
+        """The time now, to send ahead of a message."""
         return torch.tensor([time.perf_counter()], dtype=STAMP.dtype)
 
     def hold_back(self, stamp: Tensor, nbytes: int) -> None:
-        """Wait until a message of `nbytes` that was sent at `stamp` may be had."""
+        """Wait until a message of `nbytes` that was sent at `stamp` is available."""
         left = float(stamp) + self.delay(nbytes) - time.perf_counter()
         if left > 0:
             time.sleep(left)

@@ -1,4 +1,4 @@
-"""The processes of a group, for what they tell each other beside the steps."""
+"""Groups of processes: values that they exchange outside of steps, and the process groups of one pipeline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PeerLostError, StalledPeerError
 
-# ---- The processes that one pipeline runs in: one a rank, or a single one that holds all ranks.
-
 
 class Processes(Protocol):
-    """What code above the executor needs of the other processes."""
+    """The processes that one pipeline runs in: one for each rank, or a single one that holds all ranks."""
 
     @property
     def index(self) -> int:
@@ -29,7 +27,7 @@ class Processes(Protocol):
     def count(self) -> int: ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value (JSON must hold it), in order, on every process. All must call it."""
+        """Every process's value (anything that JSON can hold), in order, on every process. Collective."""
 
 
 class OneProcess:
@@ -42,35 +40,51 @@ class OneProcess:
         return [value]
 
 
-# Of the latest collectives. A thread of gloo lets go of them a moment after it has said that they are over.
-# If it were the last to do so it would need Python, which may be ending by then: that aborts the process.
+# The tensors of the latest collectives. One of gloo's threads frees them shortly after it reports the
+# collective complete. If it held the last reference it would need Python, which may be ending by then: that
+# aborts the process.
 _LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 
 
 class GroupProcesses:
-    """Of `group`; each wait for the others takes `limit` at most. device: where the group's tensors are"""
+    """The processes of a process group.
+
+    Args:
+        limit: the longest wait for the other processes.
+        device: where the group's tensors have to be.
+    """
 
     def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device) -> None:
         self._group, self._limit, self._device = group, limit, device
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def gather(self, value: Any) -> list[Any]:
-        return gather(value, self._exchange)
+        return gather(value, self.all_gather)
 
-    def _exchange(self, mine: Tensor) -> list[Tensor]:
-        work, everyone = all_gather(mine.to(self._device), self._group, self.count)
+    def all_gather(self, mine: Tensor) -> list[Tensor]:
+        """Every process's tensor, in order; all have one shape and dtype. Collective."""
+        work, everyone = self.start_all_gather(mine)
         work.wait(self._limit)
         return everyone
 
+    def start_all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
+        """The same, without waiting for it."""
+        mine = mine.to(self._device)
+        everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
+        work = dist.all_gather(everyone, mine, self._group, async_op=True)
+        assert work is not None
+        _LATEST.append((mine, everyone))
+        return work, everyone
+
 
 class AllProcesses(GroupProcesses):
-    """All processes of the job, before there is any mesh, and so no watch that could name who is late."""
+    """All processes of the job, before there is a mesh, and so no watch that could name a late process."""
 
     def __init__(self, timeout: float, device: torch.device) -> None:
         group = dist.group.WORLD
         assert group is not None
-        where = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-        super().__init__(group, datetime.timedelta(seconds=timeout), where)
+        on_device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        super().__init__(group, datetime.timedelta(seconds=timeout), on_device)
 
     def gather(self, value: Any) -> list[Any]:
         """Raises StalledPeerError, PeerLostError."""
@@ -87,33 +101,23 @@ class AllProcesses(GroupProcesses):
             ) from cause
 
 
-def gather(value: Any, exchange: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    """Everyone's `value`, by way of an exchange of float64 vectors of one length."""
+def gather(value: Any, all_gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+    """Everyone's `value`, by way of an all-gather of float64 vectors of one length."""
     text = json.dumps(value).encode()
     length = torch.tensor([len(text)], dtype=torch.float64)
-    longest = int(max(size.item() for size in exchange(length)))
+    longest = int(max(size.item() for size in all_gather(length)))
     padded = torch.zeros(longest, dtype=torch.float64)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    received = exchange(padded)
+    received = all_gather(padded)
     return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
-
-
-def all_gather(mine: Tensor, group: dist.ProcessGroup, count: int) -> tuple[dist.Work, list[Tensor]]:
-    """Started, of tensors where the group wants them."""
-    everyone = list(mine.new_empty((count, *mine.shape)).unbind())
-    work = dist.all_gather(everyone, mine, group, async_op=True)
-    assert work is not None
-    _LATEST.append((mine, everyone))
-    return work, everyone
-
-
-# ---- The process groups of one pipeline.
 
 
 class Groups:
     """Makes process groups among the ranks on the `pp` axis of `mesh`.
 
-    backend: "gloo" or "nccl"; None takes that of the mesh
+    Args:
+        timeout: seconds that a collective may take.
+        backend: "gloo" or "nccl"; None takes that of the mesh.
     """
 
     def __init__(self, mesh: DeviceMesh, timeout: float, backend: str | None = None) -> None:
@@ -133,37 +137,36 @@ class Groups:
         return len(self._members)
 
     def new(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-        """A group of these ranks in each pipeline of the mesh; returns the one of this pipeline.
+        """Make a group of these ranks in every pipeline of the mesh; return this pipeline's. Collective.
 
-        Every process of the world makes all of them in one order: torch names a group by how many there
-        are, so that groups made by their members alone miss each other.
+        Every process of the job makes all of them in one order: torch names a group by how many there are,
+        so that groups made by their members alone would not match.
         """
-        own: dist.ProcessGroup | None = None
+        mine: dist.ProcessGroup | None = None
         for members in self._pipelines:
             group: dist.ProcessGroup = dist.new_group(
                 sorted(members[r] for r in ranks), timeout=self.limit, backend=self.backend, group_desc=name
             )
-            own = group if members == self._members else own
-        assert own is not None
-        self._made.append(own)
-        return own
+            mine = group if members == self._members else mine
+        assert mine is not None
+        self._made.append(mine)
+        return mine
 
     def control_device(self, device: torch.device) -> torch.device:
-        """Where tensors of collectives have to be."""
+        """Where the tensors of collectives have to be."""
         return torch.device("cpu") if self.backend == "gloo" else device
 
     def close(self) -> None:
         for group in self._made:
-            if isinstance(group, dist.ProcessGroup):  # else one that this rank is no member of
+            if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member of it
                 dist.destroy_process_group(group)
         self._made = []
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
-    """Let collectives of groups that a mesh made break off after `timeout` seconds; torch's own limit is 30
-    minutes, and a rank that has failed may live on for longer than that.
+    """Give groups that a mesh made a timeout of `timeout` seconds in place of torch's 30 minutes.
 
-    The group of the whole job is left as it is: whoever made it waits in it for other things too.
+    The group of the whole job keeps its own: whoever made it waits in it for other things too.
     """
     for group in groups:
         if group is not dist.group.WORLD:
@@ -171,9 +174,9 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:
-    """The world ranks of every pipeline, in one order on all processes.
+    """The world ranks of every pipeline, in the same order on all processes.
 
-    Of a slice of a larger mesh too, whose `mesh.mesh` has this process's own pipeline alone.
+    It works for a slice of a larger mesh too, whose `mesh.mesh` has only this process's own pipeline.
     """
     one = mesh["pp"]
     grid = one._layout.remap_to_tensor(one._rank_map)

@@ -1,113 +1,137 @@
-"""How results move between ranks: what the executor needs of it, and the way within one process."""
+"""How results move between ranks: what a transport offers, and the transport within one process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
-from penstock.runtime.health.progress import Progress
 from penstock.runtime.plan import Action, Exchange, Free, Message, Post
+from penstock.runtime.recorder import Progress
 from penstock.schedule import Op
 
 
-class Transport(Protocol):
+class Transport:
     """Moves messages over channels, first in first out, and values between all ranks of the pipeline.
 
-    overlap: whether pairs of ops that the schedule marks run side by side
-    needless: the actions that have no effect here
-    closers: what `close` calls besides
+    The defaults fit a transport that has no other process to wait for.
+
+    Attributes:
+        overlap: whether the schedule's overlapped pairs run in two threads.
+        needless: the actions that have no effect here.
+        closers: called by `close`.
     """
 
-    overlap: bool
-    needless: frozenset[type[Action]]
-    closers: list[Callable[[], None]]
+    overlap = False
+    needless: frozenset[type[Action]] = frozenset()
 
-    def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
-        """The error to raise where `cause` ended `op`: a typed one where it is another rank's doing."""
+    def __init__(self) -> None:
+        self.closers: list[Callable[[], None]] = []
+
+    # ---- messages
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
-        """Make room for a message that will come; None where it tells itself what it is."""
+        """Post a receive. specs: None where the message carries its own"""
 
     def arrived(self, message: Message) -> bool:
-        """Whether `receive` would bring it, or wait for it."""
+        """Whether `receive` returns it, if need be after waiting."""
+        raise NotImplementedError
 
     def receive(self, message: Message) -> Payload | None:
-        """What the message brings; None means that other ranks of this process must run first."""
+        """The message's payload. None means that other ranks of this process must run first."""
+        raise NotImplementedError
 
-    def send(self, message: Message, payload: Payload, told: bool) -> None:
-        """Start sending; never waits for the receiver. What arrives is no part of the sender's graph.
+    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
+        """Start sending; never waits for the receiver. What arrives is not part of the sender's graph.
 
-        told: whether to tell the receiver what it is
+        with_specs: whether to send the payload's specs ahead, for a receiver that does not know them
         """
+        raise NotImplementedError
 
-    def start(self, in_line: bool) -> None:
-        """Begin what was posted and given to be sent since the last call, where it goes together.
-
-        in_line: whether this may wait until it is over
-        """
+    def start(self) -> None:
+        """Start what was posted and sent since the last call, where messages go in batches."""
 
     def free(self, message: Message) -> None:
-        """Be sure that a message is gone whose arrival the plan has proven."""
+        """Make sure that a sent message has left. The plan has proven its arrival."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of posted receives, of what is being sent, and of buffers that lie idle."""
+        """Bytes of posted receives, of messages being sent, and of idle buffers."""
+        return 0
 
-    def settle(self) -> None:
-        """Wait for `agree` to be done; later than this it is done before the first message."""
+    @property
+    def pending(self) -> int:
+        """Messages posted, on their way or not yet freed; 0 after every step."""
+        return 0
 
-    def follow(self, progress: Callable[[], Progress | None]) -> None:
-        """From now on let the other ranks know now and then how far this one is."""
+    # ---- values, between all ranks
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Make sure, before the first message of a step, that all ranks work on the same step."""
 
+    def settle(self) -> None:
+        """Wait for the result of `agree`; otherwise the first message does."""
+
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Give one float64 vector for each rank of this process; get every rank's, in order, everywhere."""
+        """Give one float64 vector for each rank of this process; get every rank's, in order. Collective."""
+        return list(vectors)
 
     def share(self, ranks: tuple[int, ...]) -> None:
-        """Make ready for sums over these ranks; called on every rank before the first step."""
+        """Prepare for sums over these ranks, before the first step. Collective over all ranks."""
 
     def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
-        """Replace a weight's tensors, this process's copies, each by the sum of those on all of `ranks`."""
+        """Replace each weight's tensors, this process's copies, by the sum of those on all of `ranks`."""
+        with torch.no_grad():
+            for copies in weights:
+                for other in copies[1:]:
+                    copies[0].add_(other)
+            self._sum_first([copies[0] for copies in weights], ranks)
+            for copies in weights:
+                for other in copies[1:]:
+                    other.copy_(copies[0])
 
-    @property
-    def pending(self) -> int:
-        """Messages posted, on the way or not yet freed; 0 after every step."""
+    def _sum_first(self, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
+        """Sum the first copy of each weight over the ranks of other processes."""
+
+    # ---- life
+
+    def follow(self, progress: Callable[[], Progress | None]) -> None:
+        """From now on, let the other ranks know how far this one is."""
+
+    def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
+        """The error to raise where `cause` ended an op: a typed one if another rank caused it."""
+        return cause
+
+    def fail(self, reason: str) -> None:
+        """Leave a note for the other ranks that says why this one fails."""
 
     def end_step(self) -> None:
-        """Let go of what only a step like the last one would need."""
+        """Free what only a step like the last one would need."""
 
     def reset(self) -> None:
-        """Forget a step that failed half-way."""
-
-    def tell_failure(self, reason: str) -> None:
-        """Leave word for the other ranks why this one fails."""
+        """Forget a failed step."""
 
     def close(self) -> None:
-        """Let go of threads and process groups."""
+        """Free threads and process groups."""
+        while self.closers:
+            self.closers.pop()()
 
 
-class LocalTransport:
-    """All ranks in one process: a message is handed over as it is, and takes no buffer."""
+class LocalTransport(Transport):
+    """All ranks in one process: a message is handed over as it is, and takes no buffer.
 
-    overlap = False
+    wire: the dtype that floating-point tensors are rounded to on their way; None leaves them as they are
+    """
+
     needless: frozenset[type[Action]] = frozenset({Post, Exchange, Free})
 
     def __init__(self, wire: torch.dtype | None = None) -> None:
+        super().__init__()
         self._wire = wire
         self._mail: dict[Message, Payload] = {}
-        self.closers: list[Callable[[], None]] = []
-
-    def broke_off(self, op: Op | str, cause: RuntimeError) -> Exception:
-        return cause  # there is no other process
-
-    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
-        """Nothing to do: no buffer is needed."""
 
     def arrived(self, message: Message) -> bool:
         return message in self._mail
@@ -115,98 +139,44 @@ class LocalTransport:
     def receive(self, message: Message) -> Payload | None:
         return self._mail.pop(message, None)
 
-    def send(self, message: Message, payload: Payload, told: bool) -> None:
+    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
         tensors = payload.tensors
         if self._wire is not None:
             tensors = restored(narrowed(tensors, self._wire), payload.specs)
-        self._mail[message] = Payload(of_their_own(tensors, payload.specs), payload.specs)
-
-    def start(self, in_line: bool) -> None:
-        """Nothing to do: what was sent is there."""
-
-    def free(self, message: Message) -> None:
-        """Nothing to do: the receiver took the tensors over."""
-
-    @property
-    def buffer_bytes(self) -> int:
-        return 0  # what is on its way is the sender's result itself
-
-    def follow(self, progress: Callable[[], Progress | None]) -> None:
-        """Nothing to do: no other process waits."""
-
-    def agree(self, fingerprint: int, description: str) -> None:
-        """Nothing to do: there is one batch."""
-
-    def settle(self) -> None:
-        """Nothing to do, likewise."""
-
-    def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        return list(vectors)
-
-    def share(self, ranks: tuple[int, ...]) -> None:
-        """Nothing to do: every copy is here."""
-
-    def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
-        for copies in weights:
-            add_up(copies)
-            spread(copies)
+        self._mail[message] = Payload(detached(tensors, payload.specs), payload.specs)
 
     @property
     def pending(self) -> int:
         return len(self._mail)
 
-    def end_step(self) -> None:
-        """Nothing is kept."""
-
     def reset(self) -> None:
         self._mail.clear()
 
-    def tell_failure(self, reason: str) -> None:
-        """Nothing to do: no other process waits."""
-
-    def close(self) -> None:
-        while self.closers:
-            self.closers.pop()()
-
 
 def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:
-    """The tensors as they travel: where `wire` is a dtype, all that are of floating point in that one."""
+    """The specs of the tensors as they travel: floating-point ones in dtype `wire`, unless it is None."""
     if wire is None:
         return specs.tensors
-    return [spec._replace(dtype=wire) if spec.dtype.is_floating_point else spec for spec in specs.tensors]
+    return [replace(spec, dtype=wire) if spec.dtype.is_floating_point else spec for spec in specs.tensors]
 
 
 def narrowed(tensors: Sequence[Tensor], wire: torch.dtype | None) -> Sequence[Tensor]:
-    """As `on_wire` says."""
+    """The tensors in the dtypes of `on_wire`."""
     if wire is None:
         return tensors
     return [tensor.detach().to(wire) if tensor.is_floating_point() else tensor for tensor in tensors]
 
 
 def restored(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
-    """In the dtypes that the stages work in."""
+    """The tensors back in the stages' dtypes."""
     return tuple([t.to(spec.dtype) for t, spec in zip(tensors, specs.tensors, strict=True)])
 
 
-def of_their_own(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
-    """For a stage of the same process, as if they had come from another: no part of the sender's graph.
+def detached(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
+    """The tensors for a stage of the same process, as if they had come from another one.
 
-    What has no gradient may be changed in place, and be an entry of the batch or what another stage still
-    holds: it is copied. Autograd refuses the same for the others.
+    A tensor without a gradient is copied: a stage may modify it in place, and it may be an entry of the
+    batch, or held by another stage. For tensors with a gradient, autograd raises an error.
     """
     pairs = zip(tensors, specs.carrying, strict=True)
     return tuple([t.detach() if carries else t.detach().clone() for t, carries in pairs])
-
-
-@torch.no_grad()
-def add_up(copies: Sequence[Tensor]) -> None:
-    """Into the first one."""
-    for other in copies[1:]:
-        copies[0].add_(other)
-
-
-@torch.no_grad()
-def spread(copies: Sequence[Tensor]) -> None:
-    """The first one's values to the others."""
-    for other in copies[1:]:
-        other.copy_(copies[0])

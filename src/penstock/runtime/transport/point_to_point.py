@@ -1,8 +1,9 @@
-"""Lets go of what was sent as soon as it has been sent, while the rank computes.
+"""Sends and receives over torch.distributed: one by one or in batches, and when a send is complete.
 
-gloo cannot be asked whether a send has finished; it can only be waited for, and once at that. So a thread
-waits, one for each channel: what goes over one channel must not hold up the memory of what goes over another.
-NCCL can be asked, and needs no thread.
+A channel is addressed by a `P2PGroup`. `OneByOne` starts each tensor at once. `Batches` starts together
+what was posted and sent since the last `start`, as penstock.schedule.order has proven possible: NCCL moves
+a batch in one kernel, and batches one after the other; on gloo each tensor goes by itself, and waiting for
+one waits for all of its batch and of the batches before, so that what runs is what was proven.
 """
 
 from __future__ import annotations
@@ -18,21 +19,124 @@ import torch.distributed as dist
 from torch import Tensor
 
 _LINGERS = 1.0  # seconds
-FOREVER = timedelta(days=30)  # in the thread, which nobody waits for: the plan's Free has the deadline
+FOREVER = timedelta(days=30)  # in a thread that no rank waits for: the plan's Free has the deadline
 
 
 class Work(Protocol):
-    """Of torch.distributed, as far as it is used here."""
+    """The part of torch.distributed.Work that is used here."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
 
 
-class Sending:
-    """A message on its way, and the tensors that it is read from: held until it has been sent, not longer.
+class P2PGroup(NamedTuple):
+    """How a channel is addressed: in `group`, from its rank `source` to its rank `target`, under `tag`."""
 
-    nbytes: what letting go of them gives free
-    start: starts the send, in the thread that waits for it, where the tensors are not ready at once
+    group: dist.ProcessGroup
+    source: int
+    target: int
+    tag: int
+
+
+class Carrier(Protocol):
+    """Sends and receives tensors; on each P2PGroup they pair up in the order of the calls.
+
+    Raises RuntimeError where a connection is gone.
+    """
+
+    def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> Sequence[Work]:
+        """The works to wait for until the tensors have left."""
+
+    def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
+        """The works to wait for until the tensors are here."""
+
+    def start(self) -> None:
+        """Start, at the latest, what was sent and received since the last call."""
+
+
+class OneByOne:
+    """Each tensor starts at once."""
+
+    def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
+        return [p2p.group.send([tensor], p2p.target, p2p.tag) for tensor in tensors]
+
+    def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
+        return [p2p.group.recv([buffer], p2p.source, p2p.tag) for buffer in buffers]
+
+    def start(self) -> None:
+        """Nothing to do: everything has started."""
+
+
+class Batches:
+    """What was sent and received before a `start` goes together. All channels are in one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._ops: list[dist.P2POp] = []
+        self._next = Batch(None)
+
+    def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
+        return self._add(dist.isend, tensors, p2p.target, p2p.tag)
+
+    def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
+        return self._add(dist.irecv, buffers, p2p.source, p2p.tag)
+
+    def _add(self, op: Callable[..., object], tensors: Sequence[Tensor], peer: int, tag: int) -> list[Work]:
+        group = self._group
+        self._ops += [dist.P2POp(op, tensor, group=group, tag=tag, group_peer=peer) for tensor in tensors]
+        return [self._next]
+
+    def start(self) -> None:
+        ops, self._ops = self._ops, []
+        batch, self._next = self._next, Batch(self._next)
+        batch.begin(dist.batch_isend_irecv(ops) if ops else [])  # a message may hold no tensor
+
+
+class Batch:
+    """Transfers that started together, waited for as one. `before`: the batch that must complete first."""
+
+    def __init__(self, before: Batch | None) -> None:
+        self._before = before
+        self._works: list[Work] | None = None
+
+    def begin(self, works: Sequence[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
+        chain: list[Batch] = []
+        batch: Batch | None = self
+        while batch is not None:
+            chain.append(batch)
+            batch = batch._before
+        while chain:
+            chain.pop()._finish(timeout)
+        return True
+
+    def _finish(self, timeout: timedelta) -> None:
+        assert self._works is not None, "it has not begun"
+        while self._works:  # gloo does not allow a second wait
+            self._works[0].wait(timeout)
+            del self._works[0]
+        self._before = None
+
+    def is_completed(self) -> bool:
+        """The batches before are complete then, too: NCCL runs them in order, and `wait` waits in order."""
+        return self._works is not None and all(work.is_completed() for work in self._works)
+
+
+# ---- When a send is complete.
+#
+# A message is held until it has been sent, and no longer. gloo cannot be asked whether a send is complete;
+# it can only be waited for, and only once. So a thread waits, one for each channel: a slow channel must not
+# hold up the memory of another one. NCCL can be asked, and needs no thread.
+
+
+class Sending:
+    """A message on its way, with the tensors that it is read from.
+
+    Args:
+        nbytes: the bytes that completion frees.
+        start: starts the send, in the thread that waits for it, where the tensors are not ready yet.
     """
 
     def __init__(
@@ -45,7 +149,7 @@ class Sending:
         self.nbytes = nbytes
         self._tensors, self._works, self._start = tensors, works, start
         self._over = threading.Event()
-        self._reaper: SendCompletion | None = None
+        self._in_thread = False
         self._error: RuntimeError | None = None
 
     @property
@@ -57,13 +161,13 @@ class Sending:
         return self._error is not None
 
     def poll(self) -> None:
-        """Let go if it has been sent, without waiting. Not on gloo."""
+        """Free the tensors if they have been sent, without waiting. Not on gloo."""
         if all(work.is_completed() for work in self._works):
-            self._let_go()
+            self._free()
 
     def finish(self, timeout: timedelta) -> None:
-        """Be sure that it has been sent. Raises RuntimeError where that fails or takes too long."""
-        if self._reaper is None:
+        """Make sure that the message has been sent. Raises RuntimeError if that fails or takes too long."""
+        if not self._in_thread:
             self.wait(timeout)
         elif not self._over.wait(timeout.total_seconds()):
             raise RuntimeError("the send timed out")
@@ -71,30 +175,30 @@ class Sending:
             raise self._error
 
     def wait(self, timeout: timedelta) -> None:
-        """Let go when it has been sent. Never raises: who has to know calls `finish`."""
+        """Free the tensors once they have been sent. Never raises: `finish` does."""
         try:
             for work in self._works if self._start is None else self._start():
                 work.wait(timeout)
-                del work  # it holds the tensors too, and they are to be gone when this says that it is over
-        except Exception as error:  # nothing may end the thread: who waits would wait for ever
+                del work  # it holds the tensors too, and they must be gone when `over` is set
+        except Exception as error:  # nothing may end the thread: a Free would wait for ever
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
-        self._let_go()
+        self._free()
 
-    def leave_to(self, reaper: SendCompletion) -> None:
-        self._reaper = reaper
-        reaper.watch(self)
+    def leave_to(self, completion: SendCompletion) -> None:
+        self._in_thread = True
+        completion.watch(self)
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         self._tensors, self._works, self._start, self.nbytes = (), (), None, 0
         self._over.set()
 
 
 class SendCompletion:
-    """Waits for the sends on one channel, in the order in which they were started."""
+    """A thread that waits for the sends on one channel, in the order in which they were started."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Sending | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._reap, name=f"penstock-sends-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"penstock-sends-{name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread that wakes up while Python ends may abort the process
 
@@ -106,48 +210,7 @@ class SendCompletion:
         self._queue.put(None)
         self._thread.join(_LINGERS)  # not for ever: after a failed step a send may never end
 
-    def _reap(self) -> None:
+    def _run(self) -> None:
         while (sending := self._queue.get()) is not None:
             sending.wait(FOREVER)
-            del sending  # or the last one would live on while this waits for the next
-
-
-# ---- How a channel is addressed, and messages each by itself.
-
-
-class P2PGroup(NamedTuple):
-    """A channel's way: in `group`, from rank `source` of it to rank `target`, under `tag`."""
-
-    group: dist.ProcessGroup
-    source: int
-    target: int
-    tag: int
-
-
-class Carrier(Protocol):
-    """Sends and receives tensors over lanes; on each lane they pair up in the order in which they are given.
-
-    Raises RuntimeError where a connection is gone.
-    """
-
-    def send(self, lane: P2PGroup, tensors: Sequence[Tensor]) -> Sequence[Work]:
-        """What to wait for until they are gone."""
-
-    def receive(self, lane: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
-        """What to wait for until they are here."""
-
-    def start(self, in_line: bool) -> None:
-        """Begin what was given since the last call, at the latest. in_line: it may wait until that is over"""
-
-
-class OneByOne:
-    """Each tensor is on its way as soon as it is given."""
-
-    def send(self, lane: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
-        return [lane.group.send([tensor], lane.target, lane.tag) for tensor in tensors]
-
-    def receive(self, lane: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
-        return [lane.group.recv([buffer], lane.source, lane.tag) for buffer in buffers]
-
-    def start(self, in_line: bool) -> None:
-        """Nothing to do: all have begun."""
+            del sending  # or it would live on while this waits for the next one

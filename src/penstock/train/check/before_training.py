@@ -38,7 +38,7 @@ from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.split_batch import BatchLike
 from penstock.pipeline.summary import size
-from penstock.runtime.stage import evaluating, gradients_aside
+from penstock.runtime.stage import evaluating, without_gradients
 from penstock.train.check.digests import Digests, compare_digests, digest, digests_of, distance
 from penstock.train.check.memory import free_on
 from penstock.train.check.rounding import Scores, explained_by_flips, near_ties, nudge
@@ -133,7 +133,7 @@ def check_split(
             f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
         )
     with torch.random.fork_rng(devices=[]):
-        with gradients_aside(pipe.parameters()):
+        with without_gradients(pipe.parameters()):
             with evaluating(*pipe.modules.values()):
                 loss = pipe.step(short).loss
             digests = [(place, digests_of(place[0], p)) for place, p in placed_parameters(pipe)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.pipeline.compare import Compared, Place, Report, allowed, only_one
-from penstock.runtime.sharded_weights import whole
+from penstock.runtime.sharded_weights import full_tensor
 from penstock.train.check.rounding import ROUNDS
 
 _PROJECTIONS = 16  # so that none of hundreds of distances is off by a factor of two
@@ -41,8 +41,8 @@ def digests_of(name: str, parameter: nn.Parameter) -> Digests:
     Args:
         name: the parameter's name in the whole model, which determines the directions
     """
-    gradient = None if parameter.grad is None else digest(name, whole(parameter.grad))
-    return Digests(digest(name, whole(parameter)), gradient)
+    gradient = None if parameter.grad is None else digest(name, full_tensor(parameter.grad))
+    return Digests(digest(name, full_tensor(parameter)), gradient)
 
 
 @torch.no_grad()
