@@ -7,7 +7,6 @@ formula against the simulator.
 from __future__ import annotations
 
 import inspect
-import sys
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -114,7 +113,7 @@ def _table() -> str:
 
 
 def _section(name: str) -> str:
-    doc = inspect.cleandoc(sys.modules[BUILDERS[name].__module__].__doc__ or "")
+    doc = inspect.getdoc(BUILDERS[name]) or ""
     options = [
         f"`{option.name}={option.default}`"
         for option in inspect.signature(BUILDERS[name]).parameters.values()

@@ -1,28 +1,16 @@
-"""What the builders' tests compare with: the drawing in a builder's docstring, and torch's own orders."""
+"""What the builders' tests compare with: grids of ranks, and torch's own orders."""
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable
 from typing import Any
 
-from penstock.schedule import Op, Pair, Schedule, loop, render
+from penstock.schedule import Op, Pair, Schedule, loop
 from penstock.schedule.ops import wave
 
 
 def grid(text: str) -> list[str]:
     """The rows of the ranks in a drawing."""
     return [line.strip() for line in text.splitlines() if line.strip().startswith("rank ") and "|" in line]
-
-
-def drawn_and_built(builder: Callable[..., Schedule]) -> tuple[list[str], list[str]]:
-    """The drawing in the docstring of the builder's module, and the one of what it builds at that size."""
-    doc = sys.modules[builder.__module__].__doc__ or ""
-    size = re.search(r"P = (\d+) ranks,\s+m = (\d+) microbatches", doc)
-    assert size is not None
-    ranks, microbatches = map(int, size.groups())
-    return grid(doc), grid(render(builder(ranks=ranks, microbatches=microbatches)))
 
 
 def torch_order(

@@ -1,7 +1,7 @@
-"""All schedules side by side for one model, one number of ranks and microbatches, and one memory limit.
+"""Compare all schedules for one model, one number of ranks and microbatches, and one memory limit.
 
-Costs are of the model cut into one stage a rank, so that schedules with more stages compare: with v stages a
-rank each stage takes 1/v of it, and holds 1/v of it. What an edge takes stays, since as much crosses it.
+Costs are those of one stage per rank, so that schedules with more stages compare: with v stages per rank,
+each stage takes 1/v of the time and memory. The cost of an edge stays the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weig
             "exchange", "exchange_in_backward")  # fmt: skip
 _CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
-_REACH = 4  # how many times the number of ranks a number that works may lie away
+_REACH = 4  # numbers that work are looked for within so many times the number of ranks
 _ROUNDING = 1e-9
 
 
@@ -34,11 +34,11 @@ _ROUNDING = 1e-9
 class Entry:
     """One schedule in the comparison.
 
-    options: what the builder was given that is not its default
-    schedule, timeline: None where the schedule cannot be built for these numbers
+    options: those that are not the builder's defaults
+    schedule, timeline: None if the schedule does not exist for these numbers
     also: other names and options that make the same schedule
-    fits: whether it can be built, and no rank ever holds more than the limit
-    refusal: why it does not fit; advice: what to change to make it fit, empty where nothing near by does
+    fits: whether it exists and no rank holds more than the limit
+    refusal: why it does not fit; advice: what to change to make it fit; empty if nothing close by does
     """
 
     name: str
@@ -68,14 +68,14 @@ def compare(
     builders: Mapping[str, Builder] = BUILDERS,
     extra: Iterable[tuple[str, Schedule]] = (),
 ) -> tuple[Entry, ...]:
-    """Every schedule for training among `builders`: those that fit, by step time, then those that do not.
+    """Every training schedule of `builders`: first those that fit, by step time, then the others.
 
-    costs: of the model in one stage a rank: a number, or one for each rank
+    costs: of one stage per rank: a number, or one for each rank
     memory_limit: the most that a rank may hold, in the unit of ``costs.activation``
-    extra: further schedules by name, such as one that a search has found
+    extra: names and schedules to compare with, such as the result of a search
 
-    Builders with a ``stages_per_rank`` are tried with 1 and 2, switches both ways. Equal
-    schedules are one entry. Raises ConfigError for costs, a limit or numbers that no schedule can have.
+    ``stages_per_rank`` is tried with 1 and 2, switches with both values. Equal schedules are one entry.
+    Raises ConfigError for costs, a limit or numbers that no schedule can have.
     """
     costs = costs or Costs()
     _check(ranks, microbatches, costs, memory_limit)
@@ -88,13 +88,13 @@ def compare(
 
 
 def share(costs: Costs, placement: Placement) -> Costs:
-    """What `costs`, of a model in one stage a rank, come to on `placement`, which cuts it finer.
+    """Divide `costs` of one stage per rank over the stages of `placement`.
 
-    Raises ConfigError for lists that are not as long as there are ranks.
+    Raises ConfigError for a sequence that does not have one number per rank.
     """
     ranks, depth = placement.ranks, placement.depth
 
-    def spread(name: str, factor: float) -> Cost | None:
+    def divided(name: str, factor: float) -> Cost | None:
         cost = getattr(costs, name)
         if cost is None:
             return None
@@ -109,9 +109,9 @@ def share(costs: Costs, placement: Placement) -> Costs:
         slices = [cost[stage * ranks // depth] for stage in range(depth)]
         return [c * factor if isinstance(c, int | float) else [one * factor for one in c] for c in slices]
 
-    cut: dict[str, Any] = {name: spread(name, ranks / depth) for name in _DIVIDED}
-    cut |= {name: spread(name, 1.0) for name in _CROSSING}
-    return replace(costs, **cut)
+    changed: dict[str, Any] = {name: divided(name, ranks / depth) for name in _DIVIDED}
+    changed |= {name: divided(name, 1.0) for name in _CROSSING}
+    return replace(costs, **changed)
 
 
 def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | None) -> None:
@@ -119,24 +119,26 @@ def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | No
     if memory_limit is not None and not memory_limit > 0:
         rule = "it is the most that a rank may hold, and each holds something"
         raise ConfigError(f"memory_limit={memory_limit!r}", rule, "Give more than 0, or leave it out")
-    whole = loop(ranks)
+    undivided = loop(ranks)
     for name in (*_DIVIDED, *_CROSSING):
-        share(costs, whole).rows(name, whole, microbatches)
+        share(costs, undivided).rows(name, undivided, microbatches)
     if costs.overlaps:
-        takes = costs.side_by_side(whole, microbatches)
-        for stage, microbatch in product(range(ranks), range(microbatches)):  # it is a part of its op
-            takes(Pair(Op(stage, "F", microbatch), Op(stage, "B", microbatch)))
+        length = costs.side_by_side(undivided, microbatches)
+        for stage, microbatch in product(
+            range(ranks), range(microbatches)
+        ):  # an exchange is a part of its op
+            length(Pair(Op(stage, "F", microbatch), Op(stage, "B", microbatch)))
 
 
 def _tried(name: str, builder: Builder, ranks: int, microbatches: int, costs: Costs) -> list[Entry]:
-    """The builder with each choice of its options; of those that never work only one, if none does."""
+    """An entry for each choice of options; if none works for any size, only the first."""
     entries = [_built(name, builder, options, ranks, microbatches, costs) for options in _choices(builder)]
     of_use = [entry for entry in entries if entry.schedule is not None or entry.advice]
     return of_use or entries[:1]
 
 
 def _choices(builder: Builder) -> Iterator[dict[str, Any]]:
-    """The options to try, the defaults first; a choice that equals a default is left out."""
+    """The options to try, the defaults first; without those that equal a default."""
     tried: dict[str, list[Any]] = {}
     for name, parameter in inspect.signature(builder).parameters.items():
         default = parameter.default
@@ -161,9 +163,8 @@ def _built(
     try:
         schedule = build(ranks, microbatches)
         if costs != Costs() and "costs" in inspect.signature(builder).parameters:
-            # a builder that shapes itself after them
-            own = share(costs, schedule.placement)
-            schedule = builder(ranks=ranks, microbatches=microbatches, costs=own, **options)
+            shared = share(costs, schedule.placement)
+            schedule = builder(ranks=ranks, microbatches=microbatches, costs=shared, **options)
     except InputError as error:
         advice = advise(lambda p, m: _works(build, p, m), ranks, microbatches)
         return replace(entry, fits=False, refusal=_in_short(error), advice=advice)
@@ -189,7 +190,7 @@ def _works(build: Callable[[int, int], Schedule], ranks: int, microbatches: int)
 
 
 def _different(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Without those for inference, which do other work; equal ones as one, under the shortest name."""
+    """Drop schedules for inference; merge equal ones under the shortest name."""
     alike: dict[object, list[Entry]] = {}
     for entry in entries:
         schedule = entry.schedule
@@ -219,7 +220,7 @@ def _in_short(error: InputError) -> str:
 
 
 def round_up(value: float) -> str:
-    """In at most four digits, and never less than `value`."""
+    """At most four digits, and never less than `value`."""
     if value <= 0 or float(value).is_integer():
         return f"{value:.0f}"
     digits = max(0, 3 - floor(log10(value)))
@@ -227,7 +228,7 @@ def round_up(value: float) -> str:
 
 
 def advise(works: Callable[[int, int], bool], ranks: int, microbatches: int) -> str:
-    """Which other number of microbatches, or of ranks, `works` accepts near by; empty where there is none."""
+    """The closest numbers of microbatches or ranks that `works` accepts, in words; empty if none is."""
     reach = _REACH * ranks
     found = [
         _near(lambda m: works(ranks, m), microbatches, reach, "microbatches"),
@@ -243,7 +244,7 @@ def advise(works: Callable[[int, int], bool], ranks: int, microbatches: int) -> 
 
 
 def _near(works: Callable[[int], bool], here: int, reach: int, noun: str) -> str:
-    """The nearest numbers that work on either side, as a rule where a few more tries bear it out."""
+    """The closest numbers that work on both sides, as a rule if further numbers follow it."""
     above = next((n for n in range(here + 1, here + reach + 1) if works(n)), None)
     below = next((n for n in range(here - 1, max(0, here - reach - 1), -1) if works(n)), None)
     if above is None:

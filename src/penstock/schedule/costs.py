@@ -1,4 +1,4 @@
-"""What each op takes and holds, for simulation and search."""
+"""Durations and sizes of ops and messages, for simulation and search."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.errors import ConfigError
 from penstock.schedule.ops import Kind, Op, Pair, Placement
 from penstock.schedule.timeline import Timeline
 
-# for all stages; or one for each stage, which is one for all its microbatches or one for each
+# for all stages; or per stage, and there for all microbatches or one per microbatch
 Cost = float | Sequence[float | Sequence[float]]
-Row = list[float]  # one number a microbatch
+Row = list[float]  # one number per microbatch
 
-# those of the costs that differ between stages
+# the costs that may differ between stages; and those that equal another one if they are None
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
          "held_in_backward", "exchange", "exchange_in_backward")  # fmt: skip
 _OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
@@ -26,27 +26,27 @@ _OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backwa
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations and sizes in any one unit each: a number, a number a stage, or a row of microbatches a stage.
+    """Durations in one unit of time and sizes in one unit of memory.
 
-    forward, input_grad, weight_grad: what F, I and W take; a whole backward B takes the sum of I and W
+    Each is a number, or a sequence with one number, or one row of microbatches, per stage.
+
+    forward, input_grad, weight_grad: durations of F, I and W; a whole backward B takes I + W
     communication: latency of an edge between two ranks; it occupies neither of them
-    bytes: what crosses the edge behind each stage (and comes back as its gradient); with `bandwidth`, bytes a
-        unit of time, an edge takes ``communication + bytes / bandwidth``
-    activation: what a rank holds from the start of F to the end of I or B
-    held_for_weight: what it holds from then to the end of W: some of the activation, and gradients;
-        None: as much as the activation
-    buffer: what one message over the edge behind each stage holds, in the unit of `activation`, its gradient
-        as much. The receiver holds it from the post, `penstock.schedule.order` says when, until the op that
-        takes it: F makes it part of its activation, I and B let go of it at their end. The sender holds it
-        from its op's end until it has arrived; a runtime that notices later holds it longer
-    sent: what the sender of a forward result holds meanwhile: less than `buffer`, down to 0, where the graph
-        keeps the result anyway; None: as much as the buffer
-    held_in_backward: what it holds while I or B runs: more than the activation where the forward is run
-        again; None: as much as the activation
-    exchange: what of F is spent waiting for other ranks within the op, as by a mixture whose tokens travel to
-        their experts. Where it is above 0 overlapped pairs run side by side, and one op's waits are hidden by
-        what the other one computes: as far as they can be, so that a pair really takes as long at least
-    exchange_in_backward: what of B or I is; None: as much as of F
+    bytes: the size of the message behind each stage, and of its gradient; with `bandwidth`, in bytes per unit
+        of time, an edge takes ``communication + bytes / bandwidth``
+    activation: held from the start of F to the end of I or B
+    held_for_weight: held from then to the end of W: part of the activation, and gradients. None: `activation`
+    buffer: held for one message over the edge behind each stage, and for its gradient, in the unit of
+        `activation`. The receiver holds it from its post (`penstock.schedule.order`) until an op takes it: F
+        keeps it in its activation, I and B free it at their end. The sender holds it from the end of its op
+        until it has arrived; a runtime that notices later holds it longer
+    sent: held by the sender of a forward result instead: less than `buffer`, down to 0, if the graph keeps
+        the result anyway. None: `buffer`
+    held_in_backward: held while I or B runs: more than the activation if the forward runs again. None:
+        `activation`
+    exchange: the part of F that waits for other ranks within the op, such as for expert parallelism. Above 0,
+        overlapped pairs run side by side and each hides the waits of the other, in the best case
+    exchange_in_backward: the same of B or I. None: `exchange`
     """
 
     forward: Cost = 1.0
@@ -73,18 +73,18 @@ class Costs:
 
     @property
     def counts_buffers(self) -> bool:
-        """Whether what is on its way holds anything."""
+        """Whether messages hold memory."""
         return any(map(_is_something, (self.buffer, self.sent)))
 
     @property
     def overlaps(self) -> bool:
-        """Whether there is anything that a pair could hide."""
+        """Whether ops have waits that a pair could hide."""
         return any(map(_is_something, (self.exchange, self.exchange_in_backward)))
 
     def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
-        """The cost called `name` by stage and microbatch; copies of a stage cost alike.
+        """The cost called `name` by stage and microbatch; copies of a stage cost the same.
 
-        Raises ConfigError where the sizes do not fit.
+        Raises ConfigError for sequences of another length.
         """
         stages, depth = placement.stages, placement.depth
         cost: Cost | None = getattr(self, name)
@@ -101,40 +101,40 @@ class Costs:
         return [_row(f"{name}[{s}]", cost[s % len(cost)], microbatches) for s in range(stages)]
 
     def durations(self, kind: Kind, placement: Placement, microbatches: int) -> list[Row]:
-        """What an op of `kind` takes, by stage and microbatch."""
+        """The duration of ops of `kind`, by stage and microbatch."""
         if kind != "B":
             name = {"F": "forward", "I": "input_grad", "W": "weight_grad"}[kind]
             return self.rows(name, placement, microbatches)
-        parts = (self.durations("I", placement, microbatches), self.durations("W", placement, microbatches))
-        return [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
+        halves = (self.durations("I", placement, microbatches), self.durations("W", placement, microbatches))
+        return [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*halves, strict=True)]
 
     def side_by_side(self, placement: Placement, microbatches: int) -> Callable[[Pair], float]:
-        """What a pair takes whose ops begin together: what both compute, or one op alone if that is longer.
+        """The duration of a pair whose ops start together: the compute of both, or the longer op alone.
 
-        Raises ConfigError where an op would take less than its exchange.
+        Raises ConfigError for an op that takes less than its exchange.
         """
         forward = self.rows("exchange", placement, microbatches)
         backward = self.rows("exchange_in_backward", placement, microbatches)
         waits: dict[Kind, list[Row]] = {"F": forward, "B": backward, "I": backward}
         durations = {kind: self.durations(kind, placement, microbatches) for kind in waits}
 
-        def parts(op: Op) -> tuple[float, float]:
-            """All of it, and what it waits."""
+        def checked(op: Op) -> tuple[float, float]:
+            """Its duration, and how much of that it waits."""
             stage, kind, microbatch = op
-            whole, wait = durations[kind][stage][microbatch], waits[kind][stage][microbatch]
-            if wait > whole:
-                rule = f"what {op} waits within itself, {wait:g}, is a part of what it takes, {whole:g}"
+            duration, wait = durations[kind][stage][microbatch], waits[kind][stage][microbatch]
+            if wait > duration:
+                rule = f"what {op} waits within itself, {wait:g}, is a part of what it takes, {duration:g}"
                 raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give as much at most")
-            return whole, wait
+            return duration, wait
 
-        def takes(pair: Pair) -> float:
-            (ahead, hidden), (behind, also_hidden) = map(parts, pair)
-            return max(ahead, behind, ahead - hidden + behind - also_hidden)
+        def length(pair: Pair) -> float:
+            (forward, forward_wait), (backward, backward_wait) = map(checked, pair)
+            return max(forward, backward, forward - forward_wait + backward - backward_wait)
 
-        return takes
+        return length
 
     def delays(self, placement: Placement, microbatches: int) -> list[Row]:
-        """What the edge behind each stage takes, by microbatch, where it joins two ranks."""
+        """The delay of the edge behind each stage, by microbatch, if it connects two ranks."""
         if self.bandwidth is None:
             return [[self.communication] * microbatches for _ in range(placement.stages)]
         sizes = self.rows("bytes", placement, microbatches)
@@ -142,19 +142,18 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
-        """The median duration of each stage's ops in `timeline`.
+        """The median durations of each stage's ops in `timeline`.
 
-        Where no backward of a stage is split, its whole ones count as `input_grad`. An op that ran beside
-        another took longer for it, and counts only where none of its stage and kind ran alone. A timeline
-        does not tell what of an op is `exchange`: give it with `dataclasses.replace`, or pairs run one after
-        the other on paper.
+        If no backward of a stage is split, its whole backwards count as `input_grad`. An op that ran next to
+        another took longer for it, so it counts only if no op of its stage and kind ran alone. A timeline
+        has no `exchange` of an op: set it with `dataclasses.replace`, or pairs run one after the other.
         """
-        beside = timeline.side_by_side
+        overlapped = timeline.side_by_side
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         alone: dict[tuple[int, Kind], list[float]] = defaultdict(list)
         for span in timeline.spans:
             seen[span.op.stage, span.op.kind].append(span.end - span.start)
-            if span.op not in beside:
+            if span.op not in overlapped:
                 alone[span.op.stage, span.op.kind].append(span.end - span.start)
         if not seen:
             raise ConfigError("a timeline without ops", "costs are measured from ops", "Give one of a step")
@@ -181,12 +180,12 @@ def _row(name: str, cost: float | Sequence[float], microbatches: int) -> Row:
 
 
 def _check_form(name: str, cost: object, depth: int = 0) -> None:
-    """A number, or a list of numbers, or one of lists of numbers."""
+    """Check for a number, a sequence of numbers, or a sequence of those."""
     if cost is None and name in _OTHERWISE:
         return
     if isinstance(cost, Sequence) and not isinstance(cost, str | bytes) and depth < 2:
-        for part in cost:
-            _check_form(name, part, depth + 1)
+        for entry in cost:
+            _check_form(name, entry, depth + 1)
     else:
         _check(name, cost)
 

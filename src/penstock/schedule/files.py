@@ -1,11 +1,10 @@
-"""Schedules as files: JSON of our own, and PyTorch's CSV both ways.
+"""Schedules as files: PyTorch's CSV, read and written, and a JSON format of our own.
 
-A CSV file has a row for each rank and an op in each cell; empty cells are bubbles, which any schedule finds
-by itself, and say nothing. It names neither the schedule (its file does) nor its placement, which is read off
-where the ops stand. PyTorch's files with communication in them give the same schedule as those without:
-what a rank sends and receives follows from what it computes.
+A CSV file has a row per rank and an op per cell. Empty cells are bubbles and mean nothing. The schedule is
+named after its file, and its placement follows from where the ops stand. Communication in PyTorch's files is
+skipped: what a rank sends and receives follows from what it computes.
 
-JSON keeps all of a schedule, one line a rank:
+JSON has all of a schedule, one line per rank:
 
     {
       "format": "penstock schedule",
@@ -20,7 +19,7 @@ JSON keeps all of a schedule, one line a rank:
       ]
     }
 
-Reading is strict about the form and leaves the sense to `verify`.
+Reading checks the form; `verify` checks the schedule.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ from typing import Any
 from penstock.errors import ConfigError
 from penstock.schedule.ops import Op, Pair, Placement, Schedule
 
-# ---- The cells of a schedule's file: ops as text, each at a place that an error can point to.
-
+# ---- Cells: ops as text, each at a place that an error can name
 
 Place = tuple[int, int]  # row and column, counted from 0; the row is the rank
 
-# what PyTorch adds for its own executor, once it knows what each rank computes
+# what PyTorch adds for its executor
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV)_[FB]\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
 _OP = re.compile(r"\d{1,9}[FBIW]\d{1,9}", re.ASCII)
 _PAIR = re.compile(rf"\(\s*{_OP.pattern}\s*;\s*{_OP.pattern}\s*\)\s*OVERLAP_F_B", re.ASCII)
@@ -52,10 +50,10 @@ _SHOWN = 10
 
 
 class Cells:
-    """Reads the cells of all ranks, and collects what is wrong with them.
+    """Reads the cells of all ranks and collects complaints.
 
-    name_place: how a place is called in this file
-    communication: whether PyTorch's ops that send, receive, gather and release are passed over
+    name_place: what errors call a place in this file
+    communication: whether to skip PyTorch's ops that send, receive, gather and release
     """
 
     def __init__(self, path: Path, name_place: Callable[[Place], str], *, communication: bool) -> None:
@@ -100,7 +98,7 @@ class Cells:
         self.complaints.append(f"{self.name_place(place)}: {what}")
 
     def check(self) -> None:
-        """Raise ConfigError with all that is wrong."""
+        """Raise ConfigError with all complaints, if there are any."""
         if not self.complaints:
             return
         rule = self.complaints[0]
@@ -118,16 +116,16 @@ class Cells:
 
 
 def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
-    """The placement that puts each stage where its ops stand. Raises ConfigError where none does."""
+    """The placement with each stage where its ops stand. Raises ConfigError if there is none."""
     rank_of: dict[int, int] = {}
     first: dict[int, Op] = {}
-    torn: set[int] = set()
+    on_two_ranks: set[int] = set()
     for rank, program in enumerate(programs):
         if not program:
             cells.complain((rank, 0), "the row holds no op that computes; each rank hosts at least one stage")
         for op in program:
-            if rank_of.setdefault(op.stage, rank) != rank and op.stage not in torn:
-                torn.add(op.stage)
+            if rank_of.setdefault(op.stage, rank) != rank and op.stage not in on_two_ranks:
+                on_two_ranks.add(op.stage)
                 there = cells.name_place(cells.places[first[op.stage]])
                 what = f"{op} is of stage {op.stage}, which stands at {there} on rank {rank_of[op.stage]}"
                 cells.complain(cells.places[op], f"{what}; a stage is on one rank")
@@ -145,7 +143,7 @@ def shortened(text: str) -> str:
 
 
 def _likely_cause(text: str) -> str:
-    """What spreadsheets and people do to such a file."""
+    """The usual mistakes of people and spreadsheets."""
     if "(" not in text and (";" in text or "\t" in text):
         return "; cells are separated by commas"
     if _OP.fullmatch(text.upper()):
@@ -165,25 +163,30 @@ _MOST_ROWS = 100_000
 def dump(schedule: Schedule, path: str | Path) -> None:
     """Write `schedule` to `path`, whose ending chooses the format: ``.json`` or ``.csv``.
 
-    Raises ConfigError for another ending, a path that cannot be written, and a schedule that the format
-    cannot tell whole: what has been written loads as the same schedule (in CSV, under the file's name).
+    The file loads as the same schedule, in CSV under the file's name. Raises ConfigError for another ending,
+    a path that cannot be written, and a schedule that the format cannot represent.
     """
     path = Path(path)
     write, read = _format(path)
     text = write(schedule)
     _check_whole(schedule, path, text, read)
+    write_text(path, text, "schedule file")
+
+
+def write_text(path: Path, text: str, noun: str) -> None:
+    """Write a file. Raises ConfigError, which calls it `noun`, if that is impossible."""
     try:
         path.write_text(text, encoding="utf-8", newline="\n")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"schedule file {str(path)!r}",
+            f"{noun} {str(path)!r}",
             f"it cannot be written: {getattr(error, 'strerror', None) or error}",
             "Give a path in a folder that exists and may be written to",
         ) from error
 
 
 def check_path(path: str | Path) -> None:
-    """Raise ConfigError where `dump` cannot write to `path`, as far as its ending and its folder tell."""
+    """Raise ConfigError if the ending or the folder of `path` do not fit `dump`."""
     path = Path(path)
     _format(path)
     if not path.parent.is_dir():
@@ -193,11 +196,12 @@ def check_path(path: str | Path) -> None:
 
 
 def load(path: str | Path, *, placement: Placement | None = None) -> Schedule:
-    """The schedule in the file at `path`, ``.json`` or ``.csv``. It is not verified.
+    """Read a schedule from a ``.json`` or ``.csv`` file, without verifying it.
 
-    placement: where the stages are; a CSV file that runs several copies of a model cannot tell
+    placement: of the stages; needed for a CSV file with several copies of the model
 
-    Raises ConfigError for what cannot be read, with the row and column (JSON: the index) of every bad cell.
+    Raises ConfigError for a file that cannot be read, with the row and column (JSON: index) of every bad
+    cell.
     """
     path = Path(path)
     _, read = _format(path)
@@ -223,7 +227,7 @@ def _format(path: Path) -> tuple[Callable[[Schedule], str], Reader]:
 
 
 def _check_whole(schedule: Schedule, path: Path, text: str, read: Reader) -> None:
-    """Nothing is lost on the way to the file and back."""
+    """Raise ConfigError if the written text reads as another schedule."""
     if path.suffix.lower() == ".csv" and schedule.placement.replicas > 1:
         raise _unwritable(schedule, path, "CSV cannot say that there are several copies of the model",
                           "Write it as .json")  # fmt: skip
@@ -241,11 +245,11 @@ def _unwritable(schedule: Schedule, path: Path, rule: str, remedy: str) -> Confi
 
 
 def _text(path: Path) -> str:
-    """What is in the file. Only UTF-8, since nothing else is met in practice but Excel's UTF-16."""
+    """The text of the file. UTF-8 only: in practice, the only other encoding is Excel's UTF-16."""
     wrong, remedy = "", "Give a .json or .csv file that penstock or PyTorch has written"
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is no file")  # a folder; or a device, which might never end
+            raise OSError("it is no file")  # a folder, or a device that may never end
         with path.open("rb") as file:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
@@ -322,20 +326,20 @@ def _to_json(schedule: Schedule) -> str:
 
 def _from_json(text: str, path: Path, placement: Placement | None) -> Schedule:
     data = _fields(text, path)
-    own = _placement(data["rank_of"], data["replicas"], path)
-    if placement is not None and placement != own:
-        raise _malformed(path, f"its placement {own} is another one than the {placement} given")
+    stored = _placement(data["rank_of"], data["replicas"], path)
+    if placement is not None and placement != stored:
+        raise _malformed(path, f"its placement {stored} is another one than the {placement} given")
     cells = Cells(path, lambda at: f"programs[{at[0]}][{at[1]}]", communication=False)
     for rank, row in enumerate(data["programs"]):
         if not isinstance(row, list) or not all(isinstance(cell, str) for cell in row):
             raise _malformed(path, f'programs[{rank}] is no list of ops, such as ["0F0", "0B0"]')
     programs = tuple(cells.program(rank, row) for rank, row in enumerate(data["programs"]))
     cells.check()
-    return Schedule(data["name"], own, data["microbatches"], programs, frozenset(cells.overlaps))
+    return Schedule(data["name"], stored, data["microbatches"], programs, frozenset(cells.overlaps))
 
 
 def _fields(text: str, path: Path) -> dict[str, Any]:
-    """The keys of the file, each with a value of its type."""
+    """The keys of the file, each checked for its type."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,14 +1,13 @@
-"""Layout strings: which layers each stage holds, written in Megatron's notation.
+"""Layout strings: the layers of each stage, in Megatron's notation.
 
     E    the embedding                     |       ends a stage
     t    one decoder layer                 (..)*n  the group n times; groups may stand in groups
     m    one multi-token-prediction layer  x*n     the symbol n times
-    L    the head and the loss             , and white space mean nothing
+    L    the head and the loss             commas and white space are ignored
 
-``Et*3|(tt|)*29,m|L`` is 32 stages: embedding and 3 layers, 29 stages of 2 layers, the prediction layer, the
-head. Stages are counted along the data's way. ``E`` comes first and ``L`` last; as the embedding can stand
-nowhere but on the first stage and the head nowhere but on the last, either may be left out and is then put
-there. Stages may be empty: ``t||t``.
+``Et*3|(tt|)*29,m|L`` has 32 stages: embedding and 3 layers, 29 stages of 2 layers, the prediction layer, the
+head. Stages are numbered in the order of the data. ``E`` comes first and ``L`` last; either may be left out
+and is then added there. A stage may be empty: ``t||t``.
 
     layout = item {item}
     item   = (symbol | "(" item {item} ")") ["*" number]
@@ -25,9 +24,9 @@ from typing import NamedTuple
 
 from penstock.errors import PartitionError
 
-LIMIT = 100_000  # symbols of a written-out layout: far more is a slip, and would fill the memory
-DEEPEST = 100  # groups in groups: the parser calls itself for each
-LONGEST_PERIOD = 64  # stages of a group that printing looks for
+LIMIT = 100_000  # symbols of an expanded layout; more is a mistake and would fill the memory
+DEEPEST = 100  # nested groups: the parser recurses for each
+LONGEST_PERIOD = 64  # stages of the longest group that `str` looks for
 
 _MEANING = {
     "E": "the embedding",
@@ -36,15 +35,15 @@ _MEANING = {
     "L": "the head",
     "|": "the end of a stage",
 }
-_COSMETIC = frozenset(", \t\r\n")
+_IGNORED = frozenset(", \t\r\n")
 _DIGITS = frozenset("0123456789")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What each stage holds, as a string of symbols a stage: ``("Ettt", "tt", "L")``.
+    """The symbols of each stage: ``("Ettt", "tt", "L")``.
 
-    `str` gives the layout string, short and always the same one for equal layouts.
+    `str` gives a short layout string, the same for equal layouts.
     """
 
     stages: tuple[str, ...]
@@ -59,7 +58,7 @@ class Layout:
 
     @classmethod
     def of(cls, counts: Sequence[int]) -> Layout:
-        """The layout of stages that hold so many layers each."""
+        """The layout with `counts[s]` layers on stage s."""
         return cls(tuple(("E" + "|".join("t" * count for count in counts) + "L").split("|")))
 
     @property
@@ -76,7 +75,7 @@ class Layout:
         return sum(stage.count("m") for stage in self.stages)
 
     def __str__(self) -> str:
-        # E aside, so that the first stage can be one of a repetition
+        # without E, so that the first stage can be part of a repetition
         first, *others = self.stages
         written = [_written(stage) for stage in (first.removeprefix("E"), *others)]
         return "E" + _folded([f"{stage}|" for stage in written[:-1]]) + written[-1]
@@ -91,7 +90,7 @@ def _run(symbol: str, times: int) -> str:
 
 
 def _folded(tokens: Sequence[str]) -> str:
-    """The tokens one after the other, repetitions as groups wherever that is shorter."""
+    """The tokens in order, with repetitions as groups if that is shorter."""
     written = []
     at = 0
     while at < len(tokens):
@@ -105,7 +104,7 @@ def _folded(tokens: Sequence[str]) -> str:
 
 
 def _repetition(tokens: Sequence[str], at: int) -> tuple[int, int]:
-    """Of what repeats from `at` on: the period and how often, where that saves most; (1, 1) for nothing."""
+    """The period and number of the repetition from `at` that saves most; (1, 1) if none saves anything."""
     best, saved = (1, 1), 0
     for period in range(1, min(LONGEST_PERIOD, (len(tokens) - at) // 2) + 1):
         body = tokens[at : at + period]
@@ -120,9 +119,9 @@ def _repetition(tokens: Sequence[str], at: int) -> tuple[int, int]:
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that `text` stands for; the notation is described at the top of this module.
+    """Read a layout string, in the notation at the top of this module.
 
-    Raises PartitionError that points at the character.
+    Raises PartitionError, which points at the character.
     """
     symbols = _Parser(text).symbols()
     _check_order(text, symbols)
@@ -152,7 +151,7 @@ class _Parser:
         return found
 
     def _items(self, depth: int) -> list[_Symbol]:
-        """Everything up to the end or to the parenthesis that closes the group."""
+        """All items up to the end, or to the parenthesis that closes the group."""
         found: list[_Symbol] = []
         while (character := self._next()) and character != ")":
             start = self._at
@@ -187,7 +186,7 @@ class _Parser:
         raise self._wrong(f"unknown symbol {character!r}, expected {_SYMBOLS}", remedy, at)
 
     def _repeated(self, found: list[_Symbol], start: int) -> list[_Symbol]:
-        """`found` as often as a ``*n`` after it says."""
+        """`found`, repeated if ``*n`` follows."""
         if self._next() != "*":
             return found
         self._at += 1
@@ -210,8 +209,8 @@ class _Parser:
         return found * int(digits)
 
     def _next(self) -> str:
-        """The character at hand, what is cosmetic skipped; empty at the end."""
-        while self._at < len(self._text) and self._text[self._at] in _COSMETIC:
+        """The next character that is not ignored; empty at the end."""
+        while self._at < len(self._text) and self._text[self._at] in _IGNORED:
             self._at += 1
         return self._text[self._at : self._at + 1]
 
@@ -244,7 +243,7 @@ def _check_order(text: str, symbols: Sequence[_Symbol]) -> None:
 
 
 def _error(text: str, at: int, rule: str, remedy: str) -> PartitionError:
-    """With the string and a caret below the character at index `at`."""
+    """An error that shows the text with a caret below the character at index `at`."""
     if at == len(text):
         rule = f"{rule}, and here the layout ends"
     start, end = (max(0, at - 45), at + 45) if len(text) > 90 else (0, len(text))

@@ -1,9 +1,9 @@
-"""Which forwards keep only their inputs and are run again in the backward: no more than the memory asks for.
+"""Selective recomputation: which forwards keep only their inputs and run again in the backward.
 
-Running a forward again costs its time once more, so each rank does it for as few as it must. The first
-microbatches in flight are run again and the rest are kept. Here two of the three that a rank holds at most:
+Running a forward again costs its time, so each rank recomputes no more than its memory requires: the first
+microbatches in flight are recomputed and the rest are kept. Here two of at most three in flight:
 
-    F0 F1 F2 B0 F3 B1 F4 B2 ...     0 and 1 are run again, 2 is kept, 3 takes the place of 0, and 4 of 1
+    F0 F1 F2 B0 F3 B1 F4 B2 ...     0 and 1 are recomputed, 2 is kept, 3 takes the place of 0, and 4 of 1
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock.schedule.ops import Schedule
 from penstock.schedule.simulate import simulate
 from penstock.schedule.verify import verify
 
-Counts = int | Sequence[int] | None  # for all ranks or one a rank; None: every forward is run again
+Counts = int | Sequence[int] | None  # for all ranks or one per rank; None: every forward is recomputed
 Places = frozenset[tuple[int, int]]  # stage, microbatch
 
 _ROUNDING = 1e-9  # of sums in another order
 
 
 def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
-    """The (stage, microbatch) whose forward is run again, where each rank does so for its first in flight.
+    """The (stage, microbatch) pairs that are recomputed, if each rank recomputes its first ones in flight.
 
-    counts: how many of a rank's live activations are recomputed: an F is where fewer than that are when it
-        starts. One number, or one a rank; None: all of them
+    counts: how many of a rank's live activations are recomputed: an F is if fewer are when it starts.
+        One number, or one per rank; None: all
 
-    Raises ConfigError for counts that are not as many as there are ranks, or negative.
+    Raises ConfigError for another number of counts than ranks, or negative ones.
     """
     if not schedule.trains:
         return frozenset()
@@ -48,12 +48,12 @@ def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
 
 
 def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) -> Costs:
-    """The costs where the forwards of `places` are run again, and the others' activations are kept.
+    """The costs if the forwards of `places` are recomputed and the others are kept.
 
     kept: the costs without recomputation
-    recomputed: of a forward that is run again only the sizes count: `activation` from F on, most often its
-        inputs; `held_in_backward` from the start of its I or B, and `held_for_weight` after I: as much as
-        where it is kept, unless given. Its I takes the forward's time more
+    recomputed: the sizes of a recomputed forward: `activation` from F on, usually its inputs;
+        `held_in_backward` from the start of its I or B, and `held_for_weight` after I, both as in `kept` if
+        None. Its I takes the time of the forward longer; the durations here are not used
     """
     placement, microbatches = schedule.placement, schedule.microbatches
 
@@ -84,15 +84,13 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) ->
 def counts_within(
     schedule: Schedule, kept: Costs, recomputed: Costs, limit: float | Sequence[float]
 ) -> tuple[int, ...]:
-    """For each rank the least number of activations in flight to recompute, so that it holds at most `limit`.
+    """The least number of activations in flight that each rank must recompute to hold at most `limit`.
 
-    kept, recomputed: as `mixed` takes them
-    limit: in the unit of the costs' `activation`; one number, or one a rank
+    kept, recomputed: see `mixed`
+    limit: in the unit of `Costs.activation`; one number, or one per rank
 
-    Where buffers count, what a rank holds hangs a little on the other ranks' times, too: then it may be one
-    more than the least.
-
-    Raises ConfigError naming the ranks that hold more even with everything recomputed.
+    With buffers, what a rank holds depends a little on the times of other ranks; it may then be one more than
+    the least. Raises ConfigError with the ranks that hold more even if all is recomputed.
     """
     limits = _limits(limit, schedule.ranks)
     most = verify(schedule).peak_live
@@ -105,7 +103,7 @@ def counts_within(
     low, high = [0] * schedule.ranks, list(most)
     if any(over(high)):
         raise _too_little(schedule, kept, recomputed, limits)
-    while low != high:  # more recomputed is never more held; all ranks are halved at once
+    while low != high:  # bisect all ranks at once: to recompute more never holds more
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
         for rank, too_few in enumerate(over(middle)):
             if low[rank] == high[rank]:
@@ -114,7 +112,7 @@ def counts_within(
                 low[rank] = middle[rank] + 1
             else:
                 high[rank] = middle[rank]
-    while any(short := over(low)):  # how long a buffer lies there hangs on the other ranks' times, too
+    while any(short := over(low)):  # how long a buffer is held depends on the times of other ranks
         raised = [min(n + more, top) for n, more, top in zip(low, short, most, strict=True)]
         low = raised if raised != low else [min(n + 1, top) for n, top in zip(low, most, strict=True)]
     return tuple(low)
@@ -144,7 +142,7 @@ def _limits(limit: float | Sequence[float], ranks: int) -> list[float]:
 
 
 def _too_little(schedule: Schedule, kept: Costs, recomputed: Costs, limits: Sequence[float]) -> ConfigError:
-    """What is wrong with limits that recomputing everything does not keep."""
+    """The error for limits that are exceeded even if all is recomputed."""
     costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, None))
     held = simulate(schedule, costs).peak_memory
     short = [

@@ -1,4 +1,4 @@
-"""What ran when: the one type that `simulate` predicts and the recorder measures."""
+"""What ran when: the type of a step that `simulate` predicts and that the runtime measures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from penstock.schedule.ops import Op, Pair
 
-# (time, what is held from then on), in order of time; each time once, but for peaks that last no time
+# (time, what is held from then on) in order of time; a time may come twice for a peak that lasts no time
 Curve = tuple[tuple[float, float], ...]
 _LIVE = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Rank `rank` stood from `start` to `end` for the input of `op`, whose producer ended at `sent`."""
+    """Rank `rank` waited from `start` to `end` for the input of `op`, whose producer ended at `sent`."""
 
     rank: int
     op: Op
@@ -36,12 +36,12 @@ class Wait(NamedTuple):
 
     @property
     def turn(self) -> float:
-        """When the wait for the peer's compute became one for the wire."""
+        """When the wait for the peer's compute ended and that for the wire began."""
         return min(max(self.start, self.sent), self.end)
 
 
 class Reduction(NamedTuple):
-    """Rank `rank` summed the gradients of `stage` over the ranks beside the pipeline."""
+    """Rank `rank` reduced the gradients of `stage` over the data-parallel ranks."""
 
     rank: int
     stage: int
@@ -50,12 +50,12 @@ class Reduction(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """What became of the time in which a rank did not compute; with its busy time that is the makespan.
+    """The time in which a rank did not compute. With its busy time it adds up to the makespan.
 
-    peer, wire: it stood waiting for another rank's compute, and for the way from there
+    peer, wire: waiting for another rank's compute, and for its message
     runtime: the rest of the gaps between its first op and its last
     outside: before its first op and after its last
-    reduce: it summed gradients over the ranks beside the pipeline, which counts as an op here
+    reduce: reducing gradients over the data-parallel ranks, which counts as an op here
     """
 
     peer: float
@@ -67,14 +67,14 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. `spans` in order of rank, then of its program: of start, but for ops that ran side by side.
+    """One step. `spans` are in order of rank, then of its program.
 
-    peak_live[r]: live activations of rank r
-    memory[r]: what rank r holds over time, in the unit of the costs' `activation`; empty where only counted
-    critical_path: the ops that the makespan hangs on, each held up by the one before; empty where measured
+    peak_live[r]: the peak of live activations on rank r
+    memory[r]: what rank r holds over time, in the unit of `Costs.activation`; empty if only counted
+    critical_path: the ops that determine the makespan, each held up by the one before; empty if measured
     overlaps: the pairs meant to run side by side
-    waits: for what and how long each rank stood waiting; empty where nobody did, or nobody took note
-    reductions: when each rank summed gradients over the ranks beside the pipeline; empty where there are none
+    waits: when each rank waited, and for which op; empty if not recorded
+    reductions: when each rank reduced gradients over the data-parallel ranks
     """
 
     name: str
@@ -114,27 +114,26 @@ class Timeline:
 
     @cached_property
     def rank_inner_bubble(self) -> tuple[float, ...]:
-        """The share of the time from a rank's first op to the end of its last one that it was idle.
+        """The idle share of the time from a rank's first op to the end of its last.
 
-        What zero-bubble papers count: where steps follow each other without a pause, a rank that ends early
-        begins the next one early.
+        Zero-bubble papers count this: if steps follow each other, a rank that ends early begins early.
         """
         return tuple(1 - b / e if e else 0.0 for b, e in zip(self.busy, self._extent, strict=True))
 
     @cached_property
     def inner_bubble(self) -> float:
-        """The same over all ranks."""
+        """`rank_inner_bubble` over all ranks."""
         return 1 - sum(self.busy) / sum(self._extent) if sum(self._extent) else 0.0
 
     @cached_property
     def inner_waits(self) -> tuple[Wait, ...]:
-        """Those after the rank's first op has begun."""
+        """The waits after the first op of their rank."""
         first = [spans[0].start if spans else inf for spans in self._by_rank]
         return tuple(wait for wait in self.waits if wait.start >= first[wait.rank])
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """What the time was that is not `busy`, per rank."""
+        """The time that is not `busy`, per rank."""
         peer, wire, reduce = ([0.0] * self.ranks for _ in range(3))
         for wait in self.inner_waits:
             turn = wait.turn
@@ -148,7 +147,7 @@ class Timeline:
 
     @cached_property
     def peak_memory(self) -> tuple[float, ...]:
-        """The most that each rank holds; its live activations where only those are known."""
+        """The most that each rank holds; its peak of live activations if memory is not known."""
         if not self.memory:
             return tuple(map(float, self.peak_live))
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.memory)
@@ -165,14 +164,14 @@ class Timeline:
 
     @cached_property
     def pairs(self) -> tuple[tuple[Span, Span], ...]:
-        """The forwards and backwards meant to overlap, as they ran."""
+        """The spans of each pair meant to overlap."""
         spans = {span.op: span for span in self.spans} if self.overlaps else {}
         both = (pair for pair in sorted(self.overlaps) if pair.forward in spans and pair.backward in spans)
         return tuple((spans[forward], spans[backward]) for forward, backward in both)
 
     @cached_property
     def side_by_side(self) -> frozenset[Op]:
-        """Those that really ran at the same time."""
+        """The ops of pairs that did run at the same time."""
         return frozenset(
             span.op
             for forward, backward in self.pairs
@@ -198,7 +197,7 @@ class Timeline:
 
 
 def covered(times: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of them lasts: (start, end) each."""
+    """The total time covered by intervals (start, end)."""
     total, until = 0.0, -inf
     for start, end in sorted(times):
         if start >= until:
@@ -210,7 +209,7 @@ def covered(times: Iterable[tuple[float, float]]) -> float:
 
 
 def curve(changes: Iterable[tuple[float, float]]) -> Curve:
-    """What is held over time, from (time, by how much it changes then) in the order of a program."""
+    """What is held over time, from changes (time, amount) in order."""
     held = 0.0
     points: list[tuple[float, float]] = []
     for time, change in changes:

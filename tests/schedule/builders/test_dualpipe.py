@@ -5,7 +5,6 @@ from penstock.schedule import simulate, verify
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.dualpipe import dualpipe
 from penstock.schedule.ops import both_ways
-from support.orders import drawn_and_built
 
 RANKS, MICROBATCHES = (2, 4, 6, 8), range(2, 21, 2)
 
@@ -32,11 +31,6 @@ def test_golden() -> None:
         "(2F7;1B2)OVERLAP_F_B (1F3;2B6)OVERLAP_F_B "
         "1B3 2I7 2W7",
     ]
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(dualpipe)
-    assert drawn == built
 
 
 def test_conforms() -> None:

@@ -5,7 +5,7 @@ from penstock.schedule import Costs, simulate
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.dualpipe import dualpipe_v
 from penstock.schedule.ops import wave
-from support.orders import drawn_and_built, torch_order
+from support.orders import torch_order
 
 
 def peak(ranks: int, microbatches: int, rank: int) -> int:
@@ -27,11 +27,6 @@ def test_golden() -> None:
         "(1F3;2B1)OVERLAP_F_B (2F3;1B1)OVERLAP_F_B "
         "2B2 1B2 2I3 1I3 2W3 1W3",
     ]
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(dualpipe_v)
-    assert drawn == built
 
 
 def test_conforms() -> None:

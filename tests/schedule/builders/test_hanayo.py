@@ -6,7 +6,7 @@ from penstock.schedule.builders.hanayo import hanayo, list_schedule
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.ops import Placement, wave
-from support.orders import drawn_and_built, grid
+from support.orders import grid
 
 SIZES = [(ranks, m, waves) for ranks in range(1, 8) for waves in (1, 2, 3) for m in range(1, 4 * ranks + 2)]
 
@@ -36,11 +36,6 @@ def test_golden_with_two_waves() -> None:
     rank 1 | .   1F0 2F0 .   .   5F0 6F0 .   .   .   6B0 6B0 5B0 5B0 .   .   .   .   2B0 2B0 1B0 1B0 .   .
     """
     assert grid(render(hanayo(2, 1, waves=2))) == grid(expected)
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(hanayo)
-    assert drawn == built
 
 
 @pytest.mark.parametrize("waves", [1, 2, 3])

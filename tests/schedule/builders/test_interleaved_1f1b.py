@@ -7,7 +7,7 @@ from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.interleaved_1f1b import interleaved_1f1b, microbatch_groups
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
 from penstock.schedule.ops import loop
-from support.orders import drawn_and_built, grid, torch_interleaves, torch_order
+from support.orders import grid, torch_interleaves, torch_order
 
 SIZES = [(ranks, m, v) for ranks in range(1, 8) for m in range(1, 18) for v in (2, 3)]
 GROUPED = [
@@ -57,11 +57,6 @@ def test_golden_with_a_smaller_last_group() -> None:
         rank 1 | .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1B1 1B1 3F2 3B2 3B2 .   .   1B2 1B2 .   .
         """
     assert grid(render(interleaved_1f1b(2, 3, microbatch_group_size=2))) == grid(expected)
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(interleaved_1f1b)
-    assert drawn == built
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3])

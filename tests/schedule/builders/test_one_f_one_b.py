@@ -5,7 +5,7 @@ from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.gpipe import gpipe
 from penstock.schedule.builders.one_f_one_b import one_f_one_b, turns
 from penstock.schedule.ops import loop
-from support.orders import drawn_and_built, grid
+from support.orders import grid
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 18)]
 
@@ -44,11 +44,6 @@ def test_golden_with_zero_bubble() -> None:
         rank 2 | .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .
         """
     assert grid(render(one_f_one_b(3, 4, zero_bubble=True))) == grid(expected)
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(one_f_one_b)
-    assert drawn == built
 
 
 @pytest.mark.parametrize("zero_bubble", [False, True])

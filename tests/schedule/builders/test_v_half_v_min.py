@@ -12,7 +12,7 @@ from penstock.schedule import Costs, Schedule, render, simulate, verify
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.v_schedules import v_half, v_min
 from penstock.schedule.ops import wave
-from support.orders import drawn_and_built, grid
+from support.orders import grid
 
 
 class Case(NamedTuple):
@@ -59,12 +59,6 @@ each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.build.__name
 @each
 def test_golden(case: Case) -> None:
     assert grid(render(case.build(2, 3))) == grid(case.golden)
-
-
-@each
-def test_the_drawing_in_the_docstring_is_what_is_built(case: Case) -> None:
-    drawn, built = drawn_and_built(case.build)
-    assert drawn == built
 
 
 @each

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 
 from penstock.schedule import Costs, simulate, verify
-from penstock.schedule.builders.v_list import Block, ByBlock, InOrder, Work, run, schedule
+from penstock.schedule.builders.v_list import Rule, Work, by_block, in_order, run, schedule
 
 RANKS, MICROBATCHES = 3, 5
 COSTS = Costs(
@@ -20,33 +20,33 @@ WORK = Work.of(RANKS, MICROBATCHES, COSTS)
 LIMITS = [4, 6, 5]
 
 
-def by_block(lead: float = inf) -> ByBlock:
-    return ByBlock(Block.of(WORK, spread=1.5, gap=0.25), MICROBATCHES, lead)
+def rule(lead: float = inf) -> Rule:
+    return by_block(WORK, spread=1.5, gap=0.25, lead=lead)
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.5, 1.0])
 def test_it_plans_what_simulate_predicts(patience: float) -> None:
-    found = run(WORK, LIMITS, by_block(), patience)
+    found = run(WORK, LIMITS, rule(), patience)
     built = schedule("built", WORK, found.programs)
     assert simulate(built, COSTS).makespan == pytest.approx(found.makespan, rel=1e-12)
     assert all(live <= limit for live, limit in zip(verify(built).peak_live, LIMITS, strict=True))
 
 
 def test_a_program_run_again_is_the_same() -> None:
-    found = run(WORK, LIMITS, by_block())
-    order = InOrder([[slot for slot, _ in slots] for slots in found.programs])
+    found = run(WORK, LIMITS, rule())
+    order = in_order([[slot for slot, _ in slots] for slots in found.programs])
     assert run(WORK, LIMITS, order, patience=None) == found
 
 
 def test_an_order_that_does_not_fit_in_memory_gets_stuck() -> None:
     forwards_first = [[0] * MICROBATCHES + [1] * MICROBATCHES + [2] * MICROBATCHES + [3] * MICROBATCHES]
-    assert run(WORK, [9] * RANKS, InOrder(forwards_first * RANKS)).makespan == inf
-    assert run(WORK, [10] * RANKS, InOrder(forwards_first * RANKS)).makespan < inf
+    assert run(WORK, [9] * RANKS, in_order(forwards_first * RANKS)).makespan == inf
+    assert run(WORK, [10] * RANKS, in_order(forwards_first * RANKS)).makespan < inf
 
 
 @pytest.mark.parametrize("limit", [2, 3])
 def test_no_rank_gets_stuck_that_may_look_ahead_without_end(limit: int) -> None:
-    found = run(WORK, [limit] * RANKS, by_block())
+    found = run(WORK, [limit] * RANKS, rule())
     assert max(verify(schedule("tight", WORK, found.programs)).peak_live) <= limit
 
 
@@ -54,7 +54,7 @@ def test_a_patient_rank_waits_for_an_input_rather_than_begin_a_weight_gradient()
     """On rank 0, 3I0 ends at 5; the input of 3F1 is there at 5.5, and 3W0 takes a whole unit."""
     work = Work.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
     orders = [[0, 0, 1, 2, 1, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]]
-    eager, patient = (run(work, [4, 4], InOrder(orders), patience).programs[0] for patience in (0.4, 0.6))
+    eager, patient = (run(work, [4, 4], in_order(orders), patience).programs[0] for patience in (0.4, 0.6))
     assert eager[3:6] == [(2, 0), (4, 0), (1, 1)]
     assert patient[3:6] == [(2, 0), (1, 1), (2, 1)]
 

@@ -4,7 +4,7 @@ from penstock.schedule import Costs, render, simulate, verify
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.zero_bubble import zb_h1, zb_h2
 from penstock.schedule.ops import loop
-from support.orders import drawn_and_built, grid
+from support.orders import grid
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 20)]
 
@@ -33,11 +33,6 @@ def test_golden_with_few_microbatches() -> None:
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
         """
     assert grid(render(zb_h2(3, 3))) == grid(expected)
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(zb_h2)
-    assert drawn == built
 
 
 def test_conforms() -> None:

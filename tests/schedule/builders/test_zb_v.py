@@ -8,7 +8,7 @@ from penstock.schedule import Costs, render, simulate, verify
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.v_schedules import zb_v
 from penstock.schedule.ops import wave
-from support.orders import drawn_and_built, grid, torch_order
+from support.orders import grid, torch_order
 
 SIZES = [
     (ranks, microbatches) for ranks in range(1, 9) for microbatches in (*range(1, 2 * ranks + 3), 4 * ranks)
@@ -25,11 +25,6 @@ def test_golden() -> None:
         rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
         """
     assert grid(render(zb_v(2, 3))) == grid(expected)
-
-
-def test_the_drawing_in_the_docstring_is_what_is_built() -> None:
-    drawn, built = drawn_and_built(zb_v)
-    assert drawn == built
 
 
 def test_conforms() -> None:

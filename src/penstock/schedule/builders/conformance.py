@@ -1,4 +1,4 @@
-"""The conformance suite: what every builder of schedules keeps, a user's own too.
+"""The conformance suite: what every builder of schedules guarantees, also one of your own.
 
     from penstock.schedule.builders.conformance import check_builder
 
@@ -6,18 +6,18 @@
         check_builder(my_builder)
         check_builder(my_builder, peak_live=lambda ranks, microbatches, rank: min(ranks - rank, microbatches))
 
-A plain function, so that any test runner can call it, or none.
+It is a plain function, so it needs no test runner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, get_args
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.costs import Costs
+from penstock.schedule.costs import Costs, Row
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
@@ -43,7 +43,7 @@ class Failure:
 
 
 class ConformanceError(InputError):
-    """A builder that does not conform; `failures` lists every rule it breaks, at every size tried."""
+    """A builder that breaks rules; `failures` has every rule and size."""
 
     def __init__(self, name: str, failures: Iterable[Failure]) -> None:
         self.name, self.failures = name, tuple(failures)
@@ -68,21 +68,17 @@ def check_builder(
     peak_live: PeakLive | None = None,
     **options: Any,
 ) -> None:
-    """Run `builder` at every pair of sizes, and raise ConformanceError with all that it breaks.
+    """Run `builder` at every pair of sizes, and raise ConformanceError with every rule that it breaks.
 
     builder: called as ``builder(ranks=..., microbatches=..., **options)``
-    placement: the placement that it must choose for a number of ranks; any, where not given
-    peak_live: the live activations that it must reach on each rank exactly, from the numbers of ranks and
-        microbatches and the rank; not checked where not given
+    placement: the placement that it must choose for a number of ranks; None: any
+    peak_live: the exact peak of live activations from ranks, microbatches and the rank; None: not checked
     """
     failures = []
-    columns = tuple(microbatches)
-    for rank_count in ranks:
-        for microbatch_count in columns:
-            case = _Case(builder, rank_count, microbatch_count, options)
-            failures += [
-                Failure(rank_count, microbatch_count, rule) for rule in case.broken(placement, peak_live)
-            ]
+    for rank_count, microbatch_count in product(ranks, microbatches):
+        case = _Case(builder, rank_count, microbatch_count, options)
+        rules = case.broken(placement, peak_live)
+        failures += [Failure(rank_count, microbatch_count, rule) for rule in rules]
     if failures:
         raise ConformanceError(getattr(builder, "__name__", repr(builder)), failures)
 
@@ -102,7 +98,7 @@ class _Case:
         try:
             schedule: object = self._build()
             again: object = self._build()
-        except Exception as error:  # whatever it is, it belongs in the list beside the other sizes' failures
+        except Exception as error:  # of any type: it is one failure among others
             yield f"it raises {type(error).__name__}: {error}"
             return
         if not isinstance(schedule, Schedule):
@@ -111,7 +107,7 @@ class _Case:
         yield from self._as_asked(schedule, placement)
         inert = list(self._inert(schedule, again))
         yield from inert
-        if inert:  # verify and simulate read only what is well formed
+        if inert:  # verify and simulate need a well-formed schedule
             return
         try:
             peaks = verify(schedule).peak_live
@@ -160,7 +156,7 @@ def _reads_back(op: object) -> bool:
 
 
 def _runs(schedule: Schedule, costs: Costs) -> Iterator[str]:
-    """What holds for any run of a schedule, whatever the costs."""
+    """Rules for a run of any schedule at any costs."""
     timeline = simulate(schedule, costs)
     for rank, program in enumerate(schedule.programs):
         spans = timeline.of_rank(rank)
@@ -170,13 +166,14 @@ def _runs(schedule: Schedule, costs: Costs) -> Iterator[str]:
             if after.start < before.end:
                 yield f"on rank {rank}, {after.op} starts before {before.op} has ended"
     yield from _waits(schedule, costs, timeline)
-    least = max(_most_work(schedule, costs), _chain(schedule, costs))
+    durations = {k: costs.durations(k, schedule.placement, schedule.microbatches) for k in get_args(Kind)}
+    least = max(_busiest(schedule, durations), _alone(schedule, costs, durations))
     if timeline.makespan < least * (1 - _ROUNDING):
         yield f"its makespan {timeline.makespan} is below the least possible, {least}"
 
 
 def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str]:
-    """No op starts before what it needs has ended and come over."""
+    """No op starts before its inputs have been computed and have arrived."""
     hosts = schedule.placement.rank_of
     ends = {span.op: span.end for span in timeline.spans}
     for span in timeline.spans:
@@ -186,21 +183,17 @@ def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str
                 yield f"{span.op} starts before the result of {needed} can be there"
 
 
-def _most_work(schedule: Schedule, costs: Costs) -> float:
-    """What the busiest rank computes."""
-    durations = {k: costs.durations(k, schedule.placement, schedule.microbatches) for k in get_args(Kind)}
+def _busiest(schedule: Schedule, durations: dict[Any, list[Row]]) -> float:
+    """The compute of the busiest rank."""
     return max(
         sum(durations[kind][stage][microbatch] for stage, kind, microbatch in program)
         for program in schedule.programs
     )
 
 
-def _chain(schedule: Schedule, costs: Costs) -> float:
-    """The time that microbatch 0 takes alone, through all stages and back."""
-    placement = schedule.placement
+def _alone(schedule: Schedule, costs: Costs, durations: dict[Any, list[Row]]) -> float:
+    """The time of microbatch 0 alone, through all stages and back."""
     ops = [op for program in schedule.programs for op in program if op.microbatch == 0 and op.kind != "W"]
-    stages = {op.stage for op in ops}
-    hosts = [placement.rank_of[stage] for stage in sorted(stages)]
+    hosts = [schedule.placement.rank_of[stage] for stage in sorted({op.stage for op in ops})]
     hops = sum(here != there for here, there in pairwise(hosts)) * (2 if schedule.trains else 1)
-    durations = {k: costs.durations(k, placement, schedule.microbatches) for k in get_args(Kind)}
     return sum(durations[op.kind][op.stage][0] for op in ops) + hops * costs.communication

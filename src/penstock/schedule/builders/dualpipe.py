@@ -1,32 +1,4 @@
-"""DualPipeV: DualPipe cut in half, a V of two stages a rank with forwards beside backwards.
-
-Sea AI Lab's cut of DualPipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437), in the
-authors' repository DualPipe as DualPipeV. P = 2 ranks, m = 4 microbatches, a whole backward twice as long
-as a forward:
-
-    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3 .   0B1 0B1 3B3 3B3 0I2 0W2 0I3
-    0W3
-    rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3
-    1W3
-
-On rank r, with F0, B0, I0 of stage r and F1, B1, I1 of stage 2P-1-r, each in the order of the microbatches;
-F&B are to overlap, and each W is of the oldest I that still awaits it:
-
-    phase 1  F0             2 (P-1-r) times
-    phase 2  F0 F1          r + 1 times
-    phase 3  I1 W F1        P - 1 - r times
-    phase 4  F0&B1 F1&B0    m - 2P + r + 1 times; the first F0 and B1 of rank P-1 apart
-    phase 5  B1 F1&B0       P - 1 - r times
-    phase 6  B1 B0          r + 1 times, the second half of them I
-    phase 7  W I0           P - 1 - r times
-    phase 8  W              r + 1 times
-
-With less than 2P microbatches the phases are those of 2P, less what the earlier ones do.
-
-With F, I and W of equal length and overlapped ops one after the other, the step takes 6m + P - 1 for
-m >= 2P, a bubble of (P-1) / (6m+P-1); 2P - m more than that for m from P+1, and 4m + 4P - 2 for m up to P.
-Rank r holds min(2P+1, 2m, m+1+r) live activations.
-"""
+"""DualPipe and DualPipeV: every forward overlaps with a backward."""
 
 from __future__ import annotations
 
@@ -50,6 +22,34 @@ class Step(NamedTuple):
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DualPipeV: DualPipe cut in half, a V of two stages per rank, each forward paired with a backward.
+
+    Sea AI Lab's cut of DualPipe (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437), in the
+    authors' repository DualPipe as DualPipeV. P = 2 ranks, m = 4 microbatches, a whole backward twice as long
+    as a forward:
+
+        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3B1 3F2 0B0 0B0 3B2 3B2 3F3 .   0B1 0B1 3B3 3B3 0I2 0W2 0I3 0W3
+        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 2F2 1B0 1B0 1F3 2B1 2B1 2F3 1B1 1B1 2B2 2B2 1B2 1B2 2I3 1I3 2W3 1W3
+
+    On rank r, with F0, B0, I0 of stage r and F1, B1, I1 of stage 2P-1-r, each in the order of the
+    microbatches; F&B overlap, and each W belongs to the oldest I that still awaits it:
+
+        phase 1  F0             2 (P-1-r) times
+        phase 2  F0 F1          r + 1 times
+        phase 3  I1 W F1        P - 1 - r times
+        phase 4  F0&B1 F1&B0    m - 2P + r + 1 times; the first F0 and B1 of rank P-1 apart
+        phase 5  B1 F1&B0       P - 1 - r times
+        phase 6  B1 B0          r + 1 times, the second half of them I
+        phase 7  W I0           P - 1 - r times
+        phase 8  W              r + 1 times
+
+    With fewer than 2P microbatches the phases are those of 2P without the first ones.
+
+    With F, I and W of equal length and overlapped ops one after the other, the step takes 6m + P - 1 for
+    m >= 2P, a bubble of (P-1) / (6m+P-1); 2P - m more than that for m from P+1, and 4m + 4P - 2 for m up to
+    P. Rank r holds min(2P+1, 2m, m+1+r) live activations.
+    """  # noqa: E501
+
     def entries(rank: int) -> Iterator[Entry]:
         stages = (rank, 2 * ranks - 1 - rank)
         for steps in eight_phases(ranks, rank, microbatches):
@@ -61,7 +61,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 def paired(
     name: str, placement: Placement, microbatches: int, entries: Iterable[Iterable[Entry]]
 ) -> Schedule:
-    """The schedule of these programs, in which an entry of two ops is an overlapped pair."""
+    """A schedule from programs whose entries are single ops or overlapped pairs."""
     programs, overlaps = [], set[Pair]()
     for of_rank in map(list, entries):
         programs.append(tuple(chain.from_iterable(of_rank)))
@@ -83,7 +83,7 @@ def eight_phases(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Ste
 
 
 def _in_full(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, ...]]:
-    """With at least 2P microbatches."""
+    """The phases with at least 2P microbatches."""
     after = ranks - 1 - rank
     counts = _Counts()
     f, b, i, w = counts.forward, counts.backward, counts.input_grad, counts.weight_grad
@@ -118,7 +118,7 @@ def _in_full(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, .
 
 
 class _Counts:
-    """Numbers the microbatches by chunk; weight gradients come in the order of their input gradients."""
+    """Counts the microbatches of each chunk; W ops follow in the order of their I ops."""
 
     def __init__(self) -> None:
         self._forwards, self._backwards = [0, 0], [0, 0]
@@ -141,39 +141,38 @@ class _Counts:
         return self._deferred.popleft()
 
 
-# ---- DualPipe: two copies of the model, fed from both ends, with forwards beside backwards.
-#
-# DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv 2412.19437). P = 4 ranks, m = 6 microbatches, a
-# whole backward twice as long as a forward:
-#
-#     rank 0 | 0F0 0F1 .   7F3 0F2 7B3 7B3 7F4 7B4 7B4 7F5 .   0B0 0B0 7B5 7B5 0I1 0W1 0I2 0W2
-#     rank 1 | .   1F0 6F3 1F1 6F4 1F2 .   6B3 6B3 6F5 1B0 1B0 6B4 6B4 1B1 1B1 6I5 1I2 6W5 1W2
-#     rank 2 | .   5F3 2F0 5F4 2F1 5F5 .   2B0 2B0 2F2 5B3 5B3 2B1 2B1 5B4 5B4 2I2 5I5 2W2 5W5
-#     rank 3 | 4F3 4F4 .   3F0 4F5 3B0 3B0 3F1 3B1 3B1 3F2 .   4B3 4B3 3B2 3B2 4I4 4W4 4I5 4W5
-#
-# Stages 0 ... P-1 are one copy and take microbatches 0 ... m/2-1 from rank 0 on; stages P ... 2P-1 are the
-# other copy and take the rest from rank P-1 on. P and m are even. With q = min(r, P-1-r), F0, B0, I0 of
-# the stage whose data comes from the nearer end, F1, B1, I1 of the other one, each in the order of the
-# microbatches; F&B are to overlap, and each W is of the oldest I that still awaits it:
-#
-#     phase 1  F0             P - 2q - 2 times
-#     phase 2  F0 F1          q + 1 times
-#     phase 3  I1 W F1        P/2 - 1 - q times
-#     phase 4  F0&B1 F1&B0    m/2 - P + q + 1 times; the first F0 and B1 of the two ranks in the middle apart
-#     phase 5  B1 F1&B0       P/2 - 1 - q times
-#     phase 6  B1 B0          q + 1 times, the second half of them I
-#     phase 7  W I0           P/2 - 1 - q times
-#     phase 8  W              q + 1 times
-#
-# It is DualPipeV on P/2 ranks, unfolded: what turns round on its last rank crosses the middle here. With
-# less than 2P microbatches the phases are those of 2P, less what the earlier ones of each copy do.
-#
-# With F, I and W of equal length and overlapped ops one after the other, the step takes 3m + P/2 - 1 for m
-# >= 2P, a bubble of (P/2-1) / (3m+P/2-1); P - m/2 more than that for m from P+2, and 2m + 2P - 2 for m up
-# to P. Rank r holds min(P+1, m, m/2+1+q) live activations.
-
-
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
+    """DualPipe: two copies of the model, fed from both ends, each forward paired with a backward.
+
+    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv 2412.19437). P = 4 ranks, m = 6 microbatches, a
+    whole backward twice as long as a forward:
+
+        rank 0 | 0F0 0F1 .   7F3 0F2 7B3 7B3 7F4 7B4 7B4 7F5 .   0B0 0B0 7B5 7B5 0I1 0W1 0I2 0W2
+        rank 1 | .   1F0 6F3 1F1 6F4 1F2 .   6B3 6B3 6F5 1B0 1B0 6B4 6B4 1B1 1B1 6I5 1I2 6W5 1W2
+        rank 2 | .   5F3 2F0 5F4 2F1 5F5 .   2B0 2B0 2F2 5B3 5B3 2B1 2B1 5B4 5B4 2I2 5I5 2W2 5W5
+        rank 3 | 4F3 4F4 .   3F0 4F5 3B0 3B0 3F1 3B1 3B1 3F2 .   4B3 4B3 3B2 3B2 4I4 4W4 4I5 4W5
+
+    Stages 0 ... P-1 are one copy and take microbatches 0 ... m/2-1 from rank 0 on; stages P ... 2P-1 are the
+    other copy and take the rest from rank P-1 on. P and m are even. With q = min(r, P-1-r), F0, B0, I0 of
+    the stage whose data comes from the nearer end, F1, B1, I1 of the other one, each in the order of the
+    microbatches; F&B overlap, and each W belongs to the oldest I that still awaits it:
+
+        phase 1  F0             P - 2q - 2 times
+        phase 2  F0 F1          q + 1 times
+        phase 3  I1 W F1        P/2 - 1 - q times
+        phase 4  F0&B1 F1&B0    m/2 - P + q + 1 times; the first F0 and B1 of the two ranks in the middle
+        apart phase 5  B1 F1&B0       P/2 - 1 - q times
+        phase 6  B1 B0          q + 1 times, the second half of them I
+        phase 7  W I0           P/2 - 1 - q times
+        phase 8  W              q + 1 times
+
+    It is DualPipeV on P/2 ranks, unfolded: what turns on its last rank crosses the middle here. With fewer
+    than 2P microbatches the phases are those of 2P without the first ones of each copy.
+
+    With F, I and W of equal length and overlapped ops one after the other, the step takes 3m + P/2 - 1 for m
+    >= 2P, a bubble of (P/2-1) / (3m+P/2-1); P - m/2 more than that for m from P+2, and 2m + 2P - 2 for m up
+    to P. Rank r holds min(P+1, m, m/2+1+q) live activations.
+    """
     _check(ranks, microbatches)
     each_way = microbatches // 2
 

@@ -1,28 +1,4 @@
-"""Hanayo: the data runs out and back over the ranks, in one or more waves.
-
-Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
-Efficiency", 2023 (arXiv 2308.15762). P = 3 ranks, m = 2 microbatches, w = 1 wave, a backward twice as long
-as a forward:
-
-    rank 0 | 0F0 0F1 .   .   .   5F0 5B0 5B0 5F1 5B1 5B1 .   .   .   .   .   0B0 0B0 .   .   0B1 0B1
-    rank 1 | .   1F0 1F1 .   4F0 .   4F1 .   4B0 4B0 .   4B1 4B1 .   1B0 1B0 .   .   1B1 1B1 .   .
-    rank 2 | .   .   2F0 3F0 2F1 3F1 .   .   .   .   3B0 3B0 2B0 2B0 3B1 3B1 2B1 2B1 .   .   .   .
-
-The paper draws P microbatches; here a small list scheduling forms the order, for any number. A microbatch
-takes 2S steps, through the S = 2wP stages and back. Whenever a rank is free, it takes of the ops that are
-ready the one with the lowest
-
-    S g + 2 j + k                   for step k of the j-th microbatch of group g
-
-The groups are those of `interleaved_1f1b`, with P microbatches, or more where m is no multiple of P; the
-largest holds G. By this number a group goes forward abreast with the one before it going back: all ranks
-stay busy, and the live activations stay bounded, whatever m is.
-
-From m = 3P on the makespan in unit times is 6wm + 3(P-1), and so the bubble (P-1) / (2wm + P-1), that of
-`interleaved_1f1b` with 2w stages a rank. From 2P on it is up to P/6 longer, between P and 2P up to 3P/2.
-The live activations are at most 2P - 1 + (2w-1) G, as there on rank 0, with several waves up to P/3 more.
-What a wave saves are sends: where it turns round, a rank hands the data to itself.
-"""
+"""Hanayo: the data runs out and back over the ranks, in one or more waves."""
 
 from __future__ import annotations
 
@@ -33,6 +9,29 @@ from penstock.schedule.ops import Op, Placement, Schedule, wave
 
 
 def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
+    """Hanayo: the data runs out and back over the ranks, in one or more waves.
+
+    Liu et al., "Hanayo: Harnessing Wave-like Pipeline Parallelism for Enhanced Large Model Training
+    Efficiency", 2023 (arXiv 2308.15762). P = 3 ranks, m = 2 microbatches, w = 1 wave, a backward twice as
+    long as a forward:
+
+        rank 0 | 0F0 0F1 .   .   .   5F0 5B0 5B0 5F1 5B1 5B1 .   .   .   .   .   0B0 0B0 .   .   0B1 0B1
+        rank 1 | .   1F0 1F1 .   4F0 .   4F1 .   4B0 4B0 .   4B1 4B1 .   1B0 1B0 .   .   1B1 1B1 .   .
+        rank 2 | .   .   2F0 3F0 2F1 3F1 .   .   .   .   3B0 3B0 2B0 2B0 3B1 3B1 2B1 2B1 .   .   .   .
+
+    The paper draws P microbatches; here list scheduling makes the order for any number. A microbatch takes 2S
+    steps, through the S = 2wP stages and back. Whenever a rank is free, it takes the ready op with the lowest
+
+        S g + 2 j + k                   for step k of the j-th microbatch of group g
+
+    The groups are those of `interleaved_1f1b`; the largest has G microbatches. With this number a group goes
+    forward while the group before it comes back: all ranks stay busy, and live activations stay bounded.
+
+    From m = 3P on the makespan in unit times is 6wm + 3(P-1), and so the bubble (P-1) / (2wm + P-1), that of
+    `interleaved_1f1b` with 2w stages per rank. From 2P on it is up to P/6 longer, between P and 2P up to
+    3P/2. A rank holds at most 2P - 1 + (2w-1) G live activations, with several waves up to P/3 more. A wave
+    saves sends: where it turns, a rank hands the data to itself.
+    """
     placement = wave(ranks, 2 * waves)
     groups = microbatch_groups(ranks, microbatches, size=None)
     offsets = [placement.stages * g + 2 * j for g, group in enumerate(groups) for j in range(len(group))]
@@ -40,9 +39,9 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
 
 
 def list_schedule(placement: Placement, offsets: list[int]) -> tuple[tuple[Op, ...], ...]:
-    """The programs that come about where each free rank takes the ready op of the lowest number.
+    """The programs if each free rank takes the ready op with the lowest number.
 
-    offsets: a microbatch's step k has the number offsets[microbatch] + k; where two tie, the lower microbatch
+    offsets: step k of a microbatch has the number offsets[microbatch] + k; a tie goes to the lower microbatch
     """
     count, stages = len(offsets), placement.stages
     hosts = (*placement.rank_of, *reversed(placement.rank_of))  # by step

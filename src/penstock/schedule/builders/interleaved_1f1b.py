@@ -1,32 +1,4 @@
-"""Interleaved 1F1B: one forward, one backward, with several stages a rank.
-
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021
-(arXiv 2104.04473). P = 3 ranks, m = 3 microbatches, v = 2 stages a rank, a backward twice as long as a
-forward:
-
-    rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0 3B0 .   3B1 3B1 .   3B2 3B2 0B0 0B0 0B1 0B1 0B2 0B2
-    rank 1 | .   1F0 1F1 1F2 4F0 4F1 4F2 .   4B0 4B0 .   4B1 4B1 .   4B2 4B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
-    rank 2 | .   .   2F0 2F1 2F2 5F0 5B0 5B0 5F1 5B1 5B1 5F2 5B2 5B2 2B0 2B0 2B1 2B1 2B2 2B2 .   .   .   .
-
-The microbatches go from stage to stage in groups; the largest holds g. A rank's forwards, F_0 to F_{vm-1},
-go through the groups, for each through the rank's stages, for each through the group's microbatches; its
-backwards likewise, with the stages reversed. With w = 2(P - 1 - r) + (v-1) g warm-up forwards on rank r:
-
-    warm-up    F_0 ... F_{w-1}
-    steady     F_{w+k} B_k          for k = 0 ... vm-w-1
-    cool-down  B_{vm-w} ... B_{vm-1}
-
-Where a group has less than P microbatches, its first one has to come round before it can go on, and ranks
-idle. So m is dealt out evenly to as many groups as can hold P each, as torch does where m is a multiple of
-their number. A microbatch_group_size (Megatron's microbatch_group_size_per_vp_stage) gives groups of that
-size, and what is left to the last one: of all, P holds the fewest activations. A last group of less than P
-could deadlock, which is why Megatron forbids it; here it keeps the order of a group of P, with gaps, which
-cannot. With one stage a rank w is P - 1 - r, and the schedule is 1F1B.
-
-The bubble is (P-1) / (v m + P-1) where no group has less than P. With m < P the makespan is 3(v P + m-1) in
-unit times; with a smaller last group it is at most that with a group of P. The live activations are
-min(2(P-r) - 1 + (v-1) g, v m) on rank r, with a smaller last group at most that.
-"""
+"""Interleaved 1F1B: several stages per rank, and microbatches in groups."""
 
 from __future__ import annotations
 
@@ -41,13 +13,43 @@ from penstock.schedule.ops import Kind, Op, Schedule, loop
 def interleaved_1f1b(
     ranks: int, microbatches: int, stages_per_rank: int = 2, microbatch_group_size: int | None = None
 ) -> Schedule:
+    """Interleaved 1F1B: one forward, one backward, with several stages a rank.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021
+    (arXiv 2104.04473). P = 3 ranks, m = 3 microbatches, v = 2 stages a rank, a backward twice as long as a
+    forward:
+
+        rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0 3B0 .   3B1 3B1 .   3B2 3B2 0B0 0B0 0B1 0B1 0B2 0B2
+        rank 1 | .   1F0 1F1 1F2 4F0 4F1 4F2 .   4B0 4B0 .   4B1 4B1 .   4B2 4B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
+        rank 2 | .   .   2F0 2F1 2F2 5F0 5B0 5B0 5F1 5B1 5B1 5F2 5B2 5B2 2B0 2B0 2B1 2B1 2B2 2B2 .   .   .   .
+
+    The microbatches go from stage to stage in groups; the largest holds g. A rank's forwards, F_0 to
+    F_{vm-1}, go through the groups, for each through the rank's stages, for each through the group's
+    microbatches; its backwards likewise, with the stages reversed. With w = 2(P - 1 - r) + (v-1) g warm-up
+    forwards on rank r:
+
+        warm-up    F_0 ... F_{w-1}
+        steady     F_{w+k} B_k          for k = 0 ... vm-w-1
+        cool-down  B_{vm-w} ... B_{vm-1}
+
+    In a group of fewer than P microbatches the first one must come round before the group can go on, and
+    ranks idle. So m is divided evenly into as many groups as can have P each, as in torch. With
+    microbatch_group_size (Megatron's microbatch_group_size_per_vp_stage) all groups have that size and the
+    last takes the rest; P holds the fewest activations. Megatron forbids a last group of fewer than P,
+    since it could deadlock; here it keeps the order of a full group, with gaps, and cannot. With one stage
+    per rank, w is P - 1 - r and the schedule is 1F1B.
+
+    The bubble is (P-1) / (v m + P-1) if no group has fewer than P. With m < P the makespan is 3(v P + m-1) in
+    unit times. Rank r holds min(2(P-r) - 1 + (v-1) g, v m) live activations. A smaller last group takes and
+    holds at most as much as a full one.
+    """  # noqa: E501
     placement = loop(ranks, stages_per_rank)
     groups = microbatch_groups(ranks, microbatches, microbatch_group_size)
     laps_ahead = (stages_per_rank - 1) * max(map(len, groups))
 
     def program(rank: int) -> tuple[Op, ...]:
         stages = placement.stages_of(rank)
-        # a rank on the way costs a turn there and one back; where no next lap waits, 1F1B makes do with one
+        # each rank after this one costs a turn there and a turn back; 1F1B, with one lap, needs only one
         hops = (ranks - 1 - rank) * (2 if stages_per_rank > 1 else 1)
         ops = turns(in_groups("F", stages, groups), in_groups("B", stages[::-1], groups), hops + laps_ahead)
         return existing(ops, microbatches)
@@ -57,7 +59,7 @@ def interleaved_1f1b(
 
 
 def microbatch_groups(ranks: int, microbatches: int, size: int | None) -> list[range]:
-    """The microbatches that go from stage to stage together. The last group may hold some that do not exist.
+    """The microbatches that go from stage to stage together. The last group may have some that do not exist.
 
     Raises ConfigError for a group size that would deadlock.
     """
@@ -84,5 +86,5 @@ def in_groups(kind: Kind, stages: Sequence[int], groups: Iterable[range]) -> lis
 
 
 def existing(ops: tuple[Op, ...], microbatches: int) -> tuple[Op, ...]:
-    """Without the microbatches that only filled the last group up: to drop whole ones adds no deadlock."""
+    """Drop the microbatches that only fill up the last group; that adds no deadlock."""
     return tuple(op for op in ops if op.microbatch < microbatches)

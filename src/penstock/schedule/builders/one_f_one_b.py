@@ -1,39 +1,4 @@
-"""1F1B: one forward, one backward.
-
-Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2020 (arXiv 2006.09503), there called
-PipeDream-Flush. P = 3 ranks, m = 4 microbatches, a backward twice as long as a forward:
-
-    rank 0 | F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
-    rank 1 | .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
-    rank 2 | .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
-
-With w = min(P - 1 - r, m) warm-up forwards on rank r:
-
-    warm-up    F_0 ... F_{w-1}
-    steady     F_{w+i} B_i          for i = 0 ... m-w-1
-    cool-down  B_{m-w} ... B_{m-1}
-
-With zero_bubble each B_i is I_i W_i in the same place. A rank then sends its gradient on before it computes
-that of its weights, and its live activations stay what they were. `zb_h1` puts the W off further, until
-every rank holds as much as rank 0 does; `zb_h2` holds twice that. Both are these same turns with other
-numbers.
-
-With paired, the two ops of a turn are to overlap, so that what one of them waits for within itself hides
-behind the other: what Megatron calls combined 1F1B. The inputs of both are there before either begins, so
-that F_{w+i} on rank r + 1 comes from a turn before the one that B_i goes to, on rank r. Twice the warm-up,
-w = min(2(P - 1 - r) + 1, m), leaves a whole turn between the two: with a turn less they would be next to each
-other, and neighbours would work by turns. P = 3, m = 6, one column a turn:
-
-    r = 0 | F0 F1 F2 F3    F4    F5&B0 B1    B2    B3    B4    B5
-    r = 1 |    F0 F1 F2    F3&B0 F4&B1 F5&B2 B3    B4    B5
-    r = 2 |       F0 F1&B0 F2&B1 F3&B2 F4&B3 F5&B4 B5
-
-The bubble is that without pairs or less, by how much hangs on what overlaps; rank r holds min(2(P - r), m)
-live activations.
-
-Without, the bubble is GPipe's, (P-1) / (m+P-1), and rank r holds min(P - r, m). Rank 0 idles for
-(P-1)(F + I + W), with zero_bubble for (P-1)(F + I): in unit times a bubble of 2(P-1) / (3m + 2(P-1)).
-"""
+"""1F1B, and the turns of forwards and backwards that all its relatives share."""
 
 from __future__ import annotations
 
@@ -44,6 +9,39 @@ from penstock.schedule.ops import Kind, Op, Pair, Schedule, loop
 
 
 def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired: bool = False) -> Schedule:
+    """1F1B: one forward, one backward, in turn.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2020 (arXiv 2006.09503), there called
+    PipeDream-Flush. P = 3 ranks, m = 4 microbatches, a backward twice as long as a forward:
+
+        rank 0 | F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+        rank 1 | .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3 .  .
+        rank 2 | .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .  .  .
+
+    With w = min(P - 1 - r, m) warm-up forwards on rank r:
+
+        warm-up    F_0 ... F_{w-1}
+        steady     F_{w+i} B_i          for i = 0 ... m-w-1
+        cool-down  B_{m-w} ... B_{m-1}
+
+    zero_bubble: each B_i becomes I_i W_i. A rank then sends its gradient before it computes that of its
+    weights, and holds the same activations. `zb_h1` defers W until every rank holds as much as rank 0;
+    `zb_h2` holds twice that. Both are the same turns with other numbers.
+
+    paired: the two ops of a turn overlap, so that each hides what the other waits for within itself. Megatron
+    calls this combined 1F1B. A pair starts only when the inputs of both are there, so the forward that feeds
+    rank r + 1 must be a whole turn earlier. That takes twice the warm-up, w = min(2(P - 1 - r) + 1, m); with
+    one turn less, neighbouring ranks would alternate instead. P = 3, m = 6, one column a turn:
+
+        r = 0 | F0 F1 F2 F3    F4    F5&B0 B1    B2    B3    B4    B5
+        r = 1 |    F0 F1 F2    F3&B0 F4&B1 F5&B2 B3    B4    B5
+        r = 2 |       F0 F1&B0 F2&B1 F3&B2 F4&B3 F5&B4 B5
+
+    Rank r then holds min(2(P - r), m) live activations, and the bubble is at most that of plain 1F1B.
+
+    Plain 1F1B has GPipe's bubble, (P-1) / (m+P-1), and rank r holds min(P - r, m). Rank 0 idles for
+    (P-1)(F + I + W); with zero_bubble for (P-1)(F + I), in unit times a bubble of 2(P-1) / (3m + 2(P-1)).
+    """
     warm_ups = [2 * after + 1 if paired else after for after in reversed(range(ranks))]
 
     def program(rank: int) -> tuple[Op, ...]:
@@ -57,14 +55,14 @@ def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired
 
 
 def _steady(program: tuple[Op, ...], warm_up: int) -> Iterator[Pair]:
-    """The forwards after the warm-up, each with the gradient behind it."""
+    """The forwards after the warm-up, each with the gradient that follows it."""
     for op, following in pairwise(program):
         if op.kind == "F" and op.microbatch >= warm_up:
             yield Pair(op, following)
 
 
 def split_turns(stage: int, microbatches: int, warm_up: int, put_off: int) -> tuple[Op, ...]:
-    """The program of a rank with one stage and split backwards: `turns` in the microbatches' order."""
+    """The program of a rank with one stage and split backwards, microbatches in order."""
     forwards, weights = _row(stage, "F", microbatches), _row(stage, "W", microbatches)
     return turns(forwards, _row(stage, "I", microbatches), warm_up, weights, put_off)
 
@@ -78,7 +76,7 @@ def turns(
 ) -> tuple[Op, ...]:
     """`warm_up` forwards; then a forward and a gradient (B or I) in turn, until all are done.
 
-    weights: W, from the turn on when `put_off` of them wait; those that still wait at the end come last
+    weights: the W ops, one per turn; W_k runs `put_off` turns after its gradient, and the rest at the end
     """
     ops = [*forwards[:warm_up]]
     for turn, gradient in enumerate(gradients):

@@ -1,14 +1,14 @@
-"""List scheduling on the V placement: each rank takes what comes next as soon as it can, within its memory.
+"""List scheduling on the V placement: each rank runs what comes next as soon as it can, within its memory.
 
-A microbatch goes along the V four times, so that it meets each rank four times. Each way is a leg:
+A microbatch crosses the V four times and so meets each rank four times. Each crossing is a leg:
 
     leg 0  F on stage r           rank 0 -> P-1      slot 4  W of leg 2
     leg 1  F on stage 2P-1-r      rank P-1 -> 0      slot 5  W of leg 3
     leg 2  I on stage 2P-1-r      rank 0 -> P-1
     leg 3  I on stage r           rank P-1 -> 0
 
-A rank that has nothing to do on any leg fills its idle time with a W; and where its memory is full, a W
-makes room. So an order of the legs and a limit of live activations give a whole program, for any costs.
+A rank whose rule waits fills the idle time with a W; where its memory is full, a W frees some. So a rule for
+the legs and a limit of live activations make a whole program, for any costs. `form` tries many rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from itertools import islice, product
 from math import inf
 from statistics import fmean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.schedule.costs import Costs, Row
 from penstock.schedule.ops import Kind, Op, Schedule, wave
@@ -71,15 +71,16 @@ class Work:
 
     @cached_property
     def interval(self) -> float:
-        """What the busiest rank computes for one microbatch: no steady state is faster."""
+        """The compute of the busiest rank per microbatch: no steady state is faster."""
         return max(sum(map(fmean, rows)) for rows in self.takes)
 
 
 @dataclass
 class Rank:
-    """Where one rank stands.
+    """The state of one rank.
 
-    reached: by leg, the microbatch that comes next; arrivals: by leg, when each input is there, in order
+    reached: by leg, the next microbatch; arrivals: by leg, when each input arrives, in order
+    deferred: the slot and microbatch of each W that can run
     """
 
     number: int
@@ -96,98 +97,81 @@ class Rank:
         return leg > 1 or self.live < self.limit
 
     def leaves_room(self, leg: int) -> bool:
-        """The last place is not given to leg 0: or a microbatch could not come home through a full rank."""
+        """Leg 0 may not take the last place, or no microbatch could come back through a full rank."""
         return leg > 1 or (self.live < self.limit and (leg == 1 or self.outward < self.limit - 1))
 
 
-class Rule(Protocol):
-    """Which leg a rank turns to."""
-
-    def next(self, rank: Rank, time: float) -> tuple[int, float]:
-        """A slot to begin now; or WAIT and when an input is expected that the rank has room for."""
+# Which slot a rank begins now; or WAIT, and when an input that it has room for is expected.
+Rule = Callable[[Rank, float], tuple[int, float]]
 
 
-class InOrder:
-    """As given, by rank; W may stand in the orders or be left out of all of them."""
+def in_order(orders: Sequence[Sequence[int]]) -> Rule:
+    """Each rank takes its slots in the order listed for it; W may be listed, or left out for all ranks."""
+    reached = [0] * len(orders)
 
-    def __init__(self, orders: Sequence[Sequence[int]]) -> None:
-        self._orders = orders
-        self._at = [0] * len(orders)
-
-    def next(self, rank: Rank, time: float) -> tuple[int, float]:
-        order, at = self._orders[rank.number], self._at[rank.number]
+    def next_slot(rank: Rank, time: float) -> tuple[int, float]:
+        order, at = orders[rank.number], reached[rank.number]
         if at == len(order):
             return WAIT, inf
         slot = order[at]
         if slot < 4:
-            there = rank.arrivals[slot]
-            expected = there[rank.reached[slot]] if rank.reached[slot] < len(there) else inf
+            arrivals = rank.arrivals[slot]
+            expected = arrivals[rank.reached[slot]] if rank.reached[slot] < len(arrivals) else inf
             if expected > time or not rank.has_room(slot):
                 return WAIT, expected if expected > time else inf
-        self._at[rank.number] += 1
+        reached[rank.number] += 1
         return slot, time
 
-
-@dataclass(frozen=True)
-class Block:
-    """A repeating block: microbatch i is on leg l of rank r at ``starts[r][l] + i * interval``."""
-
-    starts: Sequence[Sequence[float]]
-    interval: float
-
-    @classmethod
-    def of(cls, work: Work, spread: float, gap: float) -> Block:
-        """The way of one microbatch; away from rank 0, `spread` times slower than it could be.
-
-        gap: how long it rests between its last forward and its first gradient, in intervals. Blocks that
-        follow each other may overlap on a rank; the list scheduler then takes turns.
-        """
-        starts, time = [[0.0] * 4 for _ in range(work.ranks)], 0.0
-        for leg in range(4):
-            time += gap * work.interval if leg == 2 else 0.0
-            for rank in range(work.ranks) if leg % 2 == 0 else reversed(range(work.ranks)):
-                starts[rank][leg] = time
-                takes = fmean(work.takes[rank][leg])
-                time += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[rank][leg])
-        return cls(starts, work.interval)
+    return next_slot
 
 
-class ByBlock:
-    """What comes first in the block among what is there, but never more than `lead` before what is not."""
+def by_block(work: Work, spread: float, gap: float, lead: float) -> Rule:
+    """A repeating block: microbatch i reaches leg l of rank r at ``starts[r][l] + i * interval``.
 
-    def __init__(self, block: Block, microbatches: int, lead: float) -> None:
-        self._starts, self._interval, self._lead = block.starts, block.interval, lead
-        self._microbatches = microbatches
+    The block is the way of one microbatch. Blocks may overlap on a rank: of the ready ops it takes the
+    one that comes first in its block, but none more than `lead` before an op that is not ready.
 
-    def next(self, rank: Rank, time: float) -> tuple[int, float]:
-        interval, starts = self._interval, self._starts[rank.number]
-        due = [start + i * interval if i < self._microbatches else inf
-               for start, i in zip(starts, rank.reached, strict=True)]  # fmt: skip
-        chosen, expected, best = WAIT, inf, min(due) + self._lead + 1e-9 * interval
+    spread: how many times slower than possible the way away from rank 0 is
+    gap: the rest between its last forward and its first gradient, in intervals
+    """
+    interval, starts, start = work.interval, [[0.0] * 4 for _ in range(work.ranks)], 0.0
+    for leg in range(4):
+        start += gap * interval if leg == 2 else 0.0
+        for number in range(work.ranks) if leg % 2 == 0 else reversed(range(work.ranks)):
+            starts[number][leg] = start
+            takes = fmean(work.takes[number][leg])
+            start += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[number][leg])
+
+    def next_slot(rank: Rank, time: float) -> tuple[int, float]:
+        due = [first + i * interval if i < work.microbatches else inf
+               for first, i in zip(starts[rank.number], rank.reached, strict=True)]  # fmt: skip
+        chosen, expected, best = WAIT, inf, min(due) + lead + 1e-9 * interval
         for leg, first in enumerate(due):
-            there, i = rank.arrivals[leg], rank.reached[leg]
-            if first > best or i >= len(there) or not rank.leaves_room(leg):
+            arrivals, i = rank.arrivals[leg], rank.reached[leg]
+            if first > best or i >= len(arrivals) or not rank.leaves_room(leg):
                 continue
-            if there[i] > time:
-                expected = min(expected, there[i])
+            if arrivals[i] > time:
+                expected = min(expected, arrivals[i])
             elif chosen == WAIT or first < best:
                 chosen, best = leg, first
         return chosen, expected
 
+    return next_slot
+
 
 @dataclass(frozen=True)
 class Run:
-    """What came of it; a makespan of inf where the ranks got stuck."""
+    """Programs and their makespan, which is inf if the ranks got stuck."""
 
     makespan: float
     programs: list[Slots]
 
 
 def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | None = 0.0) -> Run:
-    """Let every rank follow `rule`; no rank r ever holds more than limits[r] live activations.
+    """Let every rank follow `rule`; rank r never holds more than limits[r] live activations.
 
-    patience: a W that takes w gives way to an input that is expected within ``patience * w``; None: the rule
-        itself says where each W stands
+    patience: a W of length w gives way to an input that is expected within ``patience * w``; None: the rule
+        places every W itself
     """
     ranks = [Rank(number, limit) for number, limit in enumerate(limits)]
     ranks[0].arrivals[0] = [0.0] * work.microbatches
@@ -198,7 +182,7 @@ def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | None = 
         rank = ranks[number]
         if time < rank.free_at:
             continue
-        slot, expected = rule.next(rank, time)
+        slot, expected = rule(rank, time)
         if slot == WAIT:
             if patience is None or not rank.deferred:
                 continue
@@ -214,7 +198,7 @@ def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | None = 
 def _begin(
     work: Work, ranks: list[Rank], rank: Rank, slot: int, time: float, events: list[tuple[float, int]]
 ) -> None:
-    """Begin `slot` on `rank` at `time`, and let it and whoever waits for the result look again."""
+    """Begin `slot` on `rank` at `time`, and wake the rank that takes the result."""
     if slot > 3:
         _, microbatch = rank.deferred.popleft()
         rank.live -= 1
@@ -259,14 +243,14 @@ def _stages(ranks: int, rank: int) -> tuple[int, ...]:
     return (out, home, home, out, home, out)
 
 
-# ---- A V schedule formed for given costs: the best of many repeating blocks, never worse than the usual one.
+# ---- The best of many rules for given costs
 
 
-_BUDGET = 250_000  # ops that the search may simulate: half a second
+_BUDGET = 250_000  # ops that may be simulated: half a second
 
 
 class Shape(NamedTuple):
-    """spread, gap: see Block; lead: see ByBlock, in intervals; patience: see run."""
+    """A rule `by_block`, with `lead` in intervals, and the patience of its `run`."""
 
     spread: float
     gap: float
@@ -274,19 +258,22 @@ class Shape(NamedTuple):
     patience: float = 0.0
 
     def run(self, work: Work, limits: Sequence[int]) -> Run:
-        block = Block.of(work, self.spread, self.gap)
-        rule = ByBlock(block, work.microbatches, self.lead * work.interval)
+        rule = by_block(work, self.spread, self.gap, self.lead * work.interval)
         found = run(work, limits, rule, self.patience)
         if found.makespan < inf or self.lead == inf:
             return found
-        return self._replace(lead=inf).run(work, limits)  # no rank gets stuck that may look ahead without end
+        return self._replace(lead=inf).run(work, limits)  # with no limit ahead, no rank gets stuck
 
 
-_SPREADS = (1.0, 2.0)
-_GAPS = (0.0, 1 / 6, 1 / 3, 1 / 2, 2 / 3)
-_LEADS = (0.0, 1 / 6, 1 / 3, 1 / 2, 1.0, 2.0, 4.0, inf)
-_PATIENCES = (0.0, 0.5, 1.0)
-_SHAPES = tuple(Shape(*knobs) for knobs in product(_SPREADS, _GAPS, _LEADS, _PATIENCES))
+_SHAPES = tuple(
+    Shape(*values)
+    for values in product(
+        (1.0, 2.0),
+        (0.0, 1 / 6, 1 / 3, 1 / 2, 2 / 3),
+        (0.0, 1 / 6, 1 / 3, 1 / 2, 1.0, 2.0, 4.0, inf),
+        (0.0, 0.5, 1.0),
+    )
+)
 
 
 def form(
@@ -297,7 +284,9 @@ def form(
     usual: Callable[[Work], Run],
     costs: Costs | None,
 ) -> Schedule:
-    """What `usual` makes for unit times; where `costs` are given, a better schedule for them if there is one.
+    """The programs that `usual` makes for unit times; with `costs`, the best found for them.
+
+    That is never slower, at these costs, than the programs for unit times.
 
     limits[r]: the most live activations of rank r, whatever the costs
     """
@@ -305,28 +294,24 @@ def form(
     chosen = usual(unit)
     if costs is not None:
         work = Work.of(ranks, microbatches, costs)
-        order = InOrder([[slot for slot, _ in slots] for slots in chosen.programs])
-        as_usual = run(work, limits, order, patience=None)
-        own = _search(work, [usual, *_candidates(limits, chosen)])(work)
-        chosen = min(as_usual, own, key=lambda found: found.makespan)
+        slots = [[slot for slot, _ in program] for program in chosen.programs]
+        as_usual = run(work, limits, in_order(slots), patience=None)
+        sample = work.first(2 * ranks + 4)  # enough for all phases, few enough to try many
+        affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
+        tried = islice([usual, *_candidates(limits, chosen)], affordable)
+        best = min(tried, key=lambda candidate: candidate(sample).makespan)
+        chosen = min(as_usual, best(work), key=lambda found: found.makespan)
     return schedule(name, unit, chosen.programs)
 
 
-def _search(work: Work, candidates: Iterable[Callable[[Work], Run]]) -> Callable[[Work], Run]:
-    """What does best on the first microbatches: enough for all phases, few enough to try many."""
-    sample = work.first(2 * work.ranks + 4)
-    affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
-    return min(islice(candidates, affordable), key=lambda candidate: candidate(sample).makespan)
-
-
 def _candidates(limits: Sequence[int], usual: Run) -> Iterator[Callable[[Work], Run]]:
-    """The usual order of the legs, W where these costs leave time for it; then blocks in a fixed disorder."""
+    """The usual order of the legs with W placed for the costs; then blocks, in a fixed random order."""
 
-    def in_order(work: Work, patience: float) -> Run:
+    def legs_in_order(work: Work, patience: float) -> Run:
         legs = [[slot for slot, i in slots if slot < 4 and i < work.microbatches] for slots in usual.programs]
-        return run(work, limits, InOrder(legs), patience)
+        return run(work, limits, in_order(legs), patience)
 
     for patience in (0.0, 0.5, 1.0):
-        yield partial(in_order, patience=patience)
+        yield partial(legs_in_order, patience=patience)
     for shape in random.Random(0).sample(_SHAPES, len(_SHAPES)):
         yield partial(shape.run, limits=limits)

@@ -1,4 +1,4 @@
-"""The best schedule that can be found for given costs and a given limit of memory."""
+"""The best schedule found for given costs within a memory limit."""
 
 from penstock.schedule.search.search import Found, search
 

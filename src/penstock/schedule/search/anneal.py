@@ -1,4 +1,4 @@
-"""Annealing: one op at a time moves along its rank's program."""
+"""Annealing: one op at a time moves within the program of its rank. And `replaced`: W placed anew."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from random import Random
 from penstock.schedule.search.evaluate import key, levels, times, times_after
 from penstock.schedule.search.problem import NOTHING, OP_TIMED, Budget, F, Problem, Programs, W
 
-# ---- Where W goes, in programs whose forwards and input gradients keep their order.
-
 
 def replaced(problem: Problem, programs: Programs) -> Programs | None:
-    """Each W where its rank would else wait, or where it must make room; None where that gets stuck.
+    """Move each W to where its rank would wait otherwise, or must free memory; None if that gets stuck.
 
-    A W does not begin where it would hold up what comes before half of it is done.
+    F and I keep their order. A W does not start if the next op is ready before half of that W is done.
     """
     need, delay, duration = problem.need, problem.delay, problem.duration
     main = [[number for number in program if number % 3 != W] for program in programs]
@@ -56,19 +54,17 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
 
 Place = tuple[int, int]  # rank, position
 
-_OF_THE_ENDS = (
-    0.3  # what the mean of the ranks' ends counts beside the value, to tell apart what the value does not
-)
-_HEAT = 0.15  # at first, of a cycle
-_ON_THE_PATH = 0.7  # share of the moves
+_ENDS_WEIGHT = 0.3  # of the mean of the ranks' ends, which tells programs of one value apart
+_HEAT = 0.15  # at the beginning, in cycles
+_ON_THE_PATH = 0.7  # share of the moves that are of a critical op
 
 
 def annealed(
     problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
 ) -> Programs:
-    """`programs` or better, once `share` of the budget is spent. least: what the value cannot be below."""
+    """`programs` or better, after `share` of the budget. least: a lower bound on the value."""
     ends = times(problem, programs)
-    assert ends is not None, "the programs given deadlock"
+    assert ends is not None, "the programs deadlock"
     current = [list(program) for program in programs]
     best, best_key = programs, key(problem, programs, ends)
     score, path = _score(problem, current, ends, least), _critical(problem, current, ends)
@@ -85,12 +81,11 @@ def annealed(
         current[rank] = new
         found = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
         reached = _score(problem, current, found, least) if found else None
-        # a random number is drawn either way, for the draws that follow to stay in step
-        chance = random.random()
+        threshold = random.random()  # drawn in any case, so that later draws do not depend on the score
         if (
             found is None
             or reached is None
-            or (reached > score and chance >= exp((score - reached) / (heat + 1e-9)))
+            or (reached > score and threshold >= exp((score - reached) / (heat + 1e-9)))
         ):
             current[rank] = old
             continue
@@ -107,11 +102,11 @@ def _first_difference(old: list[int], new: list[int], since: int) -> int:
 
 def _score(problem: Problem, programs: Programs, ends: list[int], least: int) -> float:
     value, together = key(problem, programs, ends)
-    return max(value, least) + _OF_THE_ENDS * together / problem.ranks
+    return max(value, least) + _ENDS_WEIGHT * together / problem.ranks
 
 
 def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Place]:
-    """The ops that the value hangs on, the last one first."""
+    """The chain of ops that determines the value, the last first."""
     rank = max(
         (rank for rank in range(problem.ranks) if programs[rank]),
         key=lambda rank: ends[programs[rank][-1]] - problem.offset[rank],
@@ -133,7 +128,7 @@ def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Pla
 
 
 def _drawn(problem: Problem, programs: Programs, path: list[Place], random: Random) -> tuple[int, int, int]:
-    """Which op of which rank moves where to; rather one that the value hangs on, rather not far."""
+    """The rank, position and target of a random move; more often of a critical op, more often a short one."""
     if random.random() < _ON_THE_PATH:
         rank, at = random.choice(path)
     else:
@@ -145,15 +140,15 @@ def _drawn(problem: Problem, programs: Programs, path: list[Place], random: Rand
 
 
 def _moved(problem: Problem, program: list[int], at: int, to: int) -> list[int] | None:
-    """With the op at `at` moved towards `to`, as far as its line and its microbatch allow.
+    """Move the op at `at` towards `to`, as far as its line and its microbatch allow.
 
-    None where that is not at all, and where the rank would hold too much.
+    None if it cannot move at all, or if the rank would hold too much.
     """
     if not program:
         return None
     number, line_of = program[at], problem.line_of
     back = to < at
-    # what it must not pass: its stage's other op, and the neighbouring stage's where that is on this rank
+    # it must not pass the op of its own stage that it needs or feeds, nor that of the neighbouring stage
     kind = number % 3
     own = (number - 1 if kind != F else NOTHING) if back else (number + 1 if kind != W else NOTHING)
     kin = (own, problem.need[number] if back else problem.feeds[number])

@@ -1,6 +1,6 @@
-"""What no schedule can beat.
+"""Lower bounds on the value of any schedule.
 
-Each bound is for one rank with the stages s_1 < ... < s_v; its time counts from the rank's offset.
+Each is for one rank with the stages s_1 < ... < s_v; its time counts from the offset of the rank.
 
     busy        arrival of its first op + its work + idle before its first I + idle after its last F
     way home    arrival + idle before its first I + its work, less the W that it can put off,
@@ -8,9 +8,9 @@ Each bound is for one rank with the stages s_1 < ... < s_v; its time counts from
     residence   arrival + the sum over its activations of size x the least time held, divided by the limit
     chain       the way of one microbatch there and back
 
-Before its first I a rank has only forwards to do, and no more than fit in its memory, while the first
-microbatch is on its way to the last stage and back: the rest of that time is idle. After its last F it has
-only backwards to do, and no more than its memory holds, while the last microbatch is on its way.
+Before its first I a rank can run only forwards, as many as fit in its memory, while the first microbatch goes
+to the last stage and back: the rest of that time is idle. After its last F it can run only backwards, of what
+its memory holds, while the last microbatch goes there and back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.schedule.search.problem import F, I, Problem, W, arrivals
 
 
 def lower_bound(problem: Problem) -> int:
-    """In quanta; what `evaluate.key` calls value is never less."""
+    """In quanta: no programs have a smaller value (`evaluate.key`)."""
     if problem.placement.replicas > 1:
         return _of_copies(problem)
     bounds = _Bounds(problem)
@@ -32,9 +32,9 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _of_copies(problem: Problem) -> int:
-    """However the microbatches are dealt out to the copies of the model: each rank's work alone.
+    """For any distribution of the microbatches over the copies of the model: the work of each rank.
 
-    Where they are alike, the rank waits besides for the first of them.
+    If they are alike, the rank also waits for the first of them.
     """
     arrival, depth = arrivals(problem), problem.placement.depth
     used = set(problem.copies) == set(range(problem.placement.replicas))
@@ -77,12 +77,12 @@ class _Bounds:
 
     def busy(self, rank: int) -> int:
         before, after = self._before(rank), self._after(rank)
-        # where all forwards may come before the first I, the two times may be one
+        # if all forwards can run before the first I, the two idle times may be one
         apart = self._forwards(rank) < sum(self.all[3 * s + F] for s in self._stages(rank))
         return self.start[rank] + self.problem.work[rank] + (before + after if apart else max(before, after))
 
     def way_home(self, rank: int) -> int:
-        """Once the last I of s_1 is done, nothing but W is left to do on the rank."""
+        """After the last I of s_1 only W is left to run on the rank."""
         first = self._stages(rank)[0]
         items = [(self.most[3 * s + W], self.kept[s], self.all[3 * s + W]) for s in self._stages(rank)]
         put_off = max(self._fill(items, self.limit[rank]), self.most[3 * first + W])
@@ -97,7 +97,7 @@ class _Bounds:
         )
 
     def residence(self, rank: int) -> int:
-        """An activation is held from F to I at least as long as it takes to come back, and then until W."""
+        """An activation is held at least until its gradient can come back, and then until W."""
         if not self.limit[rank]:
             return 0
         held, problem = 0, self.problem
@@ -118,12 +118,12 @@ class _Bounds:
         return max(0, first_input_grad - self.start[rank] - self._forwards(rank))
 
     def _forwards(self, rank: int) -> int:
-        """The most that fits before the first I."""
+        """The most forward time that fits in memory before the first I."""
         items = [(self.most[3 * s + F], self.whole[s], self.all[3 * s + F]) for s in self._stages(rank)]
         return self._fill(items, self.limit[rank])
 
     def _after(self, rank: int) -> int:
-        """From the last F, one of s_v, to the end of the same microbatch's W of s_1, less the work left."""
+        """The idle time after the last F, on s_v, until its microbatch has come back and W of s_1 is done."""
         stages = self._stages(rank)
         first, last = 3 * stages[0], 3 * stages[-1]
         items: list[tuple[int, int, int]] = []
@@ -148,7 +148,7 @@ class _Bounds:
         return there + sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(end, depth))
 
     def _fill(self, items: list[tuple[int, int, int]], limit: int) -> int:
-        """The most time that fits. An item: its time and size apiece, its time in all. Parts are allowed."""
+        """The most time that fits into `limit`, with fractions. items: time, size, and time in all."""
         time = 0.0
         for apiece, size, together in sorted(items, key=lambda item: -item[0] / item[1] if item[1] else -inf):
             if not size:

@@ -1,6 +1,6 @@
-"""When each op of given programs runs: what `simulate` does, on whole numbers, many thousand times a second.
+"""When each op runs: `simulate` on whole numbers, many thousand times a second.
 
-A program here is right by itself: it stands in an order that its own rank's ops allow.
+Each program is in an order that its rank could follow if no other rank kept it waiting.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from penstock.schedule.search.problem import NOTHING, Problem, Programs
 
 
 class Key(NamedTuple):
-    """What a search makes small: first the time that counts, then the sum of the ranks' ends."""
+    """What a search minimizes: first the time that counts, then the sum of the ranks' ends."""
 
     value: int
     ends: int
 
 
 def times(problem: Problem, programs: Programs) -> list[int] | None:
-    """The end of each op, by number; one more for NOTHING. None where the programs deadlock."""
+    """The end of each op, by number, and one more for NOTHING. None if the programs deadlock."""
     ends = [NOTHING] * problem.count + [0]  # needing NOTHING, the last one, holds nothing up
     return _run(problem, programs, ends, [0] * len(programs), [0] * len(programs))
 
@@ -27,9 +27,9 @@ def times(problem: Problem, programs: Programs) -> list[int] | None:
 def times_after(
     problem: Problem, programs: Programs, before: list[int], rank: int, at: int
 ) -> list[int] | None:
-    """The same where only the program of `rank` has changed, from position `at` on; `before`: as it was.
+    """`times` after the program of `rank` has changed from position `at` on. before: the times until now.
 
-    What started earlier than anything could change stays. The unchanged programs are read for when that is.
+    Only ops that start late enough to be affected run again.
     """
     duration = problem.duration
     since = before[programs[rank][at - 1]] if at else 0
@@ -71,9 +71,9 @@ def _run(
 
 
 def tails(problem: Problem, programs: Programs) -> list[int]:
-    """By op: the least time from its end until all is done that waits for it, less the offset of that rank.
+    """By op: the time from its end until all that waits for it is done, less the offset of that rank.
 
-    The programs must not deadlock. It is the same walk from the end.
+    This is the same walk, backwards. The programs must not deadlock.
     """
     feeds, delay, duration = problem.feeds, problem.delay, problem.duration
     shift = max(problem.offset)
@@ -111,7 +111,7 @@ def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
 
 
 def levels(problem: Problem, program: list[int]) -> list[int]:
-    """What its rank holds while each op of the program runs."""
+    """What the rank holds while each op of its program runs."""
     take, give, held = problem.take, problem.give, 0
     found: list[int] = []
     for number in program:

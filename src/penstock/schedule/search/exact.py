@@ -1,10 +1,10 @@
-"""CP-SAT on a part of a schedule, or on all of it.
+"""CP-SAT on all of a schedule or on a part of it, and large-neighbourhood search with it.
 
-A part is a stretch of each rank's program. What stands before it stays; what stands behind it keeps its
-order and moves up. So an op of the part that ends at t makes the whole take at least t + its tail, and the
-best order of the part is the best of the whole, all else kept.
+A part is a stretch of each rank's program. Ops before it stay; ops behind it keep their order and move up. So
+if an op of the part ends at t, the step takes at least t + its tail, and the best order of the part is the
+best of the whole if all else stays.
 
-OR-tools is an extra: `available` says whether it is there.
+OR-tools is an optional dependency: see `available`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.schedule.search.problem import (
     W,
 )
 
-# what is made small: the value; the sum of the ranks' ends of the part, the value being kept; or both at once
+# minimize the value; the sum of the ranks' ends without a larger value; or both at once
 Aim = Literal["value", "ends", "both"]
 
 
@@ -40,7 +40,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Solved:
-    """programs: the best found, perhaps those given; bound: all else kept, nothing has a smaller value"""
+    """programs: the best found; bound: if all else stays, nothing has a smaller value; proven: optimal"""
 
     programs: Programs
     bound: int
@@ -49,9 +49,9 @@ class Solved:
 
 @dataclass(frozen=True)
 class Part:
-    """Of rank r's program the positions from starts[r] up to stops[r].
+    """The positions from starts[r] up to stops[r] of rank r's program.
 
-    in_order: ranks that keep their order. They are part of it, because what other ranks do depends on theirs
+    in_order: ranks whose ops keep their order but may move in time
     """
 
     starts: Sequence[int]
@@ -73,7 +73,7 @@ def solve(
     seed: int,
     budget: Budget,
 ) -> Solved:
-    """The best order of `part` found in so many deterministic seconds; no value is below `least`."""
+    """The best order of `part` found in so many deterministic seconds. least: a lower bound on the value."""
     from ortools.sat.python import cp_model
 
     model = _Model(cp_model.CpModel(), problem, programs, part, aim, least)
@@ -92,7 +92,7 @@ def solve(
     for rank, piece in enumerate(model.pieces):
         if rank in part.in_order:
             continue
-        # of ops at one time those that take none come first, and then the order given decides
+        # of ops at the same time, those that take no time come first
         start = {number: solver.value(model.start[number]) for number in piece}
         ordered = sorted(piece, key=lambda number: (start[number], problem.duration[number] > 0))
         found[rank][part.starts[rank] : part.stops[rank]] = ordered
@@ -100,14 +100,14 @@ def solve(
 
 
 class _Model:
-    """start[n]: the variable of each op in the part. `model` is a cp_model.CpModel."""
+    """A cp_model.CpModel with the variable start[n] for each op n of the part."""
 
     def __init__(
         self, model: Any, problem: Problem, programs: Programs, part: Part, aim: Aim, least: int
     ) -> None:
-        self.model, self.problem, self.given, self.part = model, problem, programs, part
+        self.model, self.problem, self.programs, self.part = model, problem, programs, part
         ends = times(problem, programs)
-        assert ends is not None, "the programs given deadlock"
+        assert ends is not None, "the programs deadlock"
         self.ends, self.tails = ends, tails(problem, programs)
         self.value = key(problem, programs, ends).value
         self.horizon = self.value + max(problem.offset)
@@ -126,10 +126,10 @@ class _Model:
         self._aim(aim, least)
 
     def _rank(self, rank: int) -> None:
-        """Its ops, one at a time, none earlier than what stands before the part allows."""
+        """Its ops, one at a time, none earlier than the ops before the part allow."""
         problem, intervals = self.problem, []
         before = self.part.starts[rank]
-        free_at = self.ends[self.given[rank][before - 1]] if before else 0
+        free_at = self.ends[self.programs[rank][before - 1]] if before else 0
         for number in self.pieces[rank]:
             earliest, needed, takes = free_at, problem.need[number], problem.duration[number]
             if needed != NOTHING and needed not in self.free:
@@ -153,7 +153,7 @@ class _Model:
                 self.model.add(start[number] >= self._end(number - 1))
             if need[number] in start:
                 self.model.add(start[number] >= self._end(need[number]) + delay[number])
-        if self.problem.alike:  # then some best schedule has every line in the order of the microbatches
+        if self.problem.alike:  # then an optimal schedule has every line in the order of the microbatches
             for line in self.problem.lines:
                 for one, other in pairwise([number for number in line if number in start]):
                     self.model.add(start[other] >= self._end(one))
@@ -169,7 +169,7 @@ class _Model:
         self._room_over_time(rank)
 
     def _room_by_order(self, stage: int, alone: bool) -> bool:
-        """F of microbatch i + k waits for W of i, where k fit. Returns whether that says all about memory."""
+        """If k fit, F of microbatch i + k waits for W of i. Returns True if that is all about memory."""
         forwards = list(self.problem.lines[3 * stage + F])
         if not forwards:
             return True
@@ -187,7 +187,7 @@ class _Model:
         return alone and not (released and kept) and not self.problem.take[forwards[0] + I]
 
     def _room_over_time(self, rank: int) -> None:
-        """What is held, from op to op, as intervals under the limit."""
+        """Each activation as an interval with a size; their sum stays under the limit."""
         model, problem = self.model, self.problem
         limit, intervals, sizes = problem.limit[rank], [], []
         for stage in problem.placement.stages_of(rank):
@@ -211,11 +211,11 @@ class _Model:
         model.add_cumulative(intervals, sizes, limit)
 
     def _aim(self, aim: Aim, least: int) -> None:
-        """The value is the latest end with its tail, of the ops that something behind the part waits for."""
+        """The value is the latest end plus tail, over the ops that ops behind the part wait for."""
         model, problem = self.model, self.problem
         value = model.new_int_var(min(least, self.value), self.value, "")
         sum_of_ends = []
-        for rank, (program, piece) in enumerate(zip(self.given, self.pieces, strict=True)):
+        for rank, (program, piece) in enumerate(zip(self.programs, self.pieces, strict=True)):
             if not piece:
                 continue
             stop = self.part.stops[rank]
@@ -239,12 +239,10 @@ class _Model:
             model.minimize(_WEIGHT * problem.ranks * value + sum(sum_of_ends))
 
 
-_WEIGHT = 10  # of the value over a rank's end, where both are made small
+_WEIGHT = 10  # of the value against a rank's end, if both are minimized
 
 
-# ---- Large-neighbourhood search: a window of the schedule at a time is ordered anew by CP-SAT, all else
-# kept.
-
+# ---- Large-neighbourhood search: CP-SAT reorders one window of the schedule at a time
 
 _SECONDS = 0.15  # deterministic, for one window
 _FIRST, _FEWEST, _MOST = 60.0, 24.0, 240.0  # ops in a window
@@ -254,33 +252,33 @@ _GIVEN_UP = 60  # windows in a row that changed nothing
 def improved(
     problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
 ) -> Programs:
-    """`programs` or better, once `share` of the budget is spent."""
+    """`programs` or better, after `share` of the budget."""
     best, best_key = programs, _key(problem, programs)
     size, idle = _FIRST, 0
     while budget.left(share) > 0 and idle < _GIVEN_UP:
         part = _window(problem, best, size, random)
         seconds = min(_SECONDS, budget.left(share) / CP_SAT_SECOND)
         solved = solve(problem, best, part, "both", least, seconds, random.randrange(2**30), budget)
-        # windows grow until they cannot be searched out
+        # windows grow until CP-SAT cannot finish them
         size = min(_MOST, size * 1.08) if solved.proven else max(_FEWEST, size * 0.85)
         found = _key(problem, solved.programs)
         idle = 0 if found < best_key else idle + 1
-        # as good in another order is taken too: the next window starts from elsewhere
+        # another order that is as good is taken too: the next window starts from there
         if found <= best_key:
             best, best_key = solved.programs, found
     return best
 
 
 def _key(problem: Problem, programs: Programs) -> Key:
-    """Beyond all others where ops that take no time have come in an order that does not run."""
+    """Worse than any other if ops that take no time came in an order that cannot run."""
     ends = times(problem, programs) if fits(problem, programs) else None
     return key(problem, programs, ends) if ends else Key(2**62, 0)
 
 
 def _window(problem: Problem, programs: Programs, size: float, random: Random) -> Part:
-    """What starts within a stretch of time. Neighbouring ranks are free there, about `size` ops of theirs."""
+    """The ops that start within a random time; about `size` ops of neighbouring ranks are free to move."""
     ends, duration = times(problem, programs), problem.duration
-    assert ends is not None, "the programs given deadlock"
+    assert ends is not None, "the programs deadlock"
     ranks = problem.ranks
     wide = ranks if random.random() < 0.5 else random.randint(min(2, ranks), ranks)
     lowest = random.randint(0, ranks - wide)

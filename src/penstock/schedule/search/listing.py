@@ -1,12 +1,11 @@
-"""List scheduling with look-ahead, by policies that are tried, kept and varied.
+"""List scheduling with look-ahead, by policies that are tried, kept and varied at random.
 
-Time runs forward; whenever a rank is free it takes the op with the highest score among those that may run
-then or soon:
+Whenever a rank is free it takes, among the ops that can run now or soon, the one with the highest score:
 
-    score = base[line] - slope[line] x (how many of its line are done) - wait x (how long the rank would idle)
+    score = base[line] - slope[line] * (ops of its line that are done) - wait * (how long the rank would idle)
 
-A line is one kind of op on one stage. The bases start from the way that is left to the end of a microbatch,
-the slope says how much older microbatches are preferred, and both are varied at random.
+A line is one kind of op on one stage. `base` begins as the time left to the end of a microbatch; `slope` says
+how much older microbatches come first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _KEPT = 6  # policies that are varied
 class Policy:
     """base, slope: by line; wait: see above; patience: how far a rank looks ahead, in quanta.
 
-    They do not depend on the number of microbatches.
+    A policy fits any number of microbatches.
     """
 
     base: tuple[float, ...]
@@ -50,9 +49,9 @@ def listed(
     known: Sequence[Policy] = (),
     least: int = 0,
 ) -> list[Listed]:
-    """The best that policies lead to, best first; `known` ones and two others are tried in any case.
+    """The best programs that policies lead to, best first; it tries at least the `known` ones and two more.
 
-    Stops when `share` of the budget is spent, or when `least` is reached and nothing has got better for long.
+    It stops when `share` of the budget is spent, or when `least` is reached and nothing improves for long.
     """
     best: list[Listed] = []
     room = reserves(problem)
@@ -82,10 +81,10 @@ def listed(
 
 
 def _drawn(problem: Problem, random: Random) -> Policy:
-    """A policy out of the blue."""
+    """A random policy."""
     left = _ways_left(problem)
     unit = problem.cycle / 3
-    # a W waits until there is nothing else to do, or is one op among others
+    # a W waits until nothing else can run, or is an op like the others
     later = random.choice((0.0, 0.0, 6.0, -6.0, -60.0)) * unit
     noise = random.choice((0.0, 0.5, 1.0, 3.0)) * unit
     base = tuple(
@@ -97,7 +96,7 @@ def _drawn(problem: Problem, random: Random) -> Policy:
 
 
 def _varied(problem: Problem, policy: Policy, random: Random) -> Policy:
-    """A policy close by."""
+    """A policy close to `policy`."""
     unit = problem.cycle / 3
     base, slope = list(policy.base), list(policy.slope)
     width = random.choice((0.1, 0.3, 1.0, 3.0)) * unit
@@ -137,10 +136,10 @@ def _ways_left(problem: Problem) -> list[float]:
 
 
 def reserves(problem: Problem) -> list[int]:
-    """By line: what must stay free when one of its ops has taken its own.
+    """By line: what must stay free after one of its ops has taken its memory.
 
-    Behind an F it is room for the later stages of one microbatch on that rank. As microbatches keep their
-    order on every stage, the oldest one then always gets through, and no rank fills up with what cannot end.
+    After an F that is room for one microbatch on the later stages of that rank. As microbatches keep their
+    order on every stage, the oldest can then always finish, and no rank fills up.
     """
     found = [0] * len(problem.lines)
     for rank in range(problem.ranks):
@@ -154,9 +153,9 @@ def reserves(problem: Problem) -> list[int]:
 
 
 def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None:
-    """The programs that `policy` leads to, None where it gets stuck. room: see `reserves`.
+    """The programs that `policy` leads to; None if it gets stuck. room: from `reserves`.
 
-    One loop, because it is where a search spends its time.
+    It is one loop because a search spends its time here.
     """
     duration, delay, take, give = problem.duration, problem.delay, problem.take, problem.give
     rank_of, line_of, feeds, lines = problem.rank_of, problem.line_of, problem.feeds, problem.lines
@@ -171,7 +170,7 @@ def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None
     while queue:
         now, rank = heappop(queue)
         if now < free[rank]:
-            continue  # it has found something else meanwhile
+            continue  # it has begun another op meanwhile
         best, highest, soonest = NOTHING, 0.0, NOTHING
         limit = problem.limit[rank] - held[rank]
         for line in lines_of[rank]:

@@ -1,7 +1,7 @@
-"""What is searched: ops as numbers, times and sizes as whole numbers.
+"""The problem that is searched, in whole numbers; and the budget of a search.
 
-Ops are numbered as in `penstock.schedule.order`: three a stage and microbatch, F, I, W. The search knows no
-whole backward: I with its W right behind it does the same, and hands the gradient on earlier.
+Ops are numbered as in `penstock.schedule.order`: three per stage and microbatch, F, I and W. There is no
+whole backward: I and W next to each other take as long, and the gradient leaves earlier.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")
 NOTHING = -1
 Programs = list[list[int]]
 
-_MOST = 10**9  # quanta in the sum of all times: CP-SAT multiplies times with sizes, in 64 bits
+_MAX_QUANTA = 10**9  # in the sum of all times: CP-SAT multiplies times with sizes, in 64 bits
 _DENOMINATOR = 10_000  # of the numbers that people write
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One search's givens. Times are in quanta, by op; sizes in grains.
+    """Times are whole quanta, by op; sizes are whole grains.
 
     copies[i]: the copy of the model that microbatch i goes through
-    need[n]: the op of the neighbouring stage that n takes its input from, or NOTHING; delay[n]: its way
-    take[n]: what the rank holds more from the start of n on; give[n]: what less from its end on
+    need[n]: the op of the neighbouring stage that feeds op n, or NOTHING; delay[n]: how long its result
+    travels take[n]: how much more the rank holds from the start of n; give[n]: how much less from its end
     limit[r]: the most that rank r may hold
-    offset[r]: from when on the time of rank r counts
+    offset[r]: when the time of rank r begins to count
     exact: no time was rounded; otherwise all were rounded down
     exact_sizes: no size was rounded; otherwise all were rounded up
     alike: every microbatch costs the same, so that their order on a stage does not matter
@@ -60,12 +60,12 @@ class Problem:
 
     @property
     def row(self) -> int:
-        """From a stage to the next."""
+        """Numbers per stage."""
         return 3 * self.microbatches
 
     @cached_property
     def count(self) -> int:
-        """Of the numbers, also of those that are no op because the microbatch goes through another copy."""
+        """Of numbers, with those that are no op because the microbatch goes through another copy."""
         return self.row * self.placement.stages
 
     @cached_property
@@ -74,7 +74,7 @@ class Problem:
 
     @cached_property
     def lines(self) -> list[tuple[int, ...]]:
-        """By 3 x stage + kind: the ops of that kind on that stage, in the order of the microbatches."""
+        """By 3 stage + kind: the ops of that kind on that stage, microbatches in order."""
         depth = self.placement.depth
         return [
             tuple(
@@ -103,17 +103,17 @@ class Problem:
 
     @cached_property
     def size(self) -> int:
-        """How many ops there are."""
+        """The number of ops."""
         return sum(map(len, self.ops_of))
 
     @cached_property
     def work(self) -> list[int]:
-        """By rank: all its ops, one after the other."""
+        """By rank: the sum of its durations."""
         return [sum(self.duration[number] for number in ops) for ops in self.ops_of]
 
     @cached_property
     def feeds(self) -> list[int]:
-        """The op that takes its input from n, or NOTHING: `need` the other way round."""
+        """The op that op n feeds, or NOTHING: `need` the other way round."""
         found = [NOTHING] * self.count
         for number, needed in enumerate(self.need):
             if needed != NOTHING:
@@ -122,11 +122,11 @@ class Problem:
 
     @cached_property
     def cycle(self) -> float:
-        """What the busiest rank takes for a microbatch, on average."""
+        """The mean time of the busiest rank per microbatch."""
         return max(self.work) / self.microbatches
 
     def schedule(self, programs: Programs, name: str = "searched") -> Schedule:
-        """Every backward split."""
+        """With every backward split."""
 
         def op(number: int) -> Op:
             stage, within = divmod(number, self.row)
@@ -135,7 +135,7 @@ class Problem:
         return Schedule(name, self.placement, self.microbatches, tuple(tuple(map(op, p)) for p in programs))
 
     def programs(self, schedule: Schedule) -> Programs:
-        """The other way: each whole backward becomes I and W."""
+        """Of a schedule, with each whole backward as I and W."""
         found: Programs = []
         for program in schedule.programs:
             numbers: list[int] = []
@@ -154,7 +154,12 @@ def problem(
     copies: tuple[int, ...] | None = None,
     from_first_op: bool = False,
 ) -> Problem:
-    """limits: by rank, None for no limit; from_first_op: each rank's time counts from its first op on."""
+    """The costs as whole numbers.
+
+    limits: by rank, None for no limit
+    copies: as in Problem; None: the copies take the microbatches in turn
+    from_first_op: the time of each rank counts from when its first op can start at best
+    """
     times = [costs.durations(kind, placement, microbatches) for kind in KINDS]
     ways = costs.delays(placement, microbatches)
     held = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
@@ -177,7 +182,7 @@ def problem(
         delay=delay,
         take=take,
         give=give,
-        # rounding that is not exact keeps what `simulate` would call too much by a last digit
+        # a limit that `simulate` calls kept, up to a last digit, is kept here
         limit=[total if x is None else min(total, floor(x * per_size * (1 + 1e-12) + 1e-9)) for x in limits],
         offset=[0] * placement.ranks,
         exact=exact,
@@ -190,7 +195,7 @@ def problem(
 
 
 def arrivals(problem: Problem) -> list[int]:
-    """By line: before when none of its ops can start, whatever the ranks do."""
+    """By line: no op of it can start earlier, whatever the ranks do."""
     least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
     ways = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
     found = [0] * len(problem.lines)
@@ -213,7 +218,7 @@ def _interleaved(kinds: Iterable[list[list[int]]]) -> list[int]:
 
 
 def _held(activation: list[list[int]], kept: list[list[int]]) -> tuple[list[int], list[int]]:
-    """take and give. Where more is kept for W than was held before I, I takes the difference."""
+    """take and give. If W keeps more than was held before I, I takes the difference."""
     take: list[int] = []
     give: list[int] = []
     for rows in zip(activation, kept, strict=True):
@@ -239,13 +244,13 @@ def _edges(placement: Placement, microbatches: int, ways: list[list[int]]) -> tu
 
 
 def _quanta(values: Sequence[float]) -> tuple[float, bool]:
-    """How many quanta make a unit, and whether every value is a whole number of them."""
+    """Quanta per unit, and whether every value is a whole number of them."""
     total, per_unit = sum(values), 1
     for value in set(values):
         near = Fraction(value).limit_denominator(_DENOMINATOR)
         per_unit = lcm(per_unit, near.denominator)
-        if abs(float(near) - value) > 1e-12 * max(1.0, value) or total * per_unit > _MOST:
-            return _MOST / total, False
+        if abs(float(near) - value) > 1e-12 * max(1.0, value) or total * per_unit > _MAX_QUANTA:
+            return _MAX_QUANTA / total, False
     return float(per_unit), True
 
 
@@ -257,19 +262,18 @@ def _up(x: float) -> int:
     return -floor(-x)
 
 
-# ---- How much searching `seconds` are: counted work, so that the same call does the same on any machine.
-
+# ---- `seconds` of search are counted work, so that the same call does the same on any machine
 
 _PER_SECOND = 4_000_000  # of the steps below, on one core of 2024
 OP_TIMED = 1  # one op run once
 OP_LISTED = 9  # one op chosen by list scheduling
-OP_MODELLED = 300  # one op told to CP-SAT
+OP_MODELLED = 300  # one op in a CP-SAT model
 CP_SAT_SECOND = 15_000_000  # one of CP-SAT's deterministic seconds
-_PATIENCE = 4.0  # times as long as asked for, the search stops whatever it has done
+_PATIENCE = 4.0  # after so many times `seconds` on the clock, the search stops in any case
 
 
 class Budget:
-    """`spent` of `total` steps. `cut_short`: the clock, not the count, ended it."""
+    """`spent` of `total` steps. cut_short: the clock ended the search before the count did."""
 
     def __init__(self, seconds: float) -> None:
         self.total = seconds * _PER_SECOND
@@ -281,7 +285,7 @@ class Budget:
         self.spent += steps
 
     def left(self, share: float = 1.0) -> float:
-        """Steps until `share` of all are spent."""
+        """Steps until `share` of the total is spent."""
         if self.wall_left <= 0:
             self.cut_short = True
         return 0.0 if self.cut_short else max(0.0, share * self.total - self.spent)

@@ -1,4 +1,4 @@
-"""From a schedule for few microbatches to one for many: its steady state, some more times."""
+"""From a schedule for few microbatches to one for many: repeat its steady state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CUTS = 60  # moments that are tried
 
 
 def fewer(problem: Problem, microbatches: int) -> Problem:
-    """The same for the first so many microbatches, which are to be alike."""
+    """The same problem with fewer microbatches; all microbatches cost the same."""
 
     def of_each_stage(values: list[int]) -> list[int]:
         starts = range(0, problem.count, problem.row)
@@ -37,10 +37,10 @@ def fewer(problem: Problem, microbatches: int) -> Problem:
 
 
 def extended(problem: Problem, small: Problem, programs: Programs, budget: Budget) -> Programs | None:
-    """`programs` of `small` for as many microbatches as `problem` has; None where no part of it repeats.
+    """Extend `programs` of `small` to the microbatches of `problem`; None if no stretch of them repeats.
 
-    Each rank repeats a stretch of its program that has every line once. What it holds is the same before and
-    after, so that the limit is kept.
+    Each rank repeats a stretch of its program that has every line once. It holds the same before and after
+    the stretch, so the limit is kept.
     """
     ends = times(small, programs)
     assert ends is not None
@@ -70,7 +70,7 @@ def extended(problem: Problem, small: Problem, programs: Programs, budget: Budge
 
 
 def _once(program: list[int], near: int, count: int) -> int | None:
-    """Where, close to `near`, a stretch begins in which each of `count` lines stands once."""
+    """The position closest to `near` from which the next `count` ops are of different lines."""
     for at in sorted(range(max(0, near - count), min(len(program) - count, near + count) + 1),
                      key=lambda at: abs(at - near)):  # fmt: skip
         if len(set(program[at : at + count])) == count:
@@ -79,7 +79,7 @@ def _once(program: list[int], near: int, count: int) -> int | None:
 
 
 def _numbered(problem: Problem, lines: list[int]) -> list[int]:
-    """The ops of the lines, each line's in its order."""
+    """The ops of these lines, each line in order."""
     seen: Counter[int] = Counter()
     found = []
     for line in lines:

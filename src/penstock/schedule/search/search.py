@@ -1,9 +1,19 @@
-"""`search`: from the user's costs and limit to a proven schedule."""
+"""`search`: from costs and a memory limit to a schedule, with a bound on what is possible.
+
+    1  the builders' schedules, each also with W placed anew
+    2  with many ops: a smaller problem, for its policies and for a steady state to repeat
+    3  list scheduling
+    4  small problems: CP-SAT on all of it, which may prove the optimum; others: annealing
+    5  CP-SAT on one window after another; once the value is optimal, to make ranks end early
+
+Without OR-tools annealing takes the place of CP-SAT. Each step starts from the best programs so far. Its
+share of the budget counts from the beginning, so that a step that ends early leaves more to the next.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, isfinite
@@ -35,28 +45,11 @@ from penstock.schedule.search.repeat import extended, fewer
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
 
-# ---- What the builders have to offer: what a search has to beat, and where it starts from.
+# ---- The builders' schedules: a search starts from them
 
 
 def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterator[tuple[str, Schedule]]:
-    """Every builder's schedules on this placement, each with the builder's name; "paired" behind it where it
-    is an option that was taken. Each one trains.
-    """
-    for name, builder in BUILDERS.items():
-        for options in _options(builder, placement, costs):
-            try:
-                found = builder(ranks=placement.ranks, microbatches=microbatches, **options)
-            except ConfigError:  # it has rules about the sizes
-                continue
-            if found.placement == placement and found.trains:
-                yield f"{name} paired" if options.get("paired") else name, found
-
-
-def _options(
-    builder: Callable[..., Schedule], placement: Placement, costs: Costs
-) -> Iterator[dict[str, Any]]:
-    """What to call a builder with, for what it knows of these: a placement's laps, costs, split backwards."""
-    known = inspect.signature(builder).parameters
+    """Name and schedule of every builder for training on this placement, for each choice of options."""
     laps = placement.stages // placement.ranks
     choices: dict[str, tuple[Any, ...]] = {
         "stages_per_rank": (laps,),
@@ -65,26 +58,24 @@ def _options(
         "paired": (False, True) if costs.overlaps else (False,),
         "costs": (costs,),
     }
-    given = [[(option, value) for value in values] for option, values in choices.items() if option in known]
-    return (dict(picked) for picked in product(*given))
+    for name, builder in BUILDERS.items():
+        known = [option for option in choices if option in inspect.signature(builder).parameters]
+        for values in product(*(choices[option] for option in known)):
+            options = dict(zip(known, values, strict=True))
+            try:
+                found = builder(ranks=placement.ranks, microbatches=microbatches, **options)
+            except ConfigError:  # it does not take this size
+                continue
+            if found.placement == placement and found.trains:
+                yield f"{name} paired" if options.get("paired") else name, found
 
 
-# ---- Which search follows which.
-#
-#     1  the builders' schedules, each also with W placed anew
-#     2  where there are many ops: a smaller problem, for its policies and for a steady state to repeat
-#     3  list scheduling
-#     4  small cases: CP-SAT on all of it, which may prove the best; others: annealing
-#     5  CP-SAT on one window after the other; once nothing can be better, for ranks that end early
-#
-# Without OR-tools annealing takes the place of CP-SAT. Each step starts from the best before it and is
-# given a share of the budget that is reckoned from its beginning, so that what one leaves the next ones
-# have.
+# ---- The steps of a search
 
 
-# ops that CP-SAT gets in one piece; more where each rank has one stage: the limit is a matter of order then
+# ops that CP-SAT takes at once; more with one stage per rank, where the limit is only a matter of order
 _ALL_AT_ONCE, _ALL_AT_ONCE_SINGLY = 400, 700
-_LARGE = 900  # ops from which on a smaller problem comes first
+_LARGE = 900  # from so many ops on, a smaller problem comes first
 
 
 _WORST = Key(2**62, 0)
@@ -92,7 +83,7 @@ _WORST = Key(2**62, 0)
 
 @dataclass
 class Best:
-    """The best programs so far and what found them; no programs have a smaller value than `least`."""
+    """The best programs so far and the method that found them. least: a lower bound on the value."""
 
     problem: Problem
     random: Random
@@ -103,7 +94,7 @@ class Best:
     method: str = ""
 
     def offer(self, programs: Programs | None, method: str) -> None:
-        """Take them if they run, fit and are better."""
+        """Keep programs that run, fit and are better."""
         ends = times(self.problem, programs) if programs and fits(self.problem, programs) else None
         if programs is None or ends is None:
             return
@@ -116,7 +107,7 @@ class Best:
         return self.key.value <= self.least
 
     def list(self, share: float, known: Sequence[Policy], name: str = "list scheduling") -> list[Policy]:
-        """The policies that have proved best, after `share` of the budget."""
+        """List scheduling until `share` of the budget; returns the best policies."""
         found = listed(self.problem, self.random, self.budget, share, known, self.least)
         for each in found:
             self.offer(each.programs, name)
@@ -131,7 +122,7 @@ class Best:
         self.offer(found, "CP-SAT on windows")
 
     def solve(self, aim: Aim, share: float) -> None:
-        """All of it by CP-SAT."""
+        """CP-SAT on all ops."""
         seconds = self.budget.left(share) / CP_SAT_SECOND
         if seconds <= 0:
             return
@@ -139,13 +130,13 @@ class Best:
         seed = self.random.randrange(2**30)
         solved = exact.solve(self.problem, self.programs, whole, aim, self.least, seconds, seed, self.budget)
         self.offer(solved.programs, "CP-SAT")
-        # another way to deal the microbatches out to the copies of the model may be better
+        # with copies of the model, another distribution of the microbatches may be better
         if self.problem.exact_sizes and self.problem.placement.replicas == 1:
             self.least = max(self.least, solved.bound)
 
 
 def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random, budget: Budget) -> Best:
-    """The best programs; one at least of the `seeds`, which are named, must fit."""
+    """The best programs found. seeds: names and programs to start from; at least one must fit."""
     best = Best(problem, random, budget, lower_bound(problem))
     for name, programs in seeds:
         budget.spend(4 * OP_TIMED * problem.size)
@@ -162,7 +153,7 @@ def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random
 
 
 def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Policy]) -> list[Policy]:
-    """Search with fewer microbatches and repeat the steady state of what comes out. Returns its policies."""
+    """Search with fewer microbatches and repeat the steady state of the result. Returns the best policies."""
     problem, budget = best.problem, best.budget
     few = fewer(problem, microbatches)
     part = Best(few, best.random, budget, lower_bound(few))
@@ -193,7 +184,7 @@ def _improve(best: Best, policies: list[Policy]) -> None:
         return
     if whole and not best.is_least:
         best.solve("value", until(0.7))
-    if not best.is_least and best.problem.size <= _LARGE:  # of more ops, too few would move to tell
+    if not best.is_least and best.problem.size <= _LARGE:  # with more ops, too few of them would move
         best.anneal(until(0.8 if whole else 0.55))
     if whole and best.is_least:
         best.solve("ends", 1.0)
@@ -208,15 +199,15 @@ _DIGITS = 1e-9  # relative: what sums of floats may differ by
 
 @dataclass(frozen=True)
 class Found:
-    """The best schedule found, and how good it is known to be. Times are in the unit of the costs.
+    """The best schedule found, and a bound on what is possible. Times are in the unit of the costs.
 
-    timeline: `schedule` on paper, at the costs given
-    value: what was made small, see `search`
+    timeline: `schedule` simulated with the costs
+    value: what was minimized, see `search`
     lower_bound: no schedule within the limit has a smaller value
-    optimal: `value` is proven to be the least
-    method: what found it
-    best_builder, builder_value: the best of the builders on this placement within the limit; None if none is
-    cut_short: the search took four times as long as it should and was stopped; another run may differ
+    optimal: whether `value` is proven to be the least
+    method: the step that found it
+    best_builder, builder_value: the best builder on this placement within the limit; None if there is none
+    cut_short: the search was stopped after four times its seconds; another run may find another schedule
     """
 
     schedule: Schedule
@@ -246,68 +237,65 @@ def search(
     seconds: float = 30.0,
     seed: int = 0,
 ) -> Found:
-    """The best schedule that `seconds` of searching find; never worse than the best builder's that fits.
+    """Search for the fastest schedule within a memory limit; never worse than the best builder that fits.
 
-    costs: unit times where none are given
-    memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one number or one a rank
-        Of the costs only `activation` and `held_for_weight` count: leave room for buffers
-    placement: "loop", "v", or a Placement; stages_per_rank: 1 for a loop and 2 for a V unless given
-    objective: "makespan": when the last rank is done; among equals ranks end early.
-        "extent": the longest time from a rank's first op to its last one, which is what a step takes
-        where steps follow each other without a pause. It counts from when that first op can start at best
-    seconds: about how long; counted in work done, so that the same call gives the same schedule. The search
-        ends early where it has proven that nothing is better
+    costs: of each op; None: unit times
+    memory_limit: the most that a rank may hold, in the unit of ``costs.activation``; one, or one per rank.
+        Only `activation` and `held_for_weight` count: leave room for buffers
+    placement: "loop", "v", or a Placement; stages_per_rank: None means 1 for a loop and 2 for a V
+    objective: "makespan": the end of the last rank, and among equals early ends of all ranks.
+        "extent": the longest time from a rank's first op to its last, which is what a step takes if steps
+        follow each other without a pause; it counts from when the first op can start at best
+    seconds: about how long, counted as work, so that the same call gives the same schedule. The search ends
+        early once its result is proven optimal
 
-    What is searched runs one op after the other: pairs side by side, which `costs.exchange` makes faster, are
-    the builders' own. The best of those is the answer where nothing that is found beats it.
+    The search itself runs one op at a time. Pairs that run side by side, which `costs.exchange` makes faster,
+    come only from builders; the best builder is returned if nothing found beats it.
 
-    With OR-tools installed (``penstock[search]``) cases of up to about 200 ops are usually proven optimal.
-    Raises ConfigError for a limit that nothing keeps.
+    With OR-tools (``penstock[search]``) problems of up to about 200 ops are usually proven optimal. Raises
+    ConfigError for a limit that no schedule can keep.
     """
     check_size(ranks, microbatches, stages_per_rank if type(stages_per_rank) is int else 1)
     where = _placement(placement, ranks, stages_per_rank)
     _check(seconds, objective)
     costs = replace(costs or Costs(), buffer=0.0, sent=None, held_in_backward=None)
     limits = _limits(memory_limit, where.ranks)
-    given = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
-    _check_limits(given, memory_limit, costs, limits)
-    builders = _fitting(given, costs, limits)
+    task = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
+    _check_limits(task, memory_limit, costs, limits)
+    builders = _fitting(task, costs, limits)
     if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
         copies = _copies(builders[0][1])
-        given = problem(where, microbatches, costs, limits, copies, objective == "extent")
+        task = problem(where, microbatches, costs, limits, copies, objective == "extent")
     seeds = [
-        (name, given.programs(schedule))
-        for name, schedule, _ in builders
-        if _copies(schedule) == given.copies
+        (name, task.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == task.copies
     ]
-    seeds.append(("one microbatch after the other", _serial(given)))
+    seeds.append(("one microbatch after the other", _serial(task)))
     budget = Budget(seconds)
-    best = find(given, seeds, Random(seed), budget)
-    least = best.least * given.quantum
+    best = find(task, seeds, Random(seed), budget)
+    least = best.least * task.quantum
     if costs.overlaps:
-        least = min(least, _least_of_pairs(given, costs, limits))
+        least = min(least, _least_of_pairs(task, costs, limits))
     return _found(best, least, costs, builders, budget)
 
 
-def _placement(given: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
-    if isinstance(given, Placement):
-        if given.ranks != ranks or stages_per_rank not in (None, given.stages // given.ranks):
+def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
+    if isinstance(choice, Placement):
+        if choice.ranks != ranks or stages_per_rank not in (None, choice.stages // choice.ranks):
             raise ConfigError(
                 f"ranks={ranks}, stages_per_rank={stages_per_rank}",
-                f"the placement given has {given.stages} stages on {given.ranks} ranks",
-                f"Give ranks={given.ranks}, and leave stages_per_rank out",
+                f"the placement given has {choice.stages} stages on {choice.ranks} ranks",
+                f"Give ranks={choice.ranks}, and leave stages_per_rank out",
             )
-        return given
+        return choice
     if stages_per_rank is not None and (type(stages_per_rank) is not int or stages_per_rank < 1):
         rule = "a rank has a whole number of them, and at least one"
         raise ConfigError(f"stages_per_rank={stages_per_rank!r}", rule, "Give 1 or more")
-    if given == "loop":
+    if choice == "loop":
         return loop(ranks, stages_per_rank or 1)
-    if given == "v":
+    if choice == "v":
         return wave(ranks, stages_per_rank or 2)
-    raise ConfigError(
-        f"placement={given!r}", "a search knows 'loop' and 'v' by name", "Give one of them or a Placement"
-    )
+    rule = "a search knows 'loop' and 'v' by name"
+    raise ConfigError(f"placement={choice!r}", rule, "Give one of them or a Placement")
 
 
 def _check(seconds: float, objective: str) -> None:
@@ -320,20 +308,25 @@ def _check(seconds: float, objective: str) -> None:
                           "Give 'makespan' or 'extent'")  # fmt: skip
 
 
-def _limits(given: float | Sequence[float] | None, ranks: int) -> list[float | None]:
-    limits = [given] * ranks if given is None or isinstance(given, int | float) else list(given)
+def _limits(memory_limit: float | Sequence[float] | None, ranks: int) -> list[float | None]:
+    """By rank; None for no limit."""
+    if memory_limit is None or isinstance(memory_limit, int | float):
+        limits: list[float | None] = [memory_limit] * ranks
+    else:
+        limits = list(memory_limit)
     if len(limits) != ranks:
         rule = f"there are {ranks} ranks, and each takes one"
         raise ConfigError(f"memory_limit with {len(limits)} numbers", rule, f"Give one number, or {ranks}")
     for limit in limits:
         if limit is not None and not limit >= 0:
-            raise ConfigError(f"memory_limit={given!r}", "a limit is 0 or more", "Leave it out for no limit")
+            rule = "a limit is 0 or more"
+            raise ConfigError(f"memory_limit={memory_limit!r}", rule, "Leave it out for no limit")
     return [None if limit is None or not isfinite(limit) else limit for limit in limits]
 
 
-def _check_limits(given: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
-    """One microbatch at a time holds the least; what that is on each rank, every schedule needs."""
-    alone = simulate(given.schedule(_serial(given)), costs).peak_memory
+def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
+    """Raise ConfigError for limits below what one microbatch at a time holds: every schedule needs that."""
+    alone = simulate(task.schedule(_serial(task)), costs).peak_memory
     short = [
         rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)
     ]
@@ -348,14 +341,14 @@ def _check_limits(given: Problem, memory_limit: object, costs: Costs, limits: Se
         )
 
 
-def _serial(given: Problem) -> Programs:
-    """One microbatch after the other: on each rank forwards, then I and W of the last stage first."""
+def _serial(task: Problem) -> Programs:
+    """One microbatch at a time: on each rank its forwards, then I and W, the last stage first."""
     found: Programs = []
-    for rank in range(given.ranks):
+    for rank in range(task.ranks):
         program: list[int] = []
-        for i, copy in enumerate(given.copies):
-            depth = given.placement.depth
-            own = [s * given.row + 3 * i for s in given.placement.stages_of(rank) if s // depth == copy]
+        for i, copy in enumerate(task.copies):
+            depth = task.placement.depth
+            own = [s * task.row + 3 * i for s in task.placement.stages_of(rank) if s // depth == copy]
             program += [first + F for first in own]
             program += [first + kind for first in reversed(own) for kind in (I, W)]
         found.append(program)
@@ -363,7 +356,7 @@ def _serial(given: Problem) -> Programs:
 
 
 def _copies(schedule: Schedule) -> tuple[int, ...]:
-    """The copy of the model that each microbatch goes through."""
+    """By microbatch, the copy of the model that it goes through."""
     found = {
         op.microbatch: op.stage // schedule.placement.depth for program in schedule.programs for op in program
     }
@@ -371,14 +364,14 @@ def _copies(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _fitting(
-    given: Problem, costs: Costs, limits: Sequence[float | None]
+    task: Problem, costs: Costs, limits: Sequence[float | None]
 ) -> list[tuple[str, Schedule, float]]:
-    """The builders' schedules that keep the limits, with their values; the best first."""
+    """The builders' names, schedules and values within the limits, best first."""
     found = []
-    for name, schedule in candidates(given.placement, given.microbatches, costs):
+    for name, schedule in candidates(task.placement, task.microbatches, costs):
         timeline = simulate(schedule, costs)
         if _keeps(timeline, limits):
-            found.append((name, schedule, _value(given, timeline)))
+            found.append((name, schedule, _value(task, timeline)))
     return sorted(found, key=lambda builder: builder[2])
 
 
@@ -387,18 +380,18 @@ def _keeps(timeline: Timeline, limits: Sequence[float | None]) -> bool:
     return all(limit is None or peak <= limit * (1 + _DIGITS) for peak, limit in pairs)
 
 
-def _value(given: Problem, timeline: Timeline) -> float:
-    """As `evaluate.key` has it, at the true costs."""
-    ends = [max((span.end for span in timeline.of_rank(rank)), default=0.0) for rank in range(given.ranks)]
-    return max(end - offset * given.quantum for end, offset in zip(ends, given.offset, strict=True))
+def _value(task: Problem, timeline: Timeline) -> float:
+    """The value of `evaluate.key`, at the exact costs."""
+    ends = [max((span.end for span in timeline.of_rank(rank)), default=0.0) for rank in range(task.ranks)]
+    return max(end - offset * task.quantum for end, offset in zip(ends, task.offset, strict=True))
 
 
-def _least_of_pairs(given: Problem, costs: Costs, limits: Sequence[float | None]) -> float:
-    """No schedule takes less, whatever runs side by side: as if no op exchanged anything.
+def _least_of_pairs(task: Problem, costs: Costs, limits: Sequence[float | None]) -> float:
+    """A lower bound for schedules with pairs side by side: as if no op exchanged anything.
 
-    A pair takes at least what its ops compute, so that one after the other they would be done by then.
+    A pair takes at least as long as its ops compute one after the other.
     """
-    where, count = given.placement, given.microbatches
+    where, count = task.placement, task.microbatches
     names = ("forward", "input_grad", "weight_grad", "exchange", "exchange_in_backward")
     rows = {name: costs.rows(name, where, count) for name in names}
 
@@ -406,28 +399,28 @@ def _least_of_pairs(given: Problem, costs: Costs, limits: Sequence[float | None]
         return [[max(0.0, a - b) for a, b in zip(*pair, strict=True)]
                 for pair in zip(whole, hidden, strict=True)]  # fmt: skip
 
-    beyond = less(rows["exchange_in_backward"], rows["input_grad"])  # a whole backward may wait within W
+    beyond = less(rows["exchange_in_backward"], rows["input_grad"])  # a whole backward may wait during its W
     computed = replace(
         costs,
         forward=less(rows["forward"], rows["exchange"]),
         input_grad=less(rows["input_grad"], rows["exchange_in_backward"]),
         weight_grad=less(rows["weight_grad"], beyond),
     )
-    bare = problem(where, count, computed, limits, given.copies)
-    bare.offset[:] = [ceil(offset * given.quantum / bare.quantum) for offset in given.offset]
+    bare = problem(where, count, computed, limits, task.copies)
+    bare.offset[:] = [ceil(offset * task.quantum / bare.quantum) for offset in task.offset]
     return lower_bound(bare) * bare.quantum
 
 
 def _found(
     best: Best, least: float, costs: Costs, builders: list[tuple[str, Schedule, float]], budget: Budget
 ) -> Found:
-    """least: no schedule within the limit has a smaller value"""
-    given = best.problem
+    """The result. least: a lower bound on the value."""
+    task = best.problem
     assert best.programs is not None
-    schedule = _merged(given.schedule(best.programs), costs)
+    schedule = _merged(task.schedule(best.programs), costs)
     timeline, method = simulate(schedule, costs), best.method
-    value = _value(given, timeline)
-    if builders and builders[0][2] < value:  # it has pairs, or rounded times have misled
+    value = _value(task, timeline)
+    if builders and builders[0][2] < value:  # it has pairs, or rounding misled the search
         schedule, value, method = replace(builders[0][1], name="searched"), builders[0][2], builders[0][0]
         timeline = simulate(schedule, costs)
     slack = _DIGITS * max(1.0, value)
@@ -445,9 +438,9 @@ def _found(
 
 
 def _merged(schedule: Schedule, costs: Costs) -> Schedule:
-    """I and the W right behind it as one B, where nothing waits for the gradient before W is done.
+    """Merge an I and the W behind it into one B if no op waits for the gradient before W is done.
 
-    A whole backward costs the runtime less than its two halves, and no op moves.
+    A whole backward costs the runtime less than two halves, and no op moves.
     """
     timeline = simulate(schedule, costs)
     start = {span.op: span.start for span in timeline.spans}
