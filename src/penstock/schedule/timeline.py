@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from math import inf
@@ -177,6 +177,21 @@ class Timeline:
             for forward, backward in self.pairs
             if max(forward.start, backward.start) < min(forward.end, backward.end)
             for span in (forward, backward)
+        )
+
+    def from_zero(self) -> Timeline:
+        """The same step with times from its start."""
+        if not self.start:
+            return self
+        start = self.start
+        return replace(
+            self,
+            spans=tuple(s._replace(start=s.start - start, end=s.end - start) for s in self.spans),
+            memory=tuple(tuple((time - start, held) for time, held in points) for points in self.memory),
+            waits=tuple(
+                w._replace(start=w.start - start, end=w.end - start, sent=w.sent - start) for w in self.waits
+            ),
+            reductions=tuple(r._replace(start=r.start - start, end=r.end - start) for r in self.reductions),
         )
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.errors import ConfigError
 from penstock.schedule.costs import Costs
+from penstock.schedule.files import write_text
 from penstock.schedule.ops import Schedule
 from penstock.schedule.render.drawing import Drawing, Panel
 from penstock.schedule.render.page import page
@@ -27,16 +28,16 @@ def render(
     title: str | None = None,
     unit: str | None = None,
 ) -> str:
-    """The drawing of `drawn`, written to `path` where one is given.
+    """Draw a schedule or a timeline; returns the text of the drawing.
 
-    path: its ending chooses the format: ``.txt`` a grid of text (also without a path), ``.svg`` a picture,
-        ``.html`` one page to zoom and hover over, ``.json`` a trace for https://ui.perfetto.dev
-    predicted: drawn above `drawn`, which then counts as measured, on the same time scale
-    costs: what a schedule is simulated with, unit costs unless given; a timeline has its times already
-    unit: of the timelines' times; ``"s"`` is shown as s, ms or µs. Unless given: seconds where there is a
-        prediction to compare with, and none otherwise
+    path: where to write it. Its ending chooses the format: ``.txt`` (also without a path) is a grid of text,
+        ``.svg`` a picture, ``.html`` a page to zoom and hover over, ``.json`` a trace for
+        https://ui.perfetto.dev
+    predicted: a timeline to draw above `drawn`, which is then labelled as measured, on the same time scale
+    costs: to simulate a schedule with (None: unit costs); not for a timeline
+    unit: of the times; ``"s"`` is shown as s, ms or µs. None: seconds with `predicted`, no unit otherwise
 
-    Raises ConfigError for another ending, a path that cannot be written, or costs beside a timeline;
+    Raises ConfigError for another ending, a path that cannot be written, or costs for a timeline;
     ScheduleError for a schedule that `verify` refuses.
     """
     ending = ".txt" if path is None else Path(path).suffix.lower()
@@ -59,7 +60,7 @@ def render(
     )
     result = _FORMATS[ending](drawing)
     if path is not None:
-        _write(Path(path), result)
+        write_text(Path(path), result, "drawing")
     return result
 
 
@@ -86,17 +87,6 @@ def _title(timeline: Timeline) -> str:
 
 def _count(amount: int, noun: str, plural: str = "s") -> str:
     return f"{amount} {noun}{'' if amount == 1 else plural}"
-
-
-def _write(path: Path, result: str) -> None:
-    try:
-        path.write_text(result, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"drawing {str(path)!r}",
-            f"it cannot be written: {getattr(error, 'strerror', None) or error}",
-            "Give a path in a folder that exists and may be written to",
-        ) from error
 
 
 __all__ = ["render"]

@@ -1,4 +1,4 @@
-"""What a drawing shows, whatever its format: panels on one time scale, and how numbers are written."""
+"""What all formats of a drawing share: panels on one time scale, colours, names and numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from typing import NamedTuple
 from penstock.schedule.ops import Kind, Op
 from penstock.schedule.timeline import Curve, Idle, Timeline
 
-# ---- The colours of ops: a hue for each kind, light to dark within it.
+# ---- Colours: a hue for each kind of op, with shades from light to dark
 #
-# Any two kinds stay apart for every kind of colour blindness, whatever their shades. They were chosen by a
-# search for the largest least distance in CIELAB, with blindness simulated (Machado, Oliveira and
-# Fernandes 2009). It is 16 without red or green and 14 without blue, which is rare; 2 can just be told
-# apart.
-
+# Any two kinds stay distinguishable for every kind of colour blindness, in all shades. They maximize the
+# least distance in CIELAB with simulated blindness (Machado, Oliveira and Fernandes 2009): it is 16 without
+# red or green and 14 without blue, which is rare; a distance of 2 is just visible.
 
 INK, PAPER = "#1f2328", "#ffffff"
 REDUCE = "#6d35d1"  # a stage's reduction, at least 24 from any kind and from the greys of waiting
@@ -29,11 +27,11 @@ _RANGES: dict[Kind, tuple[str, str]] = {
     "I": ("#d192b4", "#7a2559"),
     "W": ("#d2e3c8", "#417a2f"),
 }
-_ALTERNATING = (0.80, 0.62)  # places in the ranges above, for even and odd microbatches
+_ALTERNATING = (0.80, 0.62)  # shades of even and odd microbatches
 
 
 class Shade(NamedTuple):
-    """The kind's hue at `place` from 0, the lightest, to 1."""
+    """The hue of a kind at `place`, from 0 (light) to 1 (dark)."""
 
     kind: Kind
     place: float
@@ -48,7 +46,7 @@ class Shade(NamedTuple):
 
     @property
     def on_dark(self) -> bool:
-        """Whether light text reads better on it than dark text."""
+        """Whether it needs light text."""
         red, green, blue = self._channels
         return 0.299 * red + 0.587 * green + 0.114 * blue < 140
 
@@ -60,7 +58,7 @@ class Shade(NamedTuple):
 
 
 def shades(panel: Panel) -> tuple[Shade, ...]:
-    """Each span's: by stage where a rank hosts several, else by microbatch."""
+    """The shade of each span: by stage if a rank hosts several, else by microbatch."""
     most = max(map(len, panel.hosted))
     if most == 1:
         return tuple(Shade(s.op.kind, _ALTERNATING[s.op.microbatch % 2]) for s in panel.timeline.spans)
@@ -76,7 +74,7 @@ def in_order(used: set[Shade]) -> list[Shade]:
 
 
 def meaning(panels: tuple[Panel, ...]) -> str:
-    """What light and dark stand for; empty where they only tell neighbours apart."""
+    """What light and dark mean; empty if they only tell neighbours apart."""
     stages = max(len(hosted) for panel in panels for hosted in panel.hosted)
     copies = max(panel.copies for panel in panels)
     if stages <= 1:
@@ -96,8 +94,8 @@ IDLE: dict[str, str] = {
     "outside": "before the first op and after the last",
 }
 
-GAPS = ("peer", "wire", "reduce")  # those of them that are drawn
-REDUCTION = "R"  # where a kind of op has its letter
+GAPS = ("peer", "wire", "reduce")  # those that are drawn
+REDUCTION = "R"  # its letter, next to F, B, I and W
 
 _NOTHING = "0.0%"
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -105,14 +103,19 @@ _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 @dataclass(frozen=True)
 class Panel:
-    """One timeline; `label` is "predicted", "measured", or empty where it stands alone."""
+    """One timeline; `label` is "predicted" or "measured", or empty if it is the only one."""
 
     label: str
-    timeline: Timeline
+    raw: Timeline
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """With times from the start of the step."""
+        return self.raw.from_zero()
 
     @cached_property
     def several_stages(self) -> bool:
-        """Whether a rank's row alone does not tell which stage an op belongs to."""
+        """Whether an op needs its stage in its label."""
         return any(span.op.stage != span.rank for span in self.timeline.spans)
 
     @cached_property
@@ -126,7 +129,7 @@ class Panel:
 
     @cached_property
     def copies(self) -> int:
-        """How many copies of the model there are: sets of stages that share no microbatch."""
+        """The number of copies of the model: sets of stages that share no microbatch."""
         ways: dict[int, set[int]] = defaultdict(set)
         for span in self.timeline.spans:
             ways[span.op.microbatch].add(span.op.stage)
@@ -136,28 +139,27 @@ class Panel:
 
     @cached_property
     def place_of(self) -> dict[Op, int]:
-        """Where each op stands in the timeline's spans."""
+        """The index of each op in the spans."""
         return {span.op: at for at, span in enumerate(self.timeline.spans)}
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        """What each rank's bubble consists of, as shares of the step; empty where nobody took note."""
+        """The parts of each rank's bubble as shares of the step; empty if waits were not recorded."""
         timeline = self.timeline
         if not (timeline.waits or timeline.reductions) or not timeline.makespan:
             return ()
-        return tuple(Idle(*(part / timeline.makespan for part in idle)) for idle in timeline.idle)
+        return tuple(Idle(*(time / timeline.makespan for time in idle)) for idle in timeline.idle)
 
     @property
-    def whole_idle(self) -> Idle | None:
-        """The same over all ranks."""
-        return (
-            Idle(*(sum(parts) / len(parts) for parts in zip(*self.idle, strict=True))) if self.idle else None
-        )
+    def mean_idle(self) -> Idle | None:
+        """The parts of the bubble over all ranks."""
+        means = (sum(shares) / len(shares) for shares in zip(*self.idle, strict=True))
+        return Idle(*means) if self.idle else None
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """`panels` from top to bottom, on one time scale, in `unit`; seconds are shown as s, ms or µs."""
+    """Panels from top to bottom, on one time scale, in `unit`; seconds are shown as s, ms or µs."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -165,24 +167,24 @@ class Drawing:
 
     @property
     def makespan(self) -> float:
-        """The longest of the panels."""
+        """That of the longest panel."""
         return max(panel.timeline.makespan for panel in self.panels)
 
     @property
     def scale(self) -> tuple[float, str]:
-        """One unit as shown, in units of the timelines, and its name."""
+        """The unit that is shown: its size in units of the timelines, and its name."""
         if self.unit != "s":
             return 1.0, self.unit
         return next((pair for pair in _SECONDS if self.makespan >= pair[0]), _SECONDS[-1])
 
     @property
     def knows_memory(self) -> bool:
-        """Whether all panels say how much is held, and not only count it."""
+        """Whether all panels have sizes, and not only counts, of what is held."""
         return all(panel.timeline.memory for panel in self.panels)
 
     @property
     def held(self) -> str:
-        """What the curves over time show; the same in all panels, or they could not be compared."""
+        """What the curves show; the same in all panels, so that they compare."""
         return "memory" if self.knows_memory else "live activations"
 
     def curves(self, panel: Panel) -> tuple[tuple[Curve, ...], tuple[float, ...]]:
@@ -199,16 +201,16 @@ class Drawing:
 
     def summary(self, panel: Panel) -> str:
         timeline = panel.timeline
-        whole, inner = percent(timeline.bubble), percent(timeline.inner_bubble)
-        summary = f"makespan {self.time(timeline.makespan)}, bubble {whole}"
-        return summary if inner == whole else f"{summary}, {inner} between first and last op"
+        bubble, inner = percent(timeline.bubble), percent(timeline.inner_bubble)
+        summary = f"makespan {self.time(timeline.makespan)}, bubble {bubble}"
+        return summary if inner == bubble else f"{summary}, {inner} between first and last op"
 
     def bubble_parts(self, panel: Panel) -> str:
-        """What the bubble consists of, e.g. ``peer 12.0%, outside 4.1%``; empty where nobody took note."""
-        whole = panel.whole_idle
-        if whole is None:
+        """The parts of the bubble, e.g. ``peer 12.0%, outside 4.1%``; empty if waits were not recorded."""
+        idle = panel.mean_idle
+        if idle is None:
             return ""
-        shown = {name: percent(getattr(whole, name)) for name in IDLE}
+        shown = {name: percent(getattr(idle, name)) for name in IDLE}
         return ", ".join(f"{name} {share}" for name, share in shown.items() if share != _NOTHING)
 
 
@@ -222,7 +224,7 @@ def number(value: float) -> str:
 
 
 def is_shown(panels: Iterable[Panel], part: str) -> bool:
-    """Whether that part of the bubble is worth a row: something of it can be seen on some rank."""
+    """Whether that part of the bubble is visible on some rank."""
     return any(percent(getattr(idle, part)) != _NOTHING for panel in panels for idle in panel.idle)
 
 

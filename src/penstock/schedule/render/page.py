@@ -1,13 +1,13 @@
 """A drawing as one HTML page that needs nothing else: zoom, pan, hover, and the numbers as a table.
 
-The page is `page.html` with its style and its scripts put in. The scripts draw on a canvas from the numbers
-that stand in the page as JSON; all words and figures outside of the canvas are written here.
+The page is `page.html` with its style and scripts inserted. The scripts draw on a canvas from numbers in the
+page, as JSON; everything outside of the canvas is written here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -31,29 +31,27 @@ from penstock.schedule.render.drawing import (
 )
 from penstock.schedule.timeline import Timeline
 
-# ---- The page's table: a row a rank, a column a figure, predicted beside measured.
+# ---- The table: a row per rank, a column per figure, predicted next to measured
 
 
 class _Column(NamedTuple):
-    """One figure: of each rank, and of all of them; None where it is not known."""
+    """One figure, of a rank or (None) of all ranks; None if it is not known."""
 
     name: str
     about: str
-    of_rank: Callable[[Timeline, int], float | None]
-    of_all: Callable[[Timeline], float | None]
+    value: Callable[[Panel, int | None], float | None]
     written: Callable[[float], str]
     bar: bool = False
 
 
-def table(drawing: Drawing) -> str:
+def _table(drawing: Drawing) -> str:
     columns, panels = _columns(drawing), drawing.panels
-    timelines = [panel.timeline for panel in panels]
     head = _plain_head(columns) if len(panels) == 1 else _head(columns, [panel.label for panel in panels])
     rows = [
-        f'<tr><th scope="row">rank {rank}</th>{"".join(_cells(columns, timelines, rank))}</tr>'
-        for rank in range(max(timeline.ranks for timeline in timelines))
+        f'<tr><th scope="row">rank {rank}</th>{"".join(_cells(columns, panels, rank))}</tr>'
+        for rank in range(max(panel.timeline.ranks for panel in panels))
     ]
-    total = f'<tr><th scope="row">all ranks</th>{"".join(_cells(columns, timelines, None))}</tr>'
+    total = f'<tr><th scope="row">all ranks</th>{"".join(_cells(columns, panels, None))}</tr>'
     body = ["<tbody>", *rows, "</tbody>", "<tfoot>", total, "</tfoot>"]
     return "\n".join(
         ["<table>", "<caption>By rank</caption>", "<thead>", *head, "</thead>", *body, "</table>"]
@@ -61,37 +59,38 @@ def table(drawing: Drawing) -> str:
 
 
 def _columns(drawing: Drawing) -> list[_Column]:
+    def of(
+        by_rank: Callable[[Timeline], Sequence[float]], over_all: Callable[[Timeline], float]
+    ) -> Callable[[Panel, int | None], float]:
+        return lambda panel, rank: over_all(panel.timeline) if rank is None else by_rank(panel.timeline)[rank]
+
+    def memory(panel: Panel, rank: int | None) -> float | None:
+        if not panel.timeline.memory:
+            return None
+        peaks = panel.timeline.peak_memory
+        return max(peaks) if rank is None else peaks[rank]
+
+    def idle(part: str) -> Callable[[Panel, int | None], float | None]:
+        return lambda panel, rank: getattr(
+            panel.mean_idle if rank is None else panel.idle[rank] if panel.idle else None, part, None
+        )
+
     columns = [
-        _Column("busy", "time spent computing", lambda t, r: t.busy[r], lambda t: sum(t.busy), drawing.time),
+        _Column("busy", "time spent computing", of(lambda t: t.busy, lambda t: sum(t.busy)), drawing.time),
         _Column("bubble", "share of the step that the rank was idle",
-                lambda t, r: t.rank_bubble[r], lambda t: t.bubble, percent, bar=True),
+                of(lambda t: t.rank_bubble, lambda t: t.bubble), percent, bar=True),
         _Column("between first and last op", "share of the rank's own time that it was idle",
-                lambda t, r: t.rank_inner_bubble[r], lambda t: t.inner_bubble, percent, bar=True),
+                of(lambda t: t.rank_inner_bubble, lambda t: t.inner_bubble), percent, bar=True),
         _Column("peak live", "most live activations at once; over all ranks, of the worst",
-                lambda t, r: t.peak_live[r], lambda t: max(t.peak_live), number),
+                of(lambda t: t.peak_live, lambda t: max(t.peak_live)), number),
     ]  # fmt: skip
     if any(panel.timeline.memory for panel in drawing.panels):
-        columns.append(
-            _Column("peak memory", "most memory held at once, in the unit of the costs; of the worst rank",
-                    lambda t, r: t.peak_memory[r] if t.memory else None,
-                    lambda t: max(t.peak_memory) if t.memory else None, number)
-        )  # fmt: skip
-    columns += [_part(drawing, part) for part in IDLE if is_shown(drawing.panels, part)]
-    return columns
-
-
-def _part(drawing: Drawing, part: str) -> _Column:
-    """A part of the bubble."""
-    panels = {id(panel.timeline): panel for panel in drawing.panels}
-
-    def of_rank(timeline: Timeline, rank: int) -> float | None:
-        idle = panels[id(timeline)].idle
-        return getattr(idle[rank], part) if idle else None
-
-    def of_all(timeline: Timeline) -> float | None:
-        return getattr(panels[id(timeline)].whole_idle, part, None)
-
-    return _Column(part, f"share of the step: {IDLE[part]}", of_rank, of_all, percent)
+        about = "most memory held at once, in the unit of the costs; of the worst rank"
+        columns.append(_Column("peak memory", about, memory, number))
+    shown = [part for part in IDLE if is_shown(drawing.panels, part)]
+    return columns + [
+        _Column(part, f"share of the step: {IDLE[part]}", idle(part), percent) for part in shown
+    ]
 
 
 def _plain_head(columns: list[_Column]) -> list[str]:
@@ -108,15 +107,12 @@ def _head(columns: list[_Column], labels: list[str]) -> list[str]:
     return [f'<tr><th scope="col" rowspan="2">rank</th>{groups}</tr>', f"<tr>{names}</tr>"]
 
 
-def _cells(columns: list[_Column], timelines: list[Timeline], rank: int | None) -> Iterator[str]:
-    """One cell a column and panel; of all ranks where `rank` is None."""
+def _cells(columns: list[_Column], panels: Sequence[Panel], rank: int | None) -> Iterator[str]:
+    """One cell per column and panel; of all ranks if `rank` is None."""
     for column in columns:
-        for timeline in timelines:
-            if rank is None:
-                value = column.of_all(timeline)
-            else:
-                value = column.of_rank(timeline, rank) if rank < timeline.ranks else None
-            yield f"<td>{_cell(column, value)}</td>"
+        for panel in panels:
+            exists = rank is None or rank < panel.timeline.ranks
+            yield f"<td>{_cell(column, column.value(panel, rank) if exists else None)}</td>"
 
 
 def _cell(column: _Column, value: float | None) -> str:
@@ -143,7 +139,7 @@ def page(drawing: Drawing) -> str:
         legend="\n".join(_legend(drawing, used)),
         held=drawing.held,
         held_button=drawing.held.capitalize(),
-        table=table(drawing),
+        table=_table(drawing),
         data=_json(_data(drawing, used)),
         script="\n".join(map(_read, _SCRIPTS)),
     )
@@ -154,7 +150,7 @@ def _read(name: str) -> str:
 
 
 def _json(data: Any) -> str:
-    """As it may stand in a page: no text within ends the script element or begins a comment."""
+    """JSON that is safe in a page: no text in it ends the script element or begins a comment."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -162,9 +158,9 @@ def _json(data: Any) -> str:
 def _section(drawing: Drawing, panel: Panel) -> str:
     name = panel.label or "timeline"
     summary = escape(drawing.summary(panel))
-    beside = drawing.panels[0].timeline.makespan
-    if panel is not drawing.panels[0] and beside:
-        summary += f", {panel.timeline.makespan / beside:.3f} times the predicted step"
+    predicted = drawing.panels[0].timeline.makespan
+    if panel is not drawing.panels[0] and predicted:
+        summary += f", {panel.timeline.makespan / predicted:.3f} times the predicted step"
     parts = drawing.bubble_parts(panel)
     summary += f" · {parts}" if parts else ""
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""
@@ -211,7 +207,7 @@ def _data(drawing: Drawing, used: list[Shade]) -> dict[str, Any]:
 
 
 def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, Any]:
-    """The ops column by column, in order of rank, then start; times from the start of the step."""
+    """The ops column by column, in order of rank, then start."""
     timeline, spans = panel.timeline, panel.timeline.spans
     place = {shade: at for at, shade in enumerate(used)}
     curves, peaks = drawing.curves(panel)
@@ -223,8 +219,8 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "stage": [span.op.stage for span in spans],
         "kind": "".join(span.op.kind for span in spans),
         "microbatch": [span.op.microbatch for span in spans],
-        "start": [_short(span.start - timeline.start) for span in spans],
-        "end": [_short(span.end - timeline.start) for span in spans],
+        "start": [_short(span.start) for span in spans],
+        "end": [_short(span.end) for span in spans],
         "shade": [place[shade] for shade in shades(panel)],
         "critical": [panel.place_of[op] for op in timeline.critical_path if op in panel.place_of],
         "beside": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
@@ -232,20 +228,20 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "waits": [
             [
                 panel.place_of[wait.op],
-                *(_short(time - timeline.start) for time in (wait.start, wait.turn, wait.end)),
+                *(_short(time) for time in (wait.start, wait.turn, wait.end)),
             ]
             for wait in timeline.inner_waits
         ],
         "reductions": [
-            [each.rank, each.stage, *(_short(time - timeline.start) for time in (each.start, each.end))]
+            [each.rank, each.stage, *(_short(time) for time in (each.start, each.end))]
             for each in timeline.reductions
         ],
-        "curves": [[(_short(time - timeline.start), _short(now)) for time, now in c] for c in curves],
+        "curves": [[(_short(time), _short(now)) for time, now in c] for c in curves],
         "peaks": [_short(peak) for peak in peaks],
         "bubble": [_short(share) for share in timeline.rank_bubble],
     }
 
 
 def _short(value: float) -> float:
-    """To nine digits, which no screen can show: what rounding left behind only makes the page longer."""
+    """Nine digits: more only make the page longer."""
     return float(f"{value:.9g}")

@@ -1,12 +1,11 @@
 """A drawing as a trace for https://ui.perfetto.dev, in Chrome's trace event format.
 
-A panel is a process and a rank is a thread of it; where ops ran side by side the backwards have one more. An
-op is a slice, and so is a wait for a peer's compute, one for the wire, and a stage's reduction. What a rank
-holds is a counter, and an arrow runs from each op to the one on another rank that waits for its result.
-Perfetto colours slices by their name without its numbers, so each kind has its own colour.
+A panel is a process and a rank is a thread of it, with a second thread for backwards that ran next to
+forwards. An op is a slice, and so are waits and reductions. What a rank holds is a counter, and an arrow goes
+from each op to the one on another rank that takes its result. Perfetto colours slices by name without
+numbers, so each kind has a colour.
 
-Times are in microseconds, as the format wants. Seconds become what they are; a time without a unit, or in
-another one than ``"s"``, becomes a millisecond.
+Times are in microseconds. One unit of a timeline that is not in seconds becomes a millisecond.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ Event = dict[str, Any]
 
 _MICROSECONDS = {"s": 1e6}
 _OTHERWISE = 1e3
-_BESIDE = 2**20  # from a rank's thread to the one for what ran beside it; more than ranks and panels
-_NANOSECOND = 1e-3  # the finest step that Perfetto knows
+_SECOND = 2**20  # from a rank's thread to its second one; more than ranks and panels
+_NANOSECOND = 1e-3  # Perfetto's resolution
 
 
 def perfetto(drawing: Drawing) -> str:
@@ -43,7 +42,7 @@ class _Process:
         self.drawing, self.panel, self.timeline = drawing, panel, panel.timeline
         self.name = panel.label or drawing.title
         self.place = place
-        # no rank's number: Perfetto takes a thread numbered as its process for the main one and puts it first
+        # no number of a rank: Perfetto shows a thread numbered as its process first, as the main one
         self.process = max(each.timeline.ranks for each in drawing.panels) + 1 + place
         self.microseconds = _MICROSECONDS.get(drawing.unit, _OTHERWISE)
 
@@ -65,10 +64,8 @@ class _Process:
             yield self._event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
             yield self._event("M", rank, name="thread_sort_index", args={"sort_index": rank})
 
-        for rank in sorted(
-            {self._row(span) - _BESIDE for span in self.timeline.spans if self._is_second(span)}
-        ):
-            row = rank + _BESIDE
+        for row in sorted({self._row(span) for span in self.timeline.spans if self._is_second(span)}):
+            rank = row - _SECOND
             yield self._event("M", row, name="thread_name", args={"name": f"rank {rank}, beside"})
             yield self._event("M", row, name="thread_sort_index", args={"sort_index": rank})
 
@@ -76,7 +73,7 @@ class _Process:
         return span.op.kind != "F" and span.op in self.timeline.side_by_side
 
     def _row(self, span: Span) -> int:
-        return span.rank + (_BESIDE if self._is_second(span) else 0)
+        return span.rank + (_SECOND if self._is_second(span) else 0)
 
     def _slice(self, span: Span) -> Event:
         start, end = self._time(span.start), self._time(span.end)
@@ -92,7 +89,7 @@ class _Process:
         )
 
     def _stood(self, wait: Wait) -> Iterator[Event]:
-        """First for the peer to compute, then for the wire."""
+        """The wait for the peer to compute, and then for the wire."""
         for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
             since, length = self._time(start), round(self._time(end) - self._time(start), 3)
             if length > 0:
@@ -108,7 +105,7 @@ class _Process:
         )
 
     def _arrows(self) -> Iterator[Event]:
-        """A flow's two ends share an id. It leaves in the last moment of one slice and binds to the next."""
+        """The two ends of a flow share an id. It leaves at the end of a slice and binds to the next."""
         spans, place_of = self.timeline.spans, self.panel.place_of
         for number, span in enumerate(spans):
             at = next((place_of[op] for op in _users(span.op) if op in place_of), None)
@@ -120,22 +117,21 @@ class _Process:
             yield self._event("f", self._row(spans[at]), ts=self._time(spans[at].start), bp="e", **flow)
 
     def _counter(self, rank: int) -> Iterator[Event]:
-        what, (curves, _) = self.drawing.held, self.drawing.curves(self.panel)
+        noun, (curves, _) = self.drawing.held, self.drawing.curves(self.panel)
         for time, held in curves[rank]:
-            name = f"rank {rank}: {what}"
-            yield self._event("C", rank, name=name, ts=self._time(time), args={what: held})
+            yield self._event("C", rank, name=f"rank {rank}: {noun}", ts=self._time(time), args={noun: held})
 
     def _event(self, phase: str, rank: int | None = None, **fields: Any) -> Event:
         thread = {} if rank is None else {"tid": rank + 1}  # thread 0 is the kernel's idle one to Perfetto
         return {"ph": phase, "pid": self.process, **thread, **fields}
 
     def _time(self, time: float) -> float:
-        """Microseconds from the start of the step, to the nanosecond."""
-        return round((time - self.timeline.start) * self.microseconds, 3)
+        """Microseconds, to the nanosecond."""
+        return round(time * self.microseconds, 3)
 
 
 def _users(op: Op) -> Iterator[Op]:
-    """The ops that may wait for the result of `op` on another rank."""
+    """The ops that may take the result of `op` on another rank."""
     stage, kind, microbatch = op
     if kind == "F":
         yield Op(stage + 1, "F", microbatch)

@@ -1,6 +1,6 @@
-"""A drawing as a self-contained SVG picture: one row a rank, one rectangle an op, idle time left faint.
+"""A drawing as a self-contained SVG picture: a row per rank, a rectangle per op, and faint idle time.
 
-The picture draws its own background, and a second set of colours where the reader's system is dark.
+It has its own background, and a second set of colours for systems in dark mode.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.schedule.render.drawing import (
 from penstock.schedule.timeline import Reduction, Span, Wait
 
 _WIDTH = 1000
-_LEFT, _RIGHT = 84, 832  # of the time axis; the figures of each rank stand to the right of it
+_LEFT, _RIGHT = 84, 832  # of the time axis; to the right of it are the figures of each rank
 _BUBBLE_AT, _PEAK_AT = 898, 976
 _TITLE_AT = 40
-_LABEL_SIZES = {11: "", 9: " small"}  # in pixels, the one to take where both fit first
+_LABEL_SIZES = {11: "", 9: " small"}  # in pixels; the first that fits
 _DIGIT = 0.57  # width of a digit, in heights
 _NARROW, _WIDE = 3.7, 6.8  # letters of the legend, in pixels
 _LEGEND_PITCH = 22
-_PAIR_BEYOND = 1.5  # by how much a pair's outline stands out, above and below
+_PAIR_BEYOND = 1.5  # how far the outline of a pair extends above and below
 
 _STYLE = f"""
 text {{ font: 12px -apple-system, BlinkMacSystemFont, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif;
@@ -117,7 +117,7 @@ class _Sketch:
             yield f'<rect class="idle" {self._box(0, self.timeline.makespan, self._y(rank))} rx="2"/>'
         for wait in self.timeline.inner_waits:
             for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
-                yield from self._stood(reason, wait, start - self.timeline.start, end - self.timeline.start)
+                yield from self._stood(reason, wait, start, end)
         yield from self._ticks()
         for reduction in self.timeline.reductions:
             yield self._reduction(reduction)
@@ -161,40 +161,44 @@ class _Sketch:
             yield f"{box}<title>{escape(said)}</title></rect>"
 
     def _reduction(self, reduction: Reduction) -> str:
-        start, end = (time - self.timeline.start for time in (reduction.start, reduction.end))
-        y, times = self._y(reduction.rank), f"{self.drawing.time(start)} to {self.drawing.time(end)}"
-        said = escape(f"{IDLE['reduce']}, those of stage {reduction.stage}, {times}")
-        drawn = f'<rect class="reduce" {self._box(start, end, y)}><title>{said}</title></rect>'
-        size = self._label_size((end - start) * self.pixels, self.row)
-        if size is None:
-            return drawn
-        x = _pixel(_LEFT + (start + end) / 2 * self.pixels)
-        style = f"op{_LABEL_SIZES[size]} on-dark"
-        return f'{drawn}<text class="{style}" x="{x}" y="{y + self.row // 2 + 4}">{REDUCTION}</text>'
+        times = f"{self.drawing.time(reduction.start)} to {self.drawing.time(reduction.end)}"
+        said = f"{IDLE['reduce']}, those of stage {reduction.stage}, {times}"
+        box = (reduction.start, reduction.end, self._y(reduction.rank), self.row)
+        return self._labelled("reduce", box, "", said, REDUCTION, on_dark=True)
 
     def _op(self, span: Span, y: int) -> str:
-        start, end = span.start - self.timeline.start, span.end - self.timeline.start
-        width = (end - start) * self.pixels
-        shade = self.shades[span]
-        times = f"{self.drawing.time(start)} to {self.drawing.time(end)}"
-        corner = ' rx="2"' if width > 6 else ""
-        height = self.row
+        shade, height = self.shades[span], self.row
         if span.op in self.timeline.side_by_side:  # the forward above, the backward below
             height = self.row // 2
             y += 0 if span.op.kind == "F" else self.row - height
-        box = f'<rect class="{shade.name}" {self._box(start, end, y, height)}{corner}>'
-        drawn = f"{box}<title>{escape(f'{span.op}, {times}')}</title></rect>"
-        size = self._label_size(width, height)
+        corner = ' rx="2"' if (span.end - span.start) * self.pixels > 6 else ""
+        said = f"{span.op}, {self.drawing.time(span.start)} to {self.drawing.time(span.end)}"
+        box, label = (span.start, span.end, y, height), str(span.op.microbatch)
+        return self._labelled(shade.name, box, corner, said, label, shade.on_dark)
+
+    def _labelled(
+        self,
+        style: str,
+        box: tuple[float, float, int, int],
+        corner: str,
+        said: str,
+        label: str,
+        on_dark: bool,
+    ) -> str:
+        """A box (start, end, y, height) with a tooltip, and with a label if it fits."""
+        start, end, y, height = box
+        drawn = f'<rect class="{style}" {self._box(*box)}{corner}><title>{escape(said)}</title></rect>'
+        size = self._label_size((end - start) * self.pixels, height)
         if size is None:
             return drawn
         x = _pixel(_LEFT + (start + end) / 2 * self.pixels)
-        style = f"op{_LABEL_SIZES[size]} {'on-dark' if shade.on_dark else 'on-light'}"
-        return f'{drawn}<text class="{style}" x="{x}" y="{y + height // 2 + 4}">{span.op.microbatch}</text>'
+        style = f"op{_LABEL_SIZES[size]} {'on-dark' if on_dark else 'on-light'}"
+        return f'{drawn}<text class="{style}" x="{x}" y="{y + height // 2 + 4}">{label}</text>'
 
     def _pair(self, one: Span, other: Span) -> str:
-        """An outline round both, and round what lies between them where they were held up."""
-        start = (min(one.start, other.start) - self.timeline.start) * self.pixels
-        end = (max(one.end, other.end) - self.timeline.start) * self.pixels
+        """An outline around both ops and the time between them."""
+        start = min(one.start, other.start) * self.pixels
+        end = max(one.end, other.end) * self.pixels
         width = max(0.5, end - start - 1.2)  # neighbours' outlines do not touch
         return (
             f'<rect class="pair" x="{_pixel(_LEFT + start + 0.6)}" y="{self._y(one.rank) - _PAIR_BEYOND}" '
@@ -202,7 +206,7 @@ class _Sketch:
         )
 
     def _label_size(self, width: float, height: int) -> int | None:
-        """The size at which any microbatch's number fits: like ops are then labelled all or none."""
+        """The size at which the number of any microbatch fits, so that like ops are all labelled, or none."""
         for size in _LABEL_SIZES:
             if size * _DIGIT * self.digits + 2 <= width and size + 2 <= height:
                 return size

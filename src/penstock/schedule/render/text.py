@@ -3,8 +3,8 @@
     rank 0 | F0 F1 .  B0 B0 B1 B1
     rank 1 | .  F0 B0 B0 F1 B1 B1
 
-A column shows the op that runs at its middle, or R where gradients are summed over the ranks beside the
-pipeline. Rows too long for a page go on in further blocks below.
+A column shows the op that runs at its middle, or R for a reduction of gradients over data-parallel ranks.
+Long rows continue in further blocks below.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.schedule.render.drawing import IDLE, REDUCTION, Drawing, Panel, is
 from penstock.schedule.timeline import Span
 
 _WIDTH = 120  # characters a line
-_BLOCKS = 4  # more than these are cut in the middle: what is special stands at both ends of a step
+_BLOCKS = 4  # with more, the middle is left out: warm-up and drain are at the ends
 _BLOCKS_AT_START = 2
 _MOST_COLUMNS = 20_000  # a step with one long stall must not fill the memory with dots
 _RANKS_A_TABLE = 16
@@ -44,22 +44,22 @@ def _label(span: Span, full_text: bool) -> str:
 
 
 def _column(drawing: Drawing) -> float:
-    """The time that one column stands for: it divides all times evenly where a simple one does.
+    """The time of one column: one that divides all times evenly, if there is a simple one.
 
-    Otherwise it is the shortest op's, so that each op covers the middle of at least one column; ops far
-    shorter than the usual one may go missing.
+    Otherwise it is that of the shortest op, so that each op covers the middle of a column; ops far shorter
+    than the median may be missing.
     """
     times, lengths = [], []
     for panel in drawing.panels:
         for span in panel.timeline.spans:
-            times += [span.start - panel.timeline.start, span.end - panel.timeline.start]
+            times += [span.start, span.end]
             lengths.append(span.end - span.start)
     lengths = [length for length in lengths if length > 0]
     if not lengths:
         return 1.0
     shortest = max(min(lengths), median(lengths) / 4, drawing.makespan / _MOST_COLUMNS)
-    for parts in (1, 2, 3, 4):
-        column = shortest / parts
+    for divisor in (1, 2, 3, 4):
+        column = shortest / divisor
         if all(abs(time / column - round(time / column)) < 1e-3 for time in times):
             return column
     return shortest
@@ -70,15 +70,13 @@ def _rows(panel: Panel, column: float, full_text: bool) -> list[list[str]]:
     columns = math.ceil(timeline.makespan / column - 1e-3)
     rows = [["."] * columns for _ in range(timeline.ranks)]
     for span in timeline.spans:
-        first, beyond = (math.ceil((time - timeline.start) / column - 0.5) for time in (span.start, span.end))
+        first, beyond = (math.ceil(time / column - 0.5) for time in (span.start, span.end))
         for at in range(first, min(beyond, columns)):
-            if at % 2 or rows[span.rank][at] == ".":  # ops side by side take turns
+            if at % 2 or rows[span.rank][at] == ".":  # ops side by side alternate
                 rows[span.rank][at] = _label(span, full_text)
     for reduction in timeline.reductions:
-        first, beyond = (
-            math.ceil((time - timeline.start) / column - 0.5) for time in (reduction.start, reduction.end)
-        )
-        for at in range(min(first, columns - 1), min(max(beyond, first + 1), columns)):  # however short it is
+        first, beyond = (math.ceil(time / column - 0.5) for time in (reduction.start, reduction.end))
+        for at in range(min(first, columns - 1), min(max(beyond, first + 1), columns)):  # at least one column
             if rows[reduction.rank][at] == ".":
                 rows[reduction.rank][at] = f"{reduction.stage}{REDUCTION}" if full_text else REDUCTION
     return rows
