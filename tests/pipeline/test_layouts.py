@@ -162,7 +162,7 @@ def test_the_model_given_is_left_as_it_was() -> None:
         ({"layout": "Ett|ttL", "modules_per_stage": [[], []]}, "layout and modules_per_stage"),
         ({"modules_per_stage": [["model.embed_tokens"], ["lm_heat"]]}, "Did you mean 'lm_head'"),
         ({"modules_per_stage": [["model.layers"], []]}, "Name each, such as model.layers.0"),
-        ({"layers_per_stage": [1, 2]}, "they add up to 3"),
+        ({"layers_per_stage": [1, 2]}, "it has 3 layers"),
     ],
 )
 def test_refused_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
