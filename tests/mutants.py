@@ -160,7 +160,7 @@ MUTANTS = [
         STAGE,
         "self._recomputing.on = recompute",
         "self._recomputing.on = False",
-        "models/test_checkpointing.py runtime/test_memory.py",
+        "models/test_activation_checkpointing.py runtime/test_memory.py",
     ),
 ]
 
