@@ -116,7 +116,12 @@ MUTANTS = [
         LOSS, "logits[:, :-1], labels[:, 1:]", "logits[:, 1:], labels[:, 1:]", f"batch/test_loss.py {EVERY}"
     ),
     Mutant(LOSS, 'reduction="sum"', 'reduction="mean"', f"batch/test_loss.py {EVERY}"),
-    Mutant(LOSS, ".to(total.device) * items", ".to(total.device)", "models/test_every_model.py,auxiliary"),
+    Mutant(
+        LOSS,
+        ".to(total.device) * items",
+        ".to(total.device)",
+        "models/test_every_model.py::test_exact_with_the_routers_auxiliary_loss",
+    ),
     Mutant(LOSS, "return mean * self._rows(microbatch)", "return mean", EVERY),
     # ---- what parallel axes and shared weights sum
     Mutant(
@@ -171,7 +176,7 @@ def problem(mutant: Mutant) -> str:
     if not file.is_file():
         return "the file is gone"
     for path in mutant.tests.split():
-        if not (ROOT / "tests" / path).exists():
+        if not (ROOT / "tests" / path.partition("::")[0]).exists():
             return f"there is no {path}"
     count = file.read_text(encoding="utf-8").count(mutant.snippet)
     return "" if count == 1 else f"the snippet occurs {count} times"

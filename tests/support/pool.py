@@ -34,13 +34,20 @@ class JobError(AssertionError):
     pass
 
 
+def start(target: Callable[..., None], *args: Any, name: str | None = None) -> Any:
+    """Start a process that has torch already. It ends with this one at the latest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=target, args=args, name=name, daemon=True)
+    process.start()
+    return process
+
+
 class Pool:
     """`size` worker processes, started by the first job and again after a job that failed."""
 
     def __init__(self, size: int, folder: Path, timeout: float = JOB_TIMEOUT) -> None:
         self._size, self._timeout = size, timeout
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
         self._folder = folder
         self._jobs = 0
         self._workers: list[tuple[Any, Connection]] = []
@@ -74,9 +81,8 @@ class Pool:
         return results
 
     def _start(self, index: int) -> tuple[Any, Connection]:
-        here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there,), name=f"rank-{index}", daemon=True)
-        process.start()
+        here, there = multiprocessing.Pipe()
+        process = start(_work, there, name=f"rank-{index}")
         there.close()
         return process, here
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
+import socket
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from penstock import Pipeline, StageInfo
 from support import jobs
-from support.pool import Pool
+from support.pool import Pool, start
 
 
 def test_a_world_that_does_not_fit(pool: Pool) -> None:
@@ -72,66 +72,59 @@ def test_one_timeline_for_all_ranks(pool: Pool) -> None:
     assert ranks == ([0, 1], [0, 1])
 
 
-SCRIPT = """
-import os, sys, time, torch, signal
-from penstock import Pipeline
-torch.set_num_threads(1)
-rank, when = int(os.environ["RANK"]), sys.argv[1]
+class Chunk(nn.Module):
+    """On stage 2 the second step's second forward gives up."""
 
-class Chunk(torch.nn.Module):
-    def __init__(self, info):
+    def __init__(self, info: StageInfo) -> None:
         super().__init__()
-        self.info, self.linear, self.calls = info, torch.nn.Linear(4, 4), 0
-    def forward(self, x):
-        if x.device.type != "meta" and self.info.stage == 2:
+        self.info, self.linear, self.calls = info, nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta and self.info.stage == 2:
             self.calls += 1
-            if f"{self.calls}" == when:
+            if self.calls == 8:
                 raise ValueError("this layer gave up")
-        return self.linear(x)
-
-loss = lambda output, batch: output.square().mean()
-pipe = Pipeline.from_provider(
-    Chunk, schedule="1f1b", ranks=4, microbatches=6, loss_fn=loss, timeout=float(sys.argv[2])
-)
-print("ready", flush=True)
-try:
-    for _ in range(3):
-        pipe.step({"x": torch.ones(12, 4)})
-except Exception as error:
-    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-    os._exit(3)
-"""
+        result: Tensor = self.linear(x)
+        return result
 
 
-def run_ranks(tmp_path: Path, when: int, timeout: float, limit: float) -> list[str]:
-    """Four ranks without a launcher; what each wrote. All end within `limit` seconds."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    port = str(20000 + os.getpid() % 20000)
-    environment = {**os.environ, "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, str(script), str(when), str(timeout)]
-    processes = []
-    for rank in range(4):
-        own = {**environment, "RANK": str(rank)}
-        processes.append(
-            subprocess.Popen(command, env=own, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-        )
+def one_rank(rank: int, port: int, file: Path) -> None:
+    """What torchrun would start, less the launcher; the error goes into `file`."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE="4",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    torch.set_num_threads(1)
+    pipe = Pipeline.from_provider(
+        Chunk, schedule="1f1b", ranks=4, microbatches=6, timeout=600,
+        loss_fn=lambda output, microbatch: output.square().mean(),
+    )  # fmt: skip
     try:
-        deadline = time.monotonic() + limit
-        while any(p.poll() is None for p in processes) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert all(p.poll() is not None for p in processes), "a rank hangs"
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGKILL)
-    return [process.communicate()[1] for process in processes]
+        for _ in range(3):
+            pipe.step({"x": torch.ones(12, 4)})
+    except Exception as error:
+        file.write_text(f"{type(error).__name__}: {error}")
+    os._exit(3)
 
 
 def test_a_rank_that_raises_ends_the_others_without_a_launcher(tmp_path: Path) -> None:
     """In the second step. test_stalls.py has the rest, mostly under the launcher."""
-    told = run_ranks(tmp_path, 8, timeout=600, limit=90)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    files = [tmp_path / str(rank) for rank in range(4)]
+    processes = [start(one_rank, rank, port, file) for rank, file in enumerate(files)]
+    try:
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [3] * 4
+    finally:
+        for process in processes:
+            process.kill()
+    told = [file.read_text() for file in files]
     assert "ValueError: this layer gave up" in told[2]
     for rank in (0, 1, 3):
         assert "PeerLostError" in told[rank]
