@@ -1,9 +1,9 @@
-"""penstock check: what it prints, and with which code it ends."""
+"""penstock check: what it prints, and its exit code."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,11 @@ from transformers import PreTrainedModel
 from penstock import AutoPipeline
 from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch
-from penstock.cli.main import main
 from penstock.pipeline import auto_pipeline
+from penstock.schedule import build, dump
 from support.families import tiny_config, tiny_model
 
-
-def penstock(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Run the command in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["penstock", "check", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -44,95 +38,91 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["--ranks", "2", "--dtype", "bfloat16"],
     ],
 )
-def test_a_folder_with_weights_passes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
-) -> None:
-    assert penstock(monkeypatch, folder, *options) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("LlamaForCausalLM in ")
-    for part in (
-        "its weights\n",
-        "stage  rank  layers",
-        " split, ",
-        " whole\n",
-        "compared, each entry",
-        "\npass\n",
-    ):
-        assert part in told.out
-    assert told.err == ""
+def test_a_folder_with_weights_passes(folder: Path, penstock: Command, options: list[str]) -> None:
+    code, out, err = penstock("check", folder, *options)
+    assert (code, err) == (0, "")
+    assert out.startswith("LlamaForCausalLM in ")
+    for part in ("its weights\n", "stage  rank  layers", " split, ", " whole\n", "compared, each entry"):
+        assert part in out
+    assert out.endswith("\npass\n")
 
 
 def test_a_config_alone_gets_random_weights_and_rows_beyond_its_window(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, penstock: Command
 ) -> None:
     tiny_config("gemma2").save_pretrained(tmp_path)
-    assert penstock(monkeypatch, tmp_path, "--ranks", "2") == 0
-    told = capsys.readouterr().out
-    assert "random weights (seed 0): the folder has none" in told
-    assert "longer than the sliding window of" in told
+    code, out, _ = penstock("check", tmp_path, "--ranks", "2")
+    assert code == 0
+    assert "random weights (seed 0): the folder has none" in out
+    assert "longer than the sliding window of" in out
 
 
-def test_a_schedule_from_a_file(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from penstock.schedule import build, dump
-
+def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock: Command) -> None:
     dump(build("zb_h1", ranks=2, microbatches=3), tmp_path / "own.json")
-    assert penstock(monkeypatch, folder, "--schedule", tmp_path / "own.json") == 0
-    assert "2 stages on 2 ranks, 3 microbatches" in capsys.readouterr().out
+    code, out, _ = penstock("check", folder, "--schedule", tmp_path / "own.json")
+    assert code == 0
+    assert "2 stages on 2 ranks, 3 microbatches" in out
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Every gradient of the second stage's layers is off."""
-    made = auto_pipeline._Build._model
+def test_gradients_that_differ_are_listed_worst_first_and_not_all(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    model_of = auto_pipeline._Build._model
 
-    def off(self: auto_pipeline._Build, index: int) -> PreTrainedModel:
-        part = made(self, index)
+    def off(self: auto_pipeline._Build, stage: int) -> PreTrainedModel:
+        """Every gradient of the second stage's layers is too large."""
+        part = model_of(self, stage)
         for name, parameter in part.named_parameters():
-            if index == 1 and ".layers." in name:
-                parameter.register_hook(lambda grad: grad * factor)
+            if stage == 1 and ".layers." in name:
+                parameter.register_hook(lambda grad: grad * 1.5)
         return part
 
     monkeypatch.setattr(auto_pipeline._Build, "_model", off)
-
-
-def test_tensors_that_differ_are_listed_worst_first_and_not_all(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    broken(monkeypatch, 1.5)
     monkeypatch.setattr(command, "SHOWN", 5)
-    assert penstock(monkeypatch, folder, "--ranks", "2") == 1
-    told = capsys.readouterr().out
-    rows = [line for line in told.splitlines() if ".layers." in line]
+    code, out, _ = penstock("check", folder, "--ranks", "2")
+    assert code == 1
+    rows = [line for line in out.splitlines() if ".layers." in line]
     assert len(rows) == 5
     assert all("model.layers.2." in row or "model.layers.3." in row for row in rows)
-    assert "gradients that differ, the worst first" in told
-    assert "and 13 more\n" in told
-    assert "fail: 18 tensors differ, " in told
-    assert "pass" not in told
+    for part in ("gradients that differ, the worst first", "and 13 more\n", "fail: 18 tensors differ, "):
+        assert part in out
+    assert "pass" not in out
+
+
+def replace_whole_model(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    whole_model = command.whole_model
+
+    def changed(*arguments: Any) -> PreTrainedModel:
+        model = whole_model(*arguments)
+        with torch.no_grad():
+            change(model)
+        return model
+
+    monkeypatch.setattr(command, "whole_model", changed)
 
 
 def test_weights_that_differ_are_listed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
-    whole_model = command.whole_model
+    replace_whole_model(monkeypatch, lambda model: model.model.norm.weight[0].add_(1))
+    code, out, _ = penstock("check", folder, "--ranks", "2")
+    assert code == 1
+    assert "weights, before any step that differ, the worst first" in out
+    assert "model.norm.weight" in out
+    assert "fail: 1 tensors differ\n" in out
 
-    def other(*given: Any) -> PreTrainedModel:
-        model = whole_model(*given)
-        with torch.no_grad():
-            model.model.norm.weight[0] += 1
-        return model
 
-    monkeypatch.setattr(command, "whole_model", other)
-    assert penstock(monkeypatch, folder, "--ranks", "2") == 1
-    told = capsys.readouterr().out
-    assert "weights, before any step that differ, the worst first" in told
-    assert "model.norm.weight" in told
-    assert "fail: 1 tensors differ\n" in told
+def test_a_model_that_fails_by_itself_is_no_wrong_split(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    """Experts on the CPU in float64, say."""
+    replace_whole_model(monkeypatch, lambda model: setattr(model, "lm_head", torch.nn.Linear(1, 1)))
+    code, _, err = penstock("check", folder, "--ranks", "2")
+    assert code == 2
+    assert "LlamaForCausalLM in float32: the whole model itself fails on the CPU: " in err
 
 
 BAD = {
-    "no such folder": (["nowhere"], "model folder nowhere: there is no such folder. Give the path"),
     "too many ranks": (["--ranks", "9"], "9 stages for 4 layers"),
     "an unknown schedule": (["--schedule", "2f2b"], "schedule '2f2b'"),
     "no backward": (["--schedule", "inference"], "--schedule inference: it holds no backward"),
@@ -145,63 +135,45 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused_ends_with_2_and_one_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_wrong_options_end_with_2_and_one_error(folder: Path, penstock: Command, case: str) -> None:
     options, message = BAD[case]
-    given = options if case == "no such folder" else [folder, *options]
-    assert penstock(monkeypatch, *given) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("penstock: error: ")
-    assert message in told.err
-    assert told.err.count("penstock: error") == 1
-    assert told.out == ""
+    code, out, err = penstock("check", folder, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: error: ")
+    assert message in err
+    assert err.count("penstock: error") == 1
 
 
-def test_a_model_that_is_no_chain_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    assert penstock(monkeypatch, tmp_path) == 2
-    assert "model_type='t5'" in capsys.readouterr().err
+def test_a_wrong_model_is_refused(tmp_path: Path, penstock: Command) -> None:
+    code, _, err = penstock("check", "nowhere")
+    assert code == 2
+    assert "model folder nowhere: there is no such folder. Give the path" in err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))  # no chain of layers
+    code, _, err = penstock("check", tmp_path)
+    assert code == 2
+    assert "model_type='t5'" in err
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
     monkeypatch.setattr(command, "free_memory", lambda: 100_000)
-    assert penstock(monkeypatch, folder, "--ranks", "2") == 2
-    told = capsys.readouterr().err
-    assert "for weights and gradients, and " in told
-    assert "97.7 KiB of memory are free. Check a copy of its config.json with fewer layers" in told
+    code, _, err = penstock("check", folder, "--ranks", "2")
+    assert code == 2
+    assert "for weights and gradients, and " in err
+    assert "97.7 KiB of memory are free. Check a copy of its config.json with fewer layers" in err
     monkeypatch.setattr(command, "free_memory", lambda: None)
-    assert penstock(monkeypatch, folder, "--ranks", "2") == 0
+    assert penstock("check", folder, "--ranks", "2")[0] == 0
 
 
-def test_what_both_models_hold_is_estimated() -> None:
+def test_the_memory_of_both_models_is_estimated() -> None:
     model = tiny_model("llama")
     auto = AutoPipeline(ranks=2, microbatches=4)
     fixed, activations = needed_bytes(auto, auto.build_plan(model), (5, 32))
-    held = sum(p.nbytes for p in model.parameters())
-    largest = max(p.nbytes for p in model.parameters())
-    assert fixed == 4 * held + 2 * largest
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert fixed == 4 * sum(sizes) + 2 * max(sizes)
     assert activations is not None
     assert activations > 0
-
-
-def test_a_model_that_fails_by_itself_is_told_apart_from_a_wrong_split(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Experts on the CPU in float64, say."""
-
-    def fails(*given: Any) -> PreTrainedModel:
-        model = tiny_model("llama", tied=True)
-        model.lm_head = torch.nn.Linear(1, 1)
-        return model
-
-    monkeypatch.setattr(command, "whole_model", fails)
-    assert penstock(monkeypatch, folder, "--ranks", "2") == 2
-    assert "LlamaForCausalLM in float32: the whole model itself fails on the CPU: " in capsys.readouterr().err
 
 
 def test_the_batch_is_always_the_same_uneven_and_partly_labelled() -> None:
@@ -215,8 +187,8 @@ def test_the_batch_is_always_the_same_uneven_and_partly_labelled() -> None:
     assert max(counts) < 32
 
 
-def test_help_says_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert penstock(monkeypatch, "--help") == 0
-    told = capsys.readouterr().out
-    assert "Check that a model, split into stages" in told
-    assert "--stages-per-rank" in told
+def test_help_says_what_it_does(penstock: Command) -> None:
+    code, out, _ = penstock("check", "--help")
+    assert code == 0
+    assert "Check that a model, split into stages" in out
+    assert "--stages-per-rank" in out

@@ -1,88 +1,49 @@
-"""The command: what it prints, and with which code it ends."""
+"""The command: what it prints, and its exit code."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import AutoPipeline
-from penstock.cli.main import main
-from support.tiny import QWEN3, config_file
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
+
+Command = Callable[..., tuple[int, str, str]]
 
 
-def penstock(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
-    """Run the command in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+def test_version_and_help(penstock: Command) -> None:
+    code, out, _ = penstock("--version")
+    assert code == 0
+    assert out.startswith("penstock 0.")
+    assert penstock("train", "--help")[0] == 0
+    assert penstock("train")[0] == 2
+    assert penstock("trian", "x.yaml")[0] == 2
 
 
-def start(*arguments: str | Path, torchrun: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """The command as a process of its own, under `torchrun` ranks where given."""
-    launcher = [f"--nproc-per-node={torchrun}", "--standalone", "-m"] if torchrun else []
-    module = ["torch.distributed.run", *launcher] if torchrun else []
-    return subprocess.Popen(
-        [sys.executable, "-m", *module, "penstock", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
-    return process.returncode, out, err
-
-
-def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert penstock(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out.startswith("penstock 0.")
-    assert penstock(monkeypatch, "train", "--help") == 0
-    assert penstock(monkeypatch, "train") == 2
-    assert penstock(monkeypatch, "trian", "x.yaml") == 2
-
-
-def test_a_dry_run_shows_what_is_known_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = config_file(tmp_path)
-    assert penstock(monkeypatch, "train", file, "--dry-run", "pipeline.microbatches=4") == 0
-    shown = capsys.readouterr().out
+def test_a_dry_run_shows_what_is_known_and_writes_nothing(tmp_path: Path, penstock: Command) -> None:
+    code, out, _ = penstock("train", config_file(tmp_path), "--dry-run", "pipeline.microbatches=4")
+    assert code == 0
     for part in ("microbatches: 4", "final_fraction: 0.1", "rank 1 |", "predicted bubble", "AdamW", "0 to 0"):
-        assert part in shown
+        assert part in out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.yaml", "text"]
 
 
-def test_memory_that_cannot_be_known_is_said_to_be_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_memory_that_only_a_run_can_tell_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
-    """As of experts that look at how many tokens they get."""
+    """As of experts whose forward looks at how many tokens they get."""
     monkeypatch.setattr(AutoPipeline, "memory_costs", lambda *_: None)
-    file = config_file(tmp_path)
-    assert penstock(monkeypatch, "train", file, "--dry-run") == 0
-    assert "unknown" in capsys.readouterr().out
-
-
-def write_model(folder: Path, damage: str) -> str:
-    """A local checkpoint with a file that is missing, cut short or altered."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    keys = {key: value for key, value in QWEN3.items() if key != "model_type"}
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **keys)).save_pretrained(
-        folder, max_shard_size="20KB"
-    )
-    shard = sorted(folder.glob("model-*.safetensors"))[0]
-    shard.unlink() if damage == "missing" else shard.write_bytes(shard.read_bytes()[:-100])
-    return str(folder)
+    code, out, _ = penstock("train", config_file(tmp_path), "--dry-run")
+    assert code == 0
+    assert "unknown" in out
 
 
 BAD = {
@@ -102,33 +63,47 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_ends_with_code_2_and_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_bad_input_ends_with_code_2_and_one_error(tmp_path: Path, penstock: Command, case: str) -> None:
     sections, arguments, message = BAD[case]
-    file = config_file(tmp_path, **sections)
-    assert penstock(monkeypatch, "train", file, *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("penstock: error: ")
-    assert message in captured.err
-    assert captured.err.count("penstock: error") == 1
-    assert captured.out == ""
+    code, out, err = penstock("train", config_file(tmp_path, **sections), *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: error: ")
+    assert message in err
+    assert err.count("penstock: error") == 1
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_damaged_checkpoint_to_start_from_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
-    path = write_model(tmp_path / "model", damage)
-    file = config_file(tmp_path, model={"config": None, "path": path})
-    assert penstock(monkeypatch, "train", file) == 2
-    assert "model-00001-of-" in capsys.readouterr().err
+def test_a_damaged_model_is_refused(tmp_path: Path, penstock: Command, damage: str) -> None:
+    folder = tmp_path / "model"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    model.save_pretrained(folder, max_shard_size="20KB")
+    shard = min(folder.glob("model-*.safetensors"))
+    shard.unlink() if damage == "missing" else shard.write_bytes(shard.read_bytes()[:-100])
+    code, _, err = penstock("train", config_file(tmp_path, model={"config": None, "path": str(folder)}))
+    assert code == 2
+    assert "model-00001-of-" in err
 
 
-def test_a_world_that_does_not_fit_is_said_by_one_rank_of_a_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# ---- As processes of their own
+
+
+def start(*arguments: str | Path, torchrun: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    """Start the command, under `torchrun` ranks if given."""
+    launcher = [f"--nproc-per-node={torchrun}", "--standalone", "-m"] if torchrun else []
+    module = ["torch.distributed.run", *launcher] if torchrun else []
+    return subprocess.Popen(
+        [sys.executable, "-m", *module, "penstock", *map(str, arguments)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=90)
+    return process.returncode, out, err
+
+
+def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(tmp_path: Path) -> None:
     file = config_file(tmp_path)
     processes = [start("train", file, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="3") for rank in "01"]
     (code, _, err), (other_code, _, other_err) = map(finish, processes)
@@ -140,42 +115,32 @@ def test_a_world_that_does_not_fit_is_said_by_one_rank_of_a_machine(
     assert other_err == ""
 
 
-def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return {f"{file.name} {key}": value for file in sorted(checkpoint.glob("*.safetensors"))
-            for key, value in load_file(file).items()}  # fmt: skip
-
-
 def test_two_ranks_train_and_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Started plainly, then under torchrun: the same run either way, and the same after going on."""
+    """Started plainly, then under torchrun: the same run either way, and the same after resuming."""
     sampled = {"sample_prompt": "AB", "sample_tokens": 2}
     file = config_file(tmp_path, train={"checkpoint_every": 2}, output=sampled)
     code, out, err = finish(start("train", file))
     assert (code, err) == (0, "")
     for part in ("step 4/4  loss", "held-out loss", "metrics.jsonl", "timeline.svg", "predicted", "\nAB"):
         assert part in out
-    whole = tmp_path / "out" / "checkpoints" / "step-00000004"
-    names = {path.name for path in whole.iterdir()}
+    names = {path.name for path in checkpoint(tmp_path, 4).iterdir()}
     assert {"optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"} <= names
 
-    half = tmp_path / "out" / "checkpoints" / "step-00000002"
-    again = f"output.folder={tmp_path / 'again'}"
-    process = start("train", file, "--resume", half, again, torchrun=2, OMP_NUM_THREADS="1")
-    code, out, err = finish(process)
+    half = checkpoint(tmp_path, 2)
+    again = f"output.folder={tmp_path / 'again' / 'out'}"
+    code, out, err = finish(start("train", file, "--resume", half, again, torchrun=2, OMP_NUM_THREADS="1"))
     assert code == 0, err
     assert f"going on from {half}" in out
-    expected, resumed = tensors(whole), tensors(tmp_path / "again" / "checkpoints" / "step-00000004")
-    assert expected.keys() == resumed.keys()
-    assert [name for name in expected if not torch.equal(expected[name], resumed[name])] == []
+    assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))
 
 
-def wait_for_rows(path: Path, count: int) -> list[dict[str, Any]]:
+def wait_for_rows(folder: Path, count: int) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        lines = path.read_text().splitlines() if path.exists() else []
-        if len(lines) >= count:
-            return [json.loads(line) for line in lines]
+        if (folder / "out" / "metrics.jsonl").exists() and len(metrics(folder)) >= count:
+            return
         time.sleep(0.05)
-    raise TimeoutError(path)
+    raise TimeoutError(folder)
 
 
 def ranks_of(parent: int) -> dict[str, int]:
@@ -200,7 +165,7 @@ def test_a_run_that_is_cut_short_ends_at_once(
     """Not when the other rank has waited for as long as it may, which is past the end of this test."""
     more = ("train.steps=100000", "train.evaluate_every=100000", "pipeline.timeout_seconds=600")
     process = start("train", config_file(tmp_path), *more)
-    wait_for_rows(tmp_path / "out" / "metrics.jsonl", 5)
+    wait_for_rows(tmp_path, 5)
     ranks = ranks_of(process.pid)
     assert sorted(ranks) == ["0", "1"]
     os.kill({**ranks, "parent": process.pid}[target], number)

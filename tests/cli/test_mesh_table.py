@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,18 @@ import pytest
 from rich.console import Console
 
 from penstock import Axes
-from penstock.cli.main import main
 from penstock.cli.mesh_table import Grid, mesh_table, neighbours, part_of, summed_with
 from penstock.pipeline.build_plan import BuildPlan
-from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight
-from support.tiny import config_file, tree
+from support.tiny import QWEN3, config, config_file
+
+Command = Callable[..., tuple[int, str, str]]
 
 
 def build_plan(folder: Path, ranks: int = 2, schedule: str = "1f1b") -> BuildPlan:
-    made = tree(folder)
-    made["model"]["config"] = {**made["model"]["config"], "num_hidden_layers": 4}
-    made["pipeline"] |= {"ranks": ranks, "schedule": schedule, "microbatches": 2 * ranks}
-    made["train"]["batch_size"] = 8
-    return preflight(TrainConfig.model_validate(made)).plan
+    pipeline = {"ranks": ranks, "schedule": schedule, "microbatches": 2 * ranks}
+    model = {**QWEN3, "num_hidden_layers": 4}
+    return preflight(config(folder, model, {"pipeline": pipeline}, batch_size=8)).plan
 
 
 def shown(table: Any) -> str:
@@ -74,14 +72,8 @@ def test_large_meshes_are_cut_short(tmp_path: Path) -> None:
     assert "1-63" in text
 
 
-def test_the_command_shows_it_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = config_file(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["penstock", "train", str(file), "--dry-run", "parallel.dp_shard=2"])
-    with pytest.raises(SystemExit):
-        main()
-    said = capsys.readouterr().out
+def test_a_dry_run_shows_it_and_starts_nothing(tmp_path: Path, penstock: Command) -> None:
+    _, out, _ = penstock("train", config_file(tmp_path), "--dry-run", "parallel.dp_shard=2")
     for part in ("mesh of 4 processes: pp=2 x dp_shard=2", "rows 2-3", "gathered"):
-        assert part in said
+        assert part in out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.yaml", "text"]

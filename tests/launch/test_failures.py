@@ -1,4 +1,4 @@
-"""The one summary that is made of what ranks leave."""
+"""The one summary of what ranks record."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def lost(rank: int, reports: dict[int, str]) -> PeerLostError:
     return error
 
 
-def test_a_killed_rank_is_told_of_by_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_others_report_a_killed_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ended = {
         0: ends(folder, 0, 1, lost(0, {2: "last reported 0.9 s ago: in 2F3"})),
         1: ends(folder, 1, 1, lost(1, {2: "last reported 1.4 s ago: in 2F3", 3: "last reported 1 s ago"})),
@@ -76,7 +76,7 @@ def test_a_rank_that_raised_comes_before_those_that_lost_it(
     assert lines[4:] == ["ValueError: no"]
 
 
-def test_a_stall_is_told_with_what_the_silent_rank_did(
+def test_a_stall_is_reported_with_what_the_silent_rank_did(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = StalledPeerError("rank 0 waiting for 1B0 from rank 1", "rank 1 has been silent for 4 s", "See")

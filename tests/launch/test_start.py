@@ -80,9 +80,7 @@ time.sleep(600)
     assert capfd.readouterr().err == "penstock: error: rank 1 was killed by signal 9 (SIGKILL)\n"
 
 
-def test_an_error_that_nobody_foresaw_keeps_its_traceback(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_untyped_error_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = """
 try:
     1 / (0 if rank == 0 else 1)
@@ -96,7 +94,7 @@ time.sleep(600)
     assert err.count("Traceback") == err.count("penstock: error") == 1
 
 
-def test_a_rank_that_ends_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_ends_without_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(2, script(tmp_path, "os._exit(7) if rank else time.sleep(600)")) == 7
     assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
 
@@ -114,7 +112,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
     assert capfd.readouterr().err.startswith("penstock: error: rank 0 waiting: rank 1 has been silent")
 
 
-def test_a_rank_that_is_told_to_end_has_time_to_tell_what_it_did(
+def test_a_rank_has_time_to_report_before_it_is_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """0.2.0: the launcher ended ranks by SIGTERM before they had noticed that another one was gone."""
@@ -137,7 +135,7 @@ fail(error)
     ]
 
 
-def test_a_rank_that_hangs_in_foreign_code_ends_when_told_to(
+def test_a_rank_that_hangs_in_foreign_code_is_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Python runs no handler there; what fails meanwhile is no cause."""
