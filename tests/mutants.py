@@ -58,10 +58,8 @@ MUTANTS = [
     Mutant(EXECUTOR, "        self.outbox.clear()\n", "", "runtime/test_executor.py pipeline/test_edges.py"),
     Mutant(OPS, "1 / step.weight", "1.0", EVERY),
     Mutant(OPS, "list(torch._foreach_div(self.totals, step.weight))", "self.totals", EVERY),
-    Mutant(OPS, 'edge if op.kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
-    Mutant(
-        OPS, "min(op.stage, message.target) %", "max(op.stage, message.target) %", "pipeline/test_edges.py"
-    ),
+    Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
+    Mutant(OPS, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"),
     Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
@@ -143,7 +141,7 @@ MUTANTS = [
     Mutant(SHARED, "for copy in copies if count == 0 else ():", "for copy in ():", OF_SHARED),
     Mutant(
         SHARED,
-        "            if id(copy) not in first:\n                copy.zero_()\n",
+        "            if id(copy) not in kept:\n                copy.zero_()\n",
         "            pass\n",
         OF_SHARED,
     ),

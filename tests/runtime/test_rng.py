@@ -33,10 +33,10 @@ def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Te
     for stage, places in enumerate(stages):
         module = Layers()
         own = [(f"layer {place}", module.layers[at]) for at, place in enumerate(places)]
-        chance = StageRNG(stage, torch.device("cpu"), [*own, ("after", module.after)])
-        call = seeded_call(lambda received, microbatch: module(microbatch["x"]), chance)  # noqa: B023
+        rng = StageRNG(stage, torch.device("cpu"), [*own, ("after", module.after)])
+        call = seeded_call(lambda received, microbatch: module(microbatch["x"]), rng)  # noqa: B023
         given = [{"x": torch.tensor([content])} for content in contents]
-        with seeded_step([chance], seed, given, given):
+        with seeded_step([rng], seed, given, given):
             for content, microbatch in zip(contents, given, strict=True):
                 gave = call((), microbatch)
                 found |= {(content, place): gave[at] for at, place in enumerate(places)}
@@ -70,7 +70,7 @@ def test_the_generator_goes_on_as_it_was() -> None:
 def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
     """0.5.0 seeded by the microbatch whose forward began last: wrong gradients where it is another's."""
     block = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4, bias=False), nn.Dropout(0.5)).double()
-    chance = StageRNG(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
+    rng = StageRNG(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
 
     def again(received: Any, microbatch: Any) -> Any:
         return checkpoint(block, microbatch["x"], use_reentrant=False)
@@ -79,8 +79,8 @@ def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
     for run in (again, lambda received, microbatch: block(microbatch["x"])):
         given = [{"x": torch.rand(64, 4, dtype=torch.float64, generator=generator(i))} for i in range(3)]
         block.zero_grad()
-        with seeded_step([chance], 5, given, given):
-            losses = [seeded_call(run, chance)((), each).square().sum() for each in given]
+        with seeded_step([rng], 5, given, given):
+            losses = [seeded_call(run, rng)((), each).square().sum() for each in given]
             for loss in losses:
                 loss.backward()
         weight: Tensor = block[1].weight  # type: ignore[assignment]
@@ -96,10 +96,10 @@ def generator(seed: int) -> torch.Generator:
 def test_after_a_step_nothing_is_seeded() -> None:
     """0.5.0 went on to seed torch's generator where a layer was called by itself."""
     layer = nn.Dropout(0.5)
-    chance = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
+    rng = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
     given = [{"x": torch.ones(64)}]
-    with seeded_step([chance], 5, given, given):
-        seeded_call(lambda received, microbatch: layer(microbatch["x"]), chance)((), given[0])
+    with seeded_step([rng], 5, given, given):
+        seeded_call(lambda received, microbatch: layer(microbatch["x"]), rng)((), given[0])
     assert not torch.equal(layer(given[0]["x"]), layer(given[0]["x"]))
 
 
@@ -118,9 +118,9 @@ def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(torch.Tensor, "tolist", look)
     given = [{"x": torch.tensor([content]), "y": torch.ones(2)} for content in range(4)]
-    chance = StageRNG(0, torch.device("cpu"), [])
-    with seeded_step([chance], 5, given, given):
-        assert len(set(chance.seeds.values())) == len(given)
+    rng = StageRNG(0, torch.device("cpu"), [])
+    with seeded_step([rng], 5, given, given):
+        assert len(set(rng.seeds.values())) == len(given)
     assert len(looks) == 1
 
 

@@ -70,8 +70,8 @@ class NextToken:
                 the next token of each, which may be on another shard. Then `valid_items` tells how many
                 items the auxiliary loss, or this shard's part of it, counts for.
         """
-        given = output if isinstance(output, Mapping) else {"logits": output}
-        logits, shifted = given["logits"], "shift_labels" in microbatch
+        outputs = output if isinstance(output, Mapping) else {"logits": output}
+        logits, shifted = outputs["logits"], "shift_labels" in microbatch
         labels = microbatch["shift_labels" if shifted else "labels"]
         if logits.shape[:2] != labels.shape[:2]:
             raise ModelError(
@@ -87,9 +87,9 @@ class NextToken:
         total = F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
-        if "auxiliary_loss" in given:
+        if "auxiliary_loss" in outputs:
             items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
-            total = total + given["auxiliary_loss"].to(total.device) * items
+            total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
 
 

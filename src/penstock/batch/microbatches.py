@@ -143,13 +143,13 @@ def _split_documents(batch: Batch, rows: int, count: int, sharding: Sharding) ->
 
 
 def _bounds(name: str, value: Any) -> Tensor:
-    given = f"given as {type(value).__name__}"
+    shown = f"given as {type(value).__name__}"
     if isinstance(value, Tensor):
         if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
             return value
-        given = str(TensorSpec.of(value))
+        shown = str(TensorSpec.of(value))
     raise BatchError(
-        f"{name} {given}",
+        f"{name} {shown}",
         "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
         "`metadata` makes it from the lengths",
     )
@@ -209,9 +209,9 @@ def fingerprint(batches: Sequence[Batch], count: int, schedule: int) -> tuple[in
     )
     constants = {name: value for batch in batches for name, value in batch.items()
                  if isinstance(value, bool | int | float | str)}  # fmt: skip
-    shown = f", {constants}" if constants else ""
-    given = "the batch" if len(batches) < count else "the first"
-    text = f"schedule {schedule:08x}, {count} microbatches, {given} {first}, checksums {sums}{shown}"
+    values = f", {constants}" if constants else ""
+    source = "the batch" if len(batches) < count else "the first"
+    text = f"schedule {schedule:08x}, {count} microbatches, {source} {first}, checksums {sums}{values}"
     shapes = [microbatch_key(batch) for batch in batches], count
     return zlib.crc32(repr((schedule, shapes, sums)).encode()), text
 

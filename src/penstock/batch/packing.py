@@ -79,11 +79,11 @@ def _restarts(microbatch: Microbatch) -> bool:
 
     Under a mask of left padding positions restart too, without a new document.
     """
-    given, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
-    if given is None or given.dim() != PER_TOKEN or given.shape[1] < 2:
+    ids, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
+    if ids is None or ids.dim() != PER_TOKEN or ids.shape[1] < 2:
         return False
-    begins = given[:, 1:] == 0
-    if mask is not None and mask.dim() == PER_TOKEN and mask.shape[1] == given.shape[1]:
+    begins = ids[:, 1:] == 0
+    if mask is not None and mask.dim() == PER_TOKEN and mask.shape[1] == ids.shape[1]:
         begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
     return bool(begins.any())
 
@@ -101,12 +101,12 @@ def with_positions(microbatch: Microbatch) -> Microbatch:
         return microbatch
     rows, length = _shape(microbatch)
     check_row_bounds("cu_seq_lens_q", bounds, rows, length)
-    given = microbatch.get("position_ids")
-    if given is None:
+    ids = microbatch.get("position_ids")
+    if ids is None:
         return {**microbatch, "position_ids": positions(bounds).view(rows, length)}
-    if given.dim() != PER_TOKEN:
+    if ids.dim() != PER_TOKEN:
         return microbatch
-    flat, starts = given.expand(rows, length).flatten(), bounds[1:-1].long()
+    flat, starts = ids.expand(rows, length).flatten(), bounds[1:-1].long()
     starts = starts[starts % length != 0]
     wrong = starts[flat[starts] == flat[starts - 1] + 1]
     if len(wrong):
@@ -157,17 +157,17 @@ def check_row_bounds(name: str, bounds: Tensor, rows: int, length: int) -> None:
 
     No document is empty, and none continues in the next row, where attention could not follow it.
     """
-    given = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
+    value = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
     at = bounds.tolist() if bounds.dim() == 1 else []
     if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
         raise BatchError(
-            given,
+            value,
             "it lists, from 0 on, where each document ends, and no document is empty",
             "Leave empty documents out; `metadata` makes it from the lengths",
         )
     if not set(range(0, rows * length + 1, length)) <= set(at) or at[-1] != rows * length:
         raise BatchError(
-            given,
+            value,
             f"documents end where a row ends, at every multiple of {length} up to {rows * length}",
             "Cut documents at the rows' ends, or pack everything into one row",
         )

@@ -56,8 +56,8 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
             "Make the stage's output follow from its input's shape and the model's dtype, or use "
             "shapes='exchanged'"
         )
-    given = EdgeSpecs.of(tensors, form)
-    raise ShapeError(f"{op} gave {given}", f"the next rank expects {expected}", remedy)
+    found = EdgeSpecs.of(tensors, form)
+    raise ShapeError(f"{op} gave {found}", f"the next rank expects {expected}", remedy)
 
 
 def microbatch_key(microbatch: Microbatch) -> tuple[Any, ...]:

@@ -216,28 +216,28 @@ class _Lowering:
         for op, receives in zip(self._program, self._receives, strict=True):
             for source in receives:
                 yield Post(Message(source, source.stage + (1 if source.kind == "F" else -1)))
-            taken, given = self._taken(op), self._given(op)
-            if self._is_remote(taken):
-                yield Wait(taken)
-                yield from self._frees_after(taken)
-            yield self._compute(op, taken, given)
-            if self._is_remote(given):
-                yield Send(given)
-                self._in_flight.setdefault(self._host(given.target), []).append(given)
-            elif given is not None:
-                yield Deliver(given)
+            needed, result = self._taken(op), self._given(op)
+            if self._is_remote(needed):
+                yield Wait(needed)
+                yield from self._frees_after(needed)
+            yield self._compute(op, needed, result)
+            if self._is_remote(result):
+                yield Send(result)
+                self._in_flight.setdefault(self._host(result.target), []).append(result)
+            elif result is not None:
+                yield Deliver(result)
             if op in self._completes:  # after the send: no other rank waits for the reduction
                 yield Reduce(self._completes[op])
         for sends in self._in_flight.values():
             yield from map(Free, sends)
 
-    def _compute(self, op: Op, taken: Message | None, given: Message | None) -> Compute:
+    def _compute(self, op: Op, needed: Message | None, result: Message | None) -> Compute:
         place = op.stage, op.microbatch
         return Compute(
             op,
-            None if taken is None else taken.op,
-            given is not None,
-            given if self._is_remote(given) else None,
+            None if needed is None else needed.op,
+            result is not None,
+            result if self._is_remote(result) else None,
             self._placement.is_last(op.stage),
             place in self._schedule.split,
             place in self._recomputed,

@@ -58,9 +58,9 @@ class StageRNG:
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
         self.generator = _generator(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
-        made: dict[type[nn.Module], type[nn.Module]] = {}
+        seeding: dict[type[nn.Module], type[nn.Module]] = {}
         for place, module in modules:
-            self._watch(module, place, made)
+            self._watch(module, place, seeding)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A forward of the stage begins."""
@@ -83,13 +83,13 @@ class StageRNG:
             self._origins[mixed] = seed
             self.generator.manual_seed(mixed)
 
-    def _watch(self, module: nn.Module, place: str, made: dict[type[nn.Module], type[nn.Module]]) -> None:
+    def _watch(self, module: nn.Module, place: str, seeding: dict[type[nn.Module], type[nn.Module]]) -> None:
         plain = type(module)
-        if plain in made.values():  # a module that is in two places
+        if plain in seeding.values():  # a module that is in two places
             return
-        if plain not in made:
-            made[plain] = type(plain.__name__, (_Seeding, plain), {"__module__": plain.__module__})
-        module.__class__ = made[plain]
+        if plain not in seeding:
+            seeding[plain] = type(plain.__name__, (_Seeding, plain), {"__module__": plain.__module__})
+        module.__class__ = seeding[plain]
         vars(module).update(_rng=self, _rng_place=place)
 
 

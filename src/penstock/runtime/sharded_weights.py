@@ -128,16 +128,16 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     groups = [group for part in sharded_modules(module) for group in param_groups(part)]
     weights = [weight for group in groups for weight in group.fsdp_params]
     offloaded = {id(weight.sharded_param) for weight in weights if weight.offload_to_cpu}
-    made: dict[int, Tensor] = {}
+    allocated: dict[int, Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, value in table.items():
                 if value is None or not value.is_meta:
                     continue
-                if id(value) not in made:
+                if id(value) not in allocated:
                     empty = torch.empty_like(value, device="cpu" if id(value) in offloaded else device)
                     is_parameter = isinstance(value, nn.Parameter)
-                    made[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
-                table[name] = made[id(value)]  # type: ignore[assignment]
+                    allocated[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
+                table[name] = allocated[id(value)]  # type: ignore[assignment]
     for weight in weights:
         weight.reset_sharded_param()

@@ -59,11 +59,11 @@ class Arrival:
 
 class Groups:
     def __init__(self, mail: Mail, rank: int) -> None:
-        self.whole, self.rank, self.size = mail, rank, 2
+        self.pipeline, self.rank, self.size = mail, rank, 2
         self.backend, self.limit = "gloo", timedelta(seconds=5)
 
     def new(self, ranks: object, name: str) -> Mail:
-        return self.whole
+        return self.pipeline
 
     def control_device(self, device: torch.device) -> torch.device:
         return device
@@ -131,8 +131,8 @@ def test_a_channel_does_not_hold_up_what_goes_over_another(ends: Ends) -> None:
     ends.second.send(blocked, payload(torch.ones(4)), with_specs=False)
     other = Mail()
     other.gate.set()
-    lane = ends.first._p2p_groups[FORTH.channel]
-    ends.first._p2p_groups[FORTH.channel] = lane._replace(group=other)  # type: ignore[arg-type]
+    p2p = ends.first._p2p_groups[FORTH.channel]
+    ends.first._p2p_groups[FORTH.channel] = p2p._replace(group=other)  # type: ignore[arg-type]
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     assert eventually(lambda: other.sends[0].gone)
     assert not ends.mail.sends[0].gone
@@ -194,8 +194,8 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
     computing = Computing()
     computing.reached.set()
     ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
-    lane = ends.first._p2p_groups[FORTH.channel]
-    ends.first._p2p_groups[FORTH.channel] = lane._replace(group=Broken())  # type: ignore[arg-type]
+    p2p = ends.first._p2p_groups[FORTH.channel]
+    ends.first._p2p_groups[FORTH.channel] = p2p._replace(group=Broken())  # type: ignore[arg-type]
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     with pytest.raises(PeerLostError, match="Connection reset"):
         ends.first.free(FORTH)

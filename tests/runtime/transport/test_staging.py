@@ -137,9 +137,9 @@ def test_a_send_begins_after_its_moment_and_holds_its_host_memory_until_it_is_ov
         begun.set()
         return [*started]
 
-    reaper = SendCompletion("test")
+    completion = SendCompletion("test")
     sending = Sending(hosts, 16, start=partial(start, hosts))
-    sending.leave_to(reaper)
+    sending.leave_to(completion)
     assert not begun.wait(0.05)  # the device still computes
     stream.run()
     assert begun.wait(20)
@@ -147,7 +147,7 @@ def test_a_send_begins_after_its_moment_and_holds_its_host_memory_until_it_is_ov
     assert pool.idle_bytes == 0  # gloo reads it
     started.pop().over.set()
     sending.finish(timedelta(seconds=20))
-    reaper.close()
+    completion.close()
     gc.collect()
     assert pool.idle_bytes == pool.nbytes > 0
 
@@ -158,12 +158,12 @@ def test_a_send_that_cannot_begin_is_an_error_of_its_free(stream: Stream) -> Non
     def start() -> list[Work]:
         raise RuntimeError("Connection closed by peer")
 
-    reaper = SendCompletion("test")
+    completion = SendCompletion("test")
     sending = Sending([torch.ones(1)], 4, start=start)
-    sending.leave_to(reaper)
+    sending.leave_to(completion)
     with pytest.raises(RuntimeError, match="closed by peer"):
         sending.finish(timedelta(seconds=20))
     following = Sending([torch.ones(1)], 4, start=list)
-    following.leave_to(reaper)
+    following.leave_to(completion)
     following.finish(timedelta(seconds=20))
-    reaper.close()
+    completion.close()

@@ -75,12 +75,12 @@ def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...
     Args:
         gradients: of each output that gets one, in order.
     """
-    roots, given = _pair(live, gradients)
+    roots, paired = _pair(live, gradients)
     if live.tape is None:
-        _run(roots, given)
+        _run(roots, paired)
     else:
         with live.tape.replaying():
-            _run(roots, given)
+            _run(roots, paired)
     return _input_gradients(live)
 
 
@@ -91,9 +91,9 @@ def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tenso
     """
     if live.tape is None:
         return whole_backward(live, gradients), Deferred()
-    roots, given = _pair(live, gradients)
+    roots, paired = _pair(live, gradients)
     with live.tape.collecting(roots, live.inputs) as products, live.tape.replaying():
-        _run(roots, given)
+        _run(roots, paired)
     return _input_gradients(live), Deferred(products)
 
 

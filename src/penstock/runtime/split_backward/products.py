@@ -108,8 +108,12 @@ def find(
     names: tuple[str, ...], read: Callable[..., Found], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Found:
     """The product that a call is, with arguments by position or name; names, read: from `CALLS`"""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if len(args) > len(names) or not given.keys() <= set(names) or len(given) != len(args) + len(kwargs):
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    if (
+        len(args) > len(names)
+        or not arguments.keys() <= set(names)
+        or len(arguments) != len(args) + len(kwargs)
+    ):
         return None
-    tensors = [given.get(name) for name in names]
+    tensors = [arguments.get(name) for name in names]
     return read(*tensors) if all(isinstance(tensor, Tensor) for tensor in tensors[:2]) else None

@@ -81,8 +81,8 @@ class Pool:
 
     def _make(self, nbytes: int) -> UntypedStorage:
         size = max(-(-nbytes // _ALIGNED), 1) * _ALIGNED
-        made = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
-        self._buffers.append(made.untyped_storage())
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=self._pinned)
+        self._buffers.append(memory.untyped_storage())
         return self._buffers[-1]
 
 
@@ -125,11 +125,11 @@ class Staging:
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copies on the device. The host memory is held until they are complete."""
-        made = tuple([host.to(self._device, non_blocking=True) for host in hosts])
+        copies = tuple([host.to(self._device, non_blocking=True) for host in hosts])
         moment = self._now()
         self._copying = [(when, host) for when, host in self._copying if not when.query()]
         self._copying += [(moment, host) for host in hosts]
-        return made
+        return copies
 
     def settle(self) -> None:
         """Wait until the device reads no host memory."""

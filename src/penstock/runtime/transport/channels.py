@@ -66,9 +66,11 @@ def open_p2p_groups(
             )
             for channel in channels
         }
-    gradients = groups.whole if batched else groups.new(range(groups.size), "pp gradients")
+    gradients = groups.pipeline if batched else groups.new(range(groups.size), "pp gradients")
     return {
-        channel: P2PGroup(groups.whole if channel.source < channel.target else gradients, *ends[channel], tag)
+        channel: P2PGroup(
+            groups.pipeline if channel.source < channel.target else gradients, *ends[channel], tag
+        )
         for tag, channel in enumerate(channels, start=1)
     }
 
@@ -109,7 +111,7 @@ class Channels:
         network: Network | None = None,
     ) -> None:
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
-        self._carrier: Carrier = Batches(groups.whole) if batched else OneByOne()
+        self._carrier: Carrier = Batches(groups.pipeline) if batched else OneByOne()
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)
         staged = groups.backend == "gloo" and device.type == "cuda"

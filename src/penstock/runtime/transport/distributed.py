@@ -48,7 +48,7 @@ class DistributedTransport(Transport):
         self.count = groups.size
         self._groups, self._limit = groups, groups.limit
         self._device, self._at = device, groups.control_device(device)
-        self._everyone = GroupProcesses(groups.whole, groups.limit, self._at)
+        self._everyone = GroupProcesses(groups.pipeline, groups.limit, self._at)
         self._channels: Channels | None = None
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None

@@ -130,7 +130,7 @@ class Groups:
         self._pipelines = pipelines(mesh)
         self._made: list[dist.ProcessGroup] = []
         fits = dist.get_backend(group) == self.backend
-        self.whole = group if fits else self.new(range(len(self._members)), "pp")
+        self.pipeline = group if fits else self.new(range(len(self._members)), "pp")
 
     @property
     def size(self) -> int:
