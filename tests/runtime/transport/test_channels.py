@@ -180,6 +180,7 @@ def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None
     assert ends.mail.sends == []
     computing.reached.set()
     assert eventually(lambda: ends.mail.sends)
+    assert ends.first._pool.idle_bytes == 0  # gloo reads the host memory
     ends.mail.gate.set()
     ends.first.free(FORTH)
     assert eventually(lambda: ends.first._pool.idle_bytes == ends.first._pool.nbytes)
@@ -199,6 +200,10 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
     with pytest.raises(PeerLostError, match="Connection reset"):
         ends.first.free(FORTH)
+    ends.first._p2p_groups[FORTH.channel] = p2p
+    ends.mail.gate.set()
+    ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)  # the thread lives on
+    ends.first.free(FORTH)
 
 
 class Broken:

@@ -5,10 +5,6 @@ Instead of a GPU there is a stream on paper, and "meta" as the device: what is c
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
-from datetime import timedelta
-from functools import partial
 from threading import Event
 
 import pytest
@@ -17,7 +13,6 @@ from torch import Tensor
 
 from penstock.batch.payload import TensorSpec
 from penstock.runtime.transport.buffers import Pool, Staging
-from penstock.runtime.transport.point_to_point import SendCompletion, Sending, Work
 
 SPEC = TensorSpec((4,), torch.float32)
 
@@ -107,63 +102,3 @@ def test_settle_waits_for_the_device(staging: Staging, stream: Stream, pool: Poo
     stream.moments[1].synchronize = lambda: order.append("waited")  # type: ignore[method-assign]
     staging.settle()
     assert order == ["waited"]
-
-
-class NotedWork:
-    """Holds the tensor that it sends, as gloo's does."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor: Tensor | None = tensor
-        self.over = Event()
-
-    def wait(self, timeout: timedelta = timedelta(seconds=20)) -> bool:
-        assert self.over.wait(20)
-        return True
-
-    def is_completed(self) -> bool:
-        return self.over.is_set()
-
-
-def test_a_send_begins_after_its_moment_and_holds_its_host_memory_until_it_is_over(
-    staging: Staging, stream: Stream, pool: Pool
-) -> None:
-    hosts, ready = staging.down([torch.ones(4)])
-    started: list[NotedWork] = []
-    begun = Event()
-
-    def start(given: Sequence[Tensor]) -> list[Work]:
-        ready.synchronize()
-        started.extend(map(NotedWork, given))
-        begun.set()
-        return [*started]
-
-    completion = SendCompletion("test")
-    sending = Sending(hosts, 16, start=partial(start, hosts))
-    sending.leave_to(completion)
-    assert not begun.wait(0.05)  # the device still computes
-    stream.run()
-    assert begun.wait(20)
-    del hosts
-    assert pool.idle_bytes == 0  # gloo reads it
-    started.pop().over.set()
-    sending.finish(timedelta(seconds=20))
-    completion.close()
-    gc.collect()
-    assert pool.idle_bytes == pool.nbytes > 0
-
-
-def test_a_send_that_cannot_begin_is_an_error_of_its_free(stream: Stream) -> None:
-    """Once the thread died of it, and the error came as a time-out."""
-
-    def start() -> list[Work]:
-        raise RuntimeError("Connection closed by peer")
-
-    completion = SendCompletion("test")
-    sending = Sending([torch.ones(1)], 4, start=start)
-    sending.leave_to(completion)
-    with pytest.raises(RuntimeError, match="closed by peer"):
-        sending.finish(timedelta(seconds=20))
-    following = Sending([torch.ones(1)], 4, start=list)
-    following.leave_to(completion)
-    following.finish(timedelta(seconds=20))
-    completion.close()
