@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +80,7 @@ class Reductions:
         """Raise BatchError, on all ranks, where ranks with the same part of the batch have other data."""
         if self._all is None:
             return
-        with self._waiting("the ranks that work on the same part of the batch"):
+        with self._watch.waiting("the ranks that work on the same part of the batch", None):
             mine = torch.tensor([self.batch_part[0], fingerprint], dtype=torch.int64, device=self._device)
             everyone = [torch.empty_like(mine) for _ in range(self._all.size())]
             self._wait(dist.all_gather(everyone, mine, group=self._all, async_op=True))
@@ -109,7 +107,7 @@ class Reductions:
         """
         if self._all is None:
             return
-        with self._waiting("the other ranks' batches"):
+        with self._watch.waiting("the other ranks' batches", None):
             numbers = [microbatches, int(has_labels)]
             refused, *most = self._max([int(error is not None), *numbers, *(-n for n in numbers)])
             if not refused and most[:2] == [-number for number in most[2:]]:
@@ -136,7 +134,7 @@ class Reductions:
         """The largest `number` of all ranks."""
         if self._all is None:
             return number
-        with self._waiting("the other ranks' batches"):
+        with self._watch.waiting("the other ranks' batches", None):
             return self._max([number])[0]
 
     def min(self, number: int) -> int:
@@ -194,20 +192,10 @@ class Reductions:
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None, waiting_for: str) -> Tensor:
         if group is not None:
-            with self._waiting(waiting_for):
+            with self._watch.waiting(waiting_for, None):
                 self._wait(dist.all_reduce(tensor, group=group, async_op=True))
         return tensor
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
         work.wait(self._limit)
-
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        self._watch.begin(what, None)
-        try:
-            yield
-        except RuntimeError as cause:
-            raise self._watch.error(cause) from cause
-        finally:
-            self._watch.end()
