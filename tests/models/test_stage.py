@@ -344,3 +344,14 @@ def test_declared_names_that_forward_does_not_take(split: Sequence[Sequence[int]
     for answer in agree(split, Strict, [batch()]):
         assert answer.startswith("ModelError: what stages 0 and 1 declare of the edge between them: one of")
         assert "(hidden, stage) and the batch (x): got an unexpected keyword argument 'stage'" in answer
+
+
+def test_layers_in_a_list_within_a_dict_are_found() -> None:
+    """As nanoGPT keeps them, beside its embedding and its norm."""
+    model = nn.Module()
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
+    model.transformer = nn.ModuleDict({"wte": nn.Embedding(4, 2), "h": blocks, "ln_f": nn.LayerNorm(2)})
+    assert list(own_layers(model)) == list(enumerate(blocks))
+    experts = nn.ModuleDict({"4": nn.ModuleDict({"ffn": nn.Linear(2, 2)})})
+    assert [number for number, _ in own_layers(nn.Sequential(experts))] == [0]
+    assert [number for number, _ in own_layers(nn.ModuleDict({"5": nn.Linear(1, 1)}))] == [5]

@@ -14,7 +14,7 @@ from support import jobs
 from support.covering import pairs
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.pool import Pool
-from support.reference import assert_gradients, plain_step
+from support.reference import assert_gradients, gradients_of, plain_step
 
 ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
 
@@ -22,9 +22,7 @@ ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
 def step_gradients(pipe: Pipeline, batch: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients, after making sure that every parameter has one and nothing is left behind."""
     result = pipe.step(batch)
-    gradients = {
-        name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None
-    }
+    gradients = gradients_of(pipe)
     assert len(gradients) == len(dict(pipe.named_parameters(remove_duplicate=False)))
     assert pipe.timeline.peak_live == pipe.proof.peak_live
     return result.loss, gradients
@@ -119,20 +117,6 @@ def test_bfloat16() -> None:
         assert error < 0.1, name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradients_accumulate_over_steps(tied: bool) -> None:
-    """A second step adds to the first one's gradients; a shared weight's sum is not summed again."""
-    model = tiny_model("llama", torch.float64, tied=tied)
-    first, second = ragged_batch(8, 10), ragged_batch(6, 9)
-    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
-    expected = plain_step(model, first)[1]
-    for name, gradient in plain_step(model, second)[1].items():
-        expected[name] += gradient
-    pipe.step(first)
-    _, found = step_gradients(pipe, second)
-    assert_gradients(found, expected, 1e-10)
-
-
 def test_frozen_parts() -> None:
     """Frozen weights get no gradient; what lies before them still does."""
     model, batch = tiny_model("llama", torch.float64), ragged_batch()
@@ -141,6 +125,6 @@ def test_frozen_parts() -> None:
     expected = plain_step(model, batch)[1]
     pipe = AutoPipeline(ranks=4, microbatches=3).build(model)
     pipe.step(batch)
-    found = {name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None}
+    found = gradients_of(pipe)
     assert found.keys() == expected.keys()
     assert_gradients(found, expected, 1e-10)

@@ -11,13 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.partition import LayerCosts
-from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
 from penstock.schedule import Op, Schedule, loop
 from penstock.train.config.load import load_config
 from penstock.train.settings import make_auto
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_config, tiny_model
-from support.reference import TOLERANCE, assert_gradients, plain_step
+from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
 LAYOUTS = ["E|tt|tt|L", "Et||ttt|L", "Ett|tt L", "E||tttt|L", "Etttt||L", "Ett|||tt L", "|||", "E|ttttL"]
 NAMES = [["model.embed_tokens", "model.rotary_emb"], ["model.layers.0"],
@@ -59,7 +57,7 @@ def exact(
     pipe = auto.build(model)
     result = pipe.step(batch)
     assert result.loss == pytest.approx(loss, rel=TOLERANCE[dtype])
-    found = {name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None}
+    found = gradients_of(pipe)
     assert set(found) == set(gradients)
     assert_gradients(found, gradients, TOLERANCE[dtype])
     return auto
@@ -168,44 +166,6 @@ def test_the_model_given_is_left_as_it_was() -> None:
 def test_refused_before_anything_is_loaded(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         AutoPipeline(ranks=2, microbatches=2, **options).build_plan(tiny_config("llama"))
-
-
-def outlined(**changes: Any) -> BuildPlan:
-    return AutoPipeline(ranks=4, microbatches=4).build_plan(tiny_config("llama", layers=8, **changes))
-
-
-def test_balance_gives_a_layout_that_runs() -> None:
-    assert balance(outlined()) == "E(tt|)*3ttL"
-    # the head has as many parameters as two layers
-    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
-    vocabulary = round(2 * layer / 32)
-    assert balance(outlined(vocab_size=vocabulary)) == "Et*3|t*3|tt|L"
-    assert balance(outlined(vocab_size=vocabulary, tie_word_embeddings=True)) == "Et*3|t*3|tt|L"
-    measured = LayerCosts([5, 1, 1, 1, 1, 1, 1, 4], embedding=1, head=0)
-    assert balance(outlined(), measured) == "E|t|t*5|ttL"
-    exact("llama", 4, layers=8, layout="E|t|t*5|ttL")
-    with pytest.raises(ConfigError, match="costs of 2 layers: the model has 8"):
-        balance(outlined(), LayerCosts([1, 2]))
-
-
-def test_balance_within_memory() -> None:
-    """1F1B holds as many microbatches as there are stages to come: early stages get fewer layers."""
-    outline = outlined()
-    plenty = estimated_memory(outline, 1e9, (4, 64))
-    assert list(plenty.live) == [4, 3, 2, 1]
-    assert plenty.weights[0] == 4 * 4 * sum(
-        parameter.numel() for parameter in outline.source.model.get_submodule("model.layers.0").parameters()
-    )
-    assert min(plenty.activations) > 4 * 64 * 32 * 4
-    assert balance(outline, memory=plenty) == "E(tt|)*3ttL"
-    with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
-        balance(outline, memory=estimated_memory(outline, 1e4, (4, 64)))
-    least = float(caught.value.remedy.split()[1].replace(",", ""))
-    tight = balance(outline, memory=estimated_memory(outline, least, (4, 64)))
-    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).build_plan(
-        tiny_config("llama", layers=8)
-    ).stages  # fmt: skip
-    assert len(first.layers) < len(last.layers)
 
 
 CONFIG = """

@@ -1,19 +1,29 @@
-"""The pipeline in one's own loop."""
+"""The pipeline in a training loop: steps, optimizers and norms, next to the same loop in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock import AutoPipeline
-from penstock.errors import BatchError, CheckpointError, ConfigError, EquivalenceError
+from penstock import AutoPipeline, Pipeline
+from penstock.batch.loss import NextToken
+from penstock.errors import (
+    BatchError,
+    CheckpointError,
+    ConfigError,
+    EquivalenceError,
+)
+from penstock.pipeline.compare import whole_backward
 from support import jobs
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.pool import Pool
-from support.reference import plain_step
+from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
 
 def test_the_four_lines(tmp_path: Path) -> None:
@@ -70,42 +80,6 @@ def test_the_norm_counts_a_tied_weight_once(ranks: int) -> None:
     assert {name for name, _ in pipe.owned_parameters()} == set(dict(model.named_parameters()))
 
 
-def test_evaluate_before_the_first_step_touches_nothing() -> None:
-    model = tiny_model("llama")
-    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
-    for rows in (8, 5, 3, 1):  # fewer rows than microbatches are as welcome
-        batch = ragged_batch(rows)
-        if int((batch["labels"][:, 1:] != -100).sum()):
-            assert pipe.evaluate(batch).loss == pytest.approx(plain_step(model, batch)[0], rel=1e-5)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    assert all(module.training for module in pipe.modules.values())
-    pipe.step(ragged_batch())
-    before = {
-        name: parameter.grad.clone()
-        for name, parameter in pipe.named_parameters(remove_duplicate=False)
-        if parameter.grad is not None
-    }
-    pipe.evaluate(ragged_batch(6))
-    assert all(
-        torch.equal(before[name], p.grad)
-        for name, p in pipe.named_parameters(remove_duplicate=False)
-        if p.grad is not None
-    )
-
-
-def test_evaluate_puts_everything_back() -> None:
-    """0.1.0: parts in evaluation mode came back in training mode, and the timeline was the evaluation's."""
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama"))
-    frozen = pipe.modules[1].get_submodule("model.norm")
-    frozen.eval()
-    pipe.step(ragged_batch())
-    before = pipe.timeline
-    pipe.evaluate(ragged_batch())
-    assert pipe.timeline == before
-    assert not frozen.training
-    assert pipe.modules[1].training
-
-
 def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
     """0.1.0: from_pretrained gives evaluation mode, in which transformers checkpoints no activations."""
     pipe = AutoPipeline(ranks=2, microbatches=2, activation_checkpointing=True).build(
@@ -125,11 +99,7 @@ def test_a_refused_batch_costs_no_gradient() -> None:
     """0.1.0: tied weights lost what earlier steps had accumulated."""
     pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama", tied=True))
     pipe.step(ragged_batch())
-    before = {
-        name: p.grad.clone()
-        for name, p in pipe.named_parameters(remove_duplicate=False)
-        if p.grad is not None
-    }
+    before = gradients_of(pipe)
     with pytest.raises(BatchError):
         pipe.step(ragged_batch(2))
     assert all(
@@ -167,13 +137,6 @@ def test_verify_against_leaves_dropout_out() -> None:
     assert model.training
 
 
-def test_evaluate_turns_dropout_off() -> None:
-    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
-    assert pipe.evaluate(ragged_batch()).loss == pipe.evaluate(ragged_batch()).loss
-    assert pipe.step(ragged_batch()).loss != pipe.step(ragged_batch()).loss
-
-
 def test_the_model_given_is_left_as_it_was() -> None:
     model = tiny_model("gemma3_text", tied=True)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
@@ -189,11 +152,7 @@ def test_verify_against_finds_what_differs() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
     pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
     pipe.step(batch)
-    kept = {
-        name: p.grad.clone()
-        for name, p in pipe.named_parameters(remove_duplicate=False)
-        if p.grad is not None
-    }
+    kept = gradients_of(pipe)
     pipe.verify_against(model, batch)
     assert all(
         torch.equal(kept[n], p.grad)
@@ -264,3 +223,157 @@ def test_all_ranks_tell_the_same_numbers(pool: Pool) -> None:
     ).norm()
     assert norm == pytest.approx(float(total), rel=1e-5)
     assert clipped == pytest.approx(0.5, rel=1e-4)
+
+
+def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
+    return AutoPipeline(**{"ranks": 2, "microbatches": 4, **options}).build(model)
+
+
+Groups = list[dict[str, Any]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_autocast(schedule: str) -> None:
+    """Rounded as one process rounds that takes the same microbatches."""
+    model, batch = tiny_model("llama"), ragged_batch()
+    pipe = pipeline(model, schedule=schedule)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = pipe.step(batch).loss
+        expected = whole_backward(model, pipe.microbatches(batch), NextToken())
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert_gradients(gradients_of(pipe), gradients_of(model), 1e-2)  # one rounding of bfloat16
+    assert found != pytest.approx(plain_step(model, batch)[0], rel=1e-7)  # it was on
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_weights_of_half_precision(schedule: str) -> None:
+    model, batch = tiny_model("llama", torch.bfloat16), ragged_batch()
+    pipe = pipeline(model, schedule=schedule)
+    found = pipe.step(batch).loss
+    assert found == pytest.approx(whole_backward(model, pipe.microbatches(batch), NextToken()), rel=1e-3)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in pipe.parameters())
+    assert_gradients(gradients_of(pipe), gradients_of(model), 3e-2)
+    torch.optim.AdamW(pipe.parameters()).step()
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, nesterov=True)]
+
+
+def adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW([p for _, p in named], lr=1e-2)]
+
+
+def adagrad(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    return [torch.optim.Adagrad([p for _, p in named], lr=1e-2)]
+
+
+def groups(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """By name: no decay for norms, another rate for the embedding."""
+    made: Groups = [
+        {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
+        {"params": [p for name, p in named if "embed" in name], "lr": 1e-3},
+        {"params": [p for name, p in named if "norm" not in name and "embed" not in name]},
+    ]
+    return [torch.optim.AdamW([group for group in made if group["params"]], lr=1e-2, weight_decay=0.3)]
+
+
+def muon(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
+    """Matrices of the layers by Muon, the rest by AdamW, as usual."""
+    inner = [p for name, p in named if p.dim() == 2 and ".layers." in name]
+    rest = [p for name, p in named if not (p.dim() == 2 and ".layers." in name)]
+    return [torch.optim.Muon(inner, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+@pytest.mark.parametrize("optimizers", [sgd, adamw, adagrad, groups, muon])
+@pytest.mark.parametrize("tied", [False, True])
+def test_any_optimizer(optimizers: Callable[..., list[torch.optim.Optimizer]], tied: bool) -> None:
+    """Three steps of two accumulated batches, on three ranks, beside one process."""
+    model = tiny_model("llama", torch.float64, tied=tied)
+    pipe = pipeline(model, ranks=3)
+    # of a tied weight the one name that it has in one process, or its copies would go into several groups
+    ours = optimizers(list(pipe.named_parameters()))
+    plain = optimizers(list(model.named_parameters()))
+    for step in range(3):
+        for half in range(2):
+            batch = ragged_batch(8, 8 + 2 * step + half)
+            accumulate(model, batch)
+            pipe.step(batch)
+        for optimizer in (*ours, *plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in pipe.named_parameters(remove_duplicate=False):
+        # Muon orthogonalises in bfloat16, so that a rounding may become a bit of that
+        tolerance = 1e-4 if optimizers is muon else 1e-8
+        torch.testing.assert_close(parameter, model.get_parameter(name), rtol=0, atol=tolerance)
+
+
+def accumulate(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """One process's gradients of `batch`, added to those that are there."""
+    before = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    _, found = plain_step(model, batch)
+    for name, parameter in model.named_parameters():
+        earlier = before[name]
+        parameter.grad = found[name] if earlier is None else earlier + found[name]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb_v", True), ("dualpipe", True)],
+)
+def test_gradients_accumulate_over_steps(schedule: str, tied: bool) -> None:
+    """A shared weight's sum is not summed again."""
+    model = tiny_model("llama", tied=tied)
+    pipe = pipeline(model, schedule=schedule)
+    for length in (8, 11, 9):
+        accumulate(model, ragged_batch(8, length))
+        pipe.step(ragged_batch(8, length))
+    expected = gradients_of(model)
+    names = {name for name, _ in model.named_parameters()}
+    found = {name: grad for name, grad in gradients_of(pipe).items() if name in names}
+    assert found.keys() == expected.keys()
+    assert_gradients(found, expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_a_loop_over_processes(pool: Pool, schedule: str) -> None:
+    """Compiled layers, accumulated steps, tied weights, clipping, AdamW."""
+    model = tiny_model("llama", torch.float64, tied=True)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        for half in range(2):
+            accumulate(model, ragged_batch(8, 10 + 2 * step + half))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        plain.step()
+        plain.zero_grad()
+    held: dict[str, Tensor] = {}
+    for rank in pool.run(2, trained, schedule):
+        held |= rank
+    assert held.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - (
+        {"lm_head.weight"} if "lm_head.weight" not in held else set()
+    )
+    for name, parameter in held.items():
+        torch.testing.assert_close(parameter, model.get_parameter(name).detach(), rtol=0, atol=1e-8)
+
+
+def compiled(part: nn.Module) -> nn.Module:
+    """Each layer by itself, in place."""
+    for module in part.modules():
+        if type(module).__name__ == "LlamaDecoderLayer":
+            module.compile(backend="eager")
+    return part
+
+
+def trained(schedule: str) -> dict[str, torch.Tensor]:
+    """This rank's weights after three steps, each of two that are accumulated, with compiled layers."""
+    pipe = AutoPipeline(
+        ranks=2, schedule=schedule, microbatches=4, timeout=30, parallelize_fn=compiled
+    ).build(tiny_model("llama", torch.float64, tied=True))
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    for step in range(3):
+        for half in range(2):
+            pipe.step(ragged_batch(8, 10 + 2 * step + half))
+        pipe.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in pipe.named_parameters(remove_duplicate=False)}

@@ -26,7 +26,7 @@ from penstock.pipeline import (
 )
 from support.families import tiny_config, tiny_model
 from support.own_chain import WIDTH, Chain, Layer, OptionalParts, made, squares, x_batch
-from support.reference import assert_gradients
+from support.reference import assert_gradients, gradients_of
 
 FIRST, LAST = ("embed", "layers.0"), ("layers.3", "norm", "head")
 
@@ -185,7 +185,7 @@ def test_the_gradients_are_those_of_the_whole_model(
     model, batch = made(kind), x_batch()
     loss = squares(model(batch["x"]), None)
     loss.backward()  # type: ignore[no-untyped-call]
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    expected = gradients_of(model)
     names = names_per_stage(model, stages, layers_per_stage=None if kind is not Nested else uneven(stages))
     ranks = 2 if schedule != "1f1b" else 3
     pipe = Pipeline.from_provider(
@@ -196,7 +196,7 @@ def test_the_gradients_are_those_of_the_whole_model(
         loss_fn=squares,
     )
     assert pipe.step(batch).loss == pytest.approx(float(loss.detach()), rel=1e-6)
-    found = {name: p.grad for name, p in pipe.named_parameters(remove_duplicate=False) if p.grad is not None}
+    found = gradients_of(pipe)
     assert found.keys() == expected.keys()
     assert_gradients(found, expected, 1e-6)
     pipe.verify_against(model, batch)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.checkpoint.optimizer_state import Optimizers, OptimizerState, check_state, state_of
+from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_of
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import write_folder
 from penstock.pipeline.split_model import SplitModel
@@ -31,37 +30,8 @@ from penstock.runtime.transport.groups import Processes
 STATE = "state.json"
 
 Extra = Callable[[Path], None]
+Publish = Callable[[Path, Processes], None]  # writes the folder, complete or not at all; collective
 RandomState = dict[str, Tensor]  # by device type
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What this process adds to a checkpoint.
-
-    write_weights: collective over the processes it gets
-    random: by file, the random state of this process and of those that host the same stages
-    state: JSON; extra: adds files of the caller's; both of process 0
-    """
-
-    write_weights: Callable[[Path, Processes], None]
-    optimizer: OptimizerState
-    random: dict[str, RandomState]
-    state: str
-    extra: Extra | None
-
-    def publish(self, path: Path, processes: Processes) -> None:
-        """Write the folder, complete or not at all. Collective over `processes`."""
-        write_folder(path, lambda folder: self._write(folder, processes), processes)
-
-    def _write(self, folder: Path, processes: Processes) -> None:
-        self.write_weights(folder, processes)
-        self.optimizer.write(folder, processes.index, processes.count)
-        for file, state in self.random.items():
-            save_file(state, folder / file)
-        if processes.index == 0:
-            if self.extra is not None:
-                self.extra(folder)
-            (folder / STATE).write_text(self.state, encoding="utf-8")
 
 
 def collector(
@@ -71,13 +41,14 @@ def collector(
     extra: Extra | None,
     *,
     copied: bool,
-) -> Callable[[], Contents]:
-    """Check what this process adds to a checkpoint; the result collects it.
+) -> Callable[[], Publish]:
+    """Check what this process adds to a checkpoint; the result collects it, and returns what publishes it.
 
     The check sends nothing. Collecting is collective over the mesh, as it gathers what is sharded: every
     process must have passed the check.
 
     Args:
+        extra: adds files of the caller's, on process 0
         copied: into host memory, so that training may go on while it is written
 
     Raises CheckpointError for optimizer state or `state` that a checkpoint cannot hold.
@@ -87,9 +58,21 @@ def collector(
     _check_json(state or {}, "state")
     text = json.dumps(state or {}, indent=1) + "\n"
 
-    def collect() -> Contents:
-        held = state_of(optimizer, named, copied=copied)
-        return Contents(pipe.weights_writer(copied=copied), held, _random_states(pipe), text, extra)
+    def collect() -> Publish:
+        optimizer_state = state_of(optimizer, named, copied=copied)
+        write_weights, random = pipe.weights_writer(copied=copied), _random_states(pipe)
+
+        def write(folder: Path, processes: Processes) -> None:
+            write_weights(folder, processes)
+            optimizer_state.write(folder, processes.index, processes.count)
+            for file, held in random.items():
+                save_file(held, folder / file)
+            if processes.index == 0:
+                if extra is not None:
+                    extra(folder)
+                (folder / STATE).write_text(text, encoding="utf-8")
+
+        return lambda path, processes: write_folder(path, lambda folder: write(folder, processes), processes)
 
     return collect
 

@@ -181,25 +181,23 @@ class CheckpointWriter:
         pipe.all_or_none(deed, pipe.check_savable)
         copied = self._background
         collect = _agreed(pipe, deed, lambda: collector(pipe, optimizer, state, extra, copied=copied))
-        contents = _agreed(pipe, deed, collect)
-
-        def publish(processes: Processes) -> None:
-            contents.publish(target, processes)
-
-        def follow(processes: Processes) -> None:
-            _follow(target, processes, then)
-
+        publish = _agreed(pipe, deed, collect)
         if not self._background:
 
             def write() -> None:
-                publish(pipe.processes)
-                follow(pipe.processes)
+                publish(target, pipe.processes)
+                _follow(target, pipe.processes, then)
 
             pipe.first_alone(f"write checkpoint {target}", write)
             return
         self._target = target
         if pipe.writes:
-            self._write = BackgroundWrite(target, publish, follow, self._processes)
+            self._write = BackgroundWrite(
+                target,
+                lambda processes: publish(target, processes),
+                lambda processes: _follow(target, processes, then),
+                self._processes,
+            )
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.

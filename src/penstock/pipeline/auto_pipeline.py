@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -88,11 +89,7 @@ class AutoPipeline(Options):
         Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError.
         """
         check_one_description(
-            layout=self.layout,
-            layers_per_stage=self.layers_per_stage,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-            balance=self.balance,
+            **self._layer_options(),
             modules_per_stage=self.modules_per_stage,
             module_fqns_per_stage=self.module_fqns_per_stage,
         )
@@ -165,6 +162,10 @@ class AutoPipeline(Options):
         with shadow(model) as without_values:
             return ModelRouting(without_values)
 
+    def _layer_options(self) -> dict[str, Any]:
+        names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
+        return {name: getattr(self, name) for name in names}
+
     def _ranges(self, model: PreTrainedModel, chain: Chain, stages: int) -> list[range]:
         """The layers of each stage."""
         names = self.modules_per_stage or self.module_fqns_per_stage
@@ -174,11 +175,7 @@ class AutoPipeline(Options):
         return partition(
             chain.count,
             stages,
-            layout=self.layout,
-            layers_per_stage=self.layers_per_stage,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-            balance=self.balance,
+            **self._layer_options(),
             embedding_weight=self.embedding_weight,
             head_weight=self.head_weight,
         )

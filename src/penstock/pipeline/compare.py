@@ -156,7 +156,7 @@ def compare(
     with without_gradients([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = step(batch).loss
-            expected = _whole_gradients(model, split(batch), loss, pipe.reductions)
+            expected = whole_backward(model, split(batch), loss, pipe.reductions)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
             _gradient(
@@ -180,20 +180,8 @@ def _of_all_processes(pipe: SplitModel, found: Sequence[Compared]) -> list[Compa
     return [Compared(**each) for part in everyone for each in part]
 
 
-def _whole_gradients(
-    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, reductions: Reductions
-) -> float:
-    """As `whole_backward`, summed over the data-parallel parts of the batch. Collective."""
-    weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
-    total = torch.tensor([whole_backward(model, microbatches, loss, weight)], dtype=torch.float64)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            reductions.sum_over_batch(parameter.grad)
-    return float(reductions.sum_over_batch(total.to(next(model.parameters()).device)))
-
-
 def whole_backward(
-    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, weight: int | None = None
+    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, reductions: Reductions | None = None
 ) -> float:
     """Add the whole model's gradients to `.grad` and return its loss, one microbatch after the other.
 
@@ -201,12 +189,12 @@ def whole_backward(
     inside (a norm in float32 under float64 weights) round alike.
 
     Args:
-        weight: divides the loss; None takes what `loss` counts in the microbatches
+        reductions: sum over the parts of a batch that the ranks of a mesh step on: then collective
     """
-    if weight is None:
-        weight = sum(loss.weight(microbatch) for microbatch in microbatches)
-    total = 0.0
+    reductions = reductions or Reductions()
+    weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
     device = next(model.parameters()).device
+    total = 0.0
     for microbatch in microbatches:
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         if isinstance(model, PreTrainedModel):
@@ -217,7 +205,10 @@ def whole_backward(
         share = loss.total(output, microbatch) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
-    return total
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            reductions.sum_over_batch(parameter.grad)
+    return float(reductions.sum_over_batch(torch.tensor([total], dtype=torch.float64, device=device)))
 
 
 def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -> float:

@@ -133,3 +133,13 @@ def test_nothing_grows_over_a_hundred_steps_of_random_shapes(data: st.DataObject
         pool.trim()
         assert pool.idle_bytes == pool.nbytes
         assert pool.nbytes <= sum(1.125 * size + 64 for size in step)
+
+
+def test_a_small_buffer_does_not_cost_the_large_ones(pool: Pool) -> None:
+    large, small = TensorSpec((1000,), torch.float32), TensorSpec((), torch.float32)
+    made = []
+    for _ in range(5):
+        hidden, scalar = pool.take(large), pool.take(small)
+        made += [hidden.untyped_storage()._cdata, scalar.untyped_storage()._cdata]
+        del hidden, scalar
+    assert len(set(made)) == 2

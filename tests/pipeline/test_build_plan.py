@@ -1,0 +1,93 @@
+"""Plans before any weight is read: balanced layouts, and microbatches that a memory limit recomputes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock import AutoPipeline, Axes, Checkpointing
+from penstock.errors import (
+    ConfigError,
+    PartitionError,
+)
+from penstock.models.partition import LayerCosts
+from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
+from penstock.schedule import simulate
+from support.families import ragged_batch, tiny_config, tiny_model
+
+
+def outlined(**changes: Any) -> BuildPlan:
+    return AutoPipeline(ranks=4, microbatches=4).build_plan(tiny_config("llama", layers=8, **changes))
+
+
+def test_balance_gives_a_layout_that_runs() -> None:
+    assert balance(outlined()) == "E(tt|)*3ttL"
+    # the head has as many parameters as two layers
+    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    vocabulary = round(2 * layer / 32)
+    assert balance(outlined(vocab_size=vocabulary)) == "Et*3|t*3|tt|L"
+    assert balance(outlined(vocab_size=vocabulary, tie_word_embeddings=True)) == "Et*3|t*3|tt|L"
+    measured = LayerCosts([5, 1, 1, 1, 1, 1, 1, 4], embedding=1, head=0)
+    assert balance(outlined(), measured) == "E|t|t*5|ttL"
+    model = tiny_model("llama", layers=8)
+    AutoPipeline(ranks=4, microbatches=2, layout="E|t|t*5|ttL").build(model).verify_against(
+        model, ragged_batch()
+    )
+    with pytest.raises(ConfigError, match="costs of 2 layers: the model has 8"):
+        balance(outlined(), LayerCosts([1, 2]))
+
+
+def test_balance_within_memory() -> None:
+    """1F1B holds as many microbatches as there are stages to come: early stages get fewer layers."""
+    outline = outlined()
+    plenty = estimated_memory(outline, 1e9, (4, 64))
+    assert list(plenty.live) == [4, 3, 2, 1]
+    assert plenty.weights[0] == 4 * 4 * sum(
+        parameter.numel() for parameter in outline.source.model.get_submodule("model.layers.0").parameters()
+    )
+    assert min(plenty.activations) > 4 * 64 * 32 * 4
+    assert balance(outline, memory=plenty) == "E(tt|)*3ttL"
+    with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
+        balance(outline, memory=estimated_memory(outline, 1e4, (4, 64)))
+    least = float(caught.value.remedy.split()[1].replace(",", ""))
+    tight = balance(outline, memory=estimated_memory(outline, least, (4, 64)))
+    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).build_plan(
+        tiny_config("llama", layers=8)
+    ).stages  # fmt: skip
+    assert len(first.layers) < len(last.layers)
+
+
+def test_a_memory_limit_is_kept_and_told_in_its_own_terms() -> None:
+    model, shape = tiny_model("llama", layers=8, hidden_size=64), (4, 64)
+    free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)
+    everything = simulate(free.schedule, free.sizes(shape)).peak_memory
+    for share in (0.5, 0.7, 0.95):
+        limit = free.weight_bytes(0, Axes()) + share * max(everything)
+        auto = AutoPipeline(
+            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=limit, shape=shape)
+        )
+        outline = auto.build_plan(model)
+        predicted = simulate(outline.schedule, auto.memory_costs(outline, shape)).peak_memory
+        for rank, held in enumerate(predicted):
+            assert held + outline.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
+    with pytest.raises(ConfigError, match=r"memory_limit=1 MiB: rank 0 takes .* MiB for weights"):
+        AutoPipeline(
+            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**20, shape=shape)
+        ).build_plan(model)
+
+
+def test_a_memory_limit_knows_what_is_spread() -> None:
+    """0.5.0: what fits beside dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
+    model, shape = tiny_model("llama", layers=8, hidden_size=64), (4, 64)
+    whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
+    for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):
+        auto = AutoPipeline(ranks=2, microbatches=8, axes=axes)
+        outline = auto.build_plan(model)
+        assert outline.weight_bytes(0, axes) == pytest.approx(part * whole, rel=1e-4)
+        held = simulate(outline.schedule, auto.memory_costs(outline, shape)).peak_memory
+        limit = outline.weight_bytes(0, axes) + max(held)
+        how = Checkpointing(memory_limit=limit, shape=shape)
+        kept = replace(auto, activation_checkpointing=how).build_plan(model)
+        assert kept.recomputed(how, axes) == frozenset()

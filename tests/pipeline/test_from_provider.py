@@ -1,0 +1,128 @@
+"""Pipelines of a user's own modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock import Checkpointing, Pipeline, StageInfo
+from penstock.errors import (
+    BatchError,
+    ConfigError,
+    ModelError,
+)
+from support.own_chain import squares
+
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__()
+        torch.manual_seed(info.stage)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += x.device.type != "meta"
+        return torch.tanh(self.linear(x))
+
+
+def batch(rows: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)}
+
+
+def pipeline(provider: Callable[[StageInfo], nn.Module], **options: Any) -> Pipeline:
+    wanted = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "loss_fn": squares, **options}
+    return Pipeline.from_provider(provider, **wanted)
+
+
+def test_a_provider_may_return_modules_that_it_keeps() -> None:
+    blocks = [Block(StageInfo(stage, 2)) for stage in range(2)]
+    reference = copy.deepcopy(blocks)
+    pipe = pipeline(lambda info: blocks[info.stage])
+    pipe.step(batch())
+    squares(reference[1](reference[0](batch()["x"])), None).backward()  # type: ignore[no-untyped-call]
+    for own, other in zip(blocks, reference, strict=True):
+        torch.testing.assert_close(own.linear.weight.grad, other.linear.weight.grad)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
+def test_one_module_for_two_stages_is_refused(schedule: str) -> None:
+    blocks = [Block(StageInfo(stage, 2)) for stage in range(2)]
+    shared = blocks[0]
+    with pytest.raises(ModelError, match="it is the same object as one of stage"):
+        pipeline(lambda info: shared if schedule == "1f1b" else blocks[info.stage], schedule=schedule)
+
+
+def test_evaluation_in_inference_mode_before_the_first_step() -> None:
+    pipe = pipeline(Block)
+    with torch.inference_mode():
+        before = pipe.evaluate(batch()).loss
+    assert pipe.step(batch()).loss == pytest.approx(before)
+
+
+def test_a_loss_that_is_no_number_is_no_harmless_batch() -> None:
+    pipe = pipeline(Block, loss_fn=lambda output, microbatch: output)
+    with pytest.raises(ModelError, match="loss_fn returns one number"):
+        pipe.step(batch())
+
+
+def test_a_loss_without_a_graph_is_refused() -> None:
+    pipe = pipeline(Block, loss_fn=lambda output, microbatch: output.detach().mean())
+    with pytest.raises(ModelError, match="depends on no trained weight"):
+        pipe.step(batch())
+
+
+def test_what_has_no_gradient_is_a_stages_own() -> None:
+    """In one process a stage that changed it in place wrote into the batch."""
+
+    class Passes(Block):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(x), mask
+
+    class Adds(Block):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+            mask.add_(1)
+            return super().forward(x) * mask.sum()
+
+    def provider(info: StageInfo) -> nn.Module:
+        return Adds(info) if info.is_last else Passes(info)
+
+    mask = torch.ones(4)
+    pipe = pipeline(provider)
+    losses = [pipe.step({**batch(), "mask": mask}).loss for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert mask.tolist() == [1.0] * 4
+
+
+def test_a_backward_is_not_cast_by_the_callers_autocast() -> None:
+    """Plain torch is told to leave autocast before backward(), which a step gives no chance to."""
+
+    class Mixed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+    for schedule in ("1f1b", "zb_h1"):
+        found = []
+        for enabled in (False, True):
+            pipe = pipeline(Mixed, schedule=schedule)
+            with torch.autocast("cpu", enabled=enabled):
+                pipe.step(batch())
+            found.append([p.grad for p in pipe.parameters()])
+        for plain, cast in zip(*found, strict=True):
+            torch.testing.assert_close(cast, plain, rtol=0, atol=0)
+
+
+def test_microbatches_without_rows_and_limits_without_a_model() -> None:
+    pipe = pipeline(Block)
+    with pytest.raises(BatchError, match="microbatch 1: it has no rows"):
+        pipe.step([batch(), {"x": torch.zeros(0, WIDTH)}])
+    with pytest.raises(ConfigError, match="memory_limit with from_provider"):
+        pipeline(Block, activation_checkpointing=Checkpointing(memory_limit=1e9, shape=(1, 1)))
