@@ -60,7 +60,7 @@ def collector(
 
     def collect() -> Publish:
         optimizer_state = state_of(optimizer, named, copied=copied)
-        write_weights, random = pipe.weights_writer(copied=copied), _random_states(pipe)
+        write_weights, random = pipe._weights_writer(copied=copied), _random_states(pipe)
 
         def write(folder: Path, processes: Processes) -> None:
             write_weights(folder, processes)

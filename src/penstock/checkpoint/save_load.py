@@ -77,8 +77,8 @@ def load_checkpoint(
     Raises CheckpointError where a file is missing or altered, or the checkpoint is of another model or
     optimizer, before anything is changed on any process.
     """
-    folder, processes, saved = Path(path).expanduser(), pipe.processes, pipe.saved
-    pipe.all_or_none(f"check checkpoint {folder}", lambda: check_folder_together(folder, processes))
+    folder, processes, saved = Path(path).expanduser(), pipe.processes, pipe._saved_model
+    pipe._all_or_none(f"check checkpoint {folder}", lambda: check_folder_together(folder, processes))
     named = list(pipe.named_parameters(remove_duplicate=False))
     known = {name for names in processes.gather([name for name, _ in named]) for name in names}
 
@@ -176,9 +176,9 @@ class CheckpointWriter:
         pipe, target = self._pipe, Path(os.path.abspath(Path(path).expanduser()))
         self._check_usable()
         self.wait()
-        pipe.saved  # noqa: B018  raises for a pipeline without files
+        pipe._saved_model  # noqa: B018  raises for a pipeline without files
         deed = f"collect what goes into checkpoint {target}"
-        pipe.all_or_none(deed, pipe.check_savable)
+        pipe._all_or_none(deed, pipe._check_savable)
         copied = self._background
         collect = _agreed(pipe, deed, lambda: collector(pipe, optimizer, state, extra, copied=copied))
         publish = _agreed(pipe, deed, collect)
@@ -188,10 +188,10 @@ class CheckpointWriter:
                 publish(target, pipe.processes)
                 _follow(target, pipe.processes, then)
 
-            pipe.first_alone(f"write checkpoint {target}", write)
+            pipe._first_alone(f"write checkpoint {target}", write)
             return
         self._target = target
-        if pipe.writes:
+        if pipe._writes:
             self._write = BackgroundWrite(
                 target,
                 lambda processes: publish(target, processes),
@@ -215,7 +215,7 @@ class CheckpointWriter:
             assert write is not None
             together(self._pipe.processes, deed, write.raise_error)
 
-        self._pipe.first_alone(deed, raise_error)
+        self._pipe._first_alone(deed, raise_error)
 
     def drop(self, linger: float = _NOTICE) -> None:
         """Abandon the write under way: it leaves no checkpoint. Not collective.
@@ -283,5 +283,5 @@ def _follow(path: Path, processes: Processes, then: Then | None) -> None:
 def _agreed(pipe: Pipeline, deed: str, work: Callable[[], T]) -> T:
     """Return this process's result of `work`; raise on every process of the mesh if it fails on any."""
     results: list[T] = []
-    pipe.all_or_none(deed, lambda: together(pipe.processes, deed, lambda: results.append(work())))
+    pipe._all_or_none(deed, lambda: together(pipe.processes, deed, lambda: results.append(work())))
     return results[0]

@@ -56,7 +56,7 @@ class SplitModel:
     @property
     def config(self) -> Any:
         """The Hugging Face config of the whole model. Raises ModelError for one made by from_provider."""
-        return self.saved.config
+        return self._saved_model.config
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -105,11 +105,11 @@ class SplitModel:
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters so that over all processes each weight comes once."""
         copies = self._saved.copies if self._saved else frozenset()
-        for stage in self.first_copy.values():
+        for stage in self._first_copy.values():
             yield from ((n, p) for n, p in stage.module.named_parameters() if n not in copies)
 
     @property
-    def first_copy(self) -> dict[int, Stage]:
+    def _first_copy(self) -> dict[int, Stage]:
         """This process's stages of the model's first copy; those of a second copy are equal."""
         depth = self.schedule.placement.depth
         return {index: stage for index, stage in self._stages.items() if index < depth}
@@ -140,7 +140,7 @@ class SplitModel:
 
         Raises CheckpointError for a folder that is missing or holds other weights.
         """
-        self.saved.load(folder, self._stages)
+        self._saved_model.load(folder, self._stages)
 
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write a folder that `from_pretrained` opens: complete or not at all. Collective.
@@ -153,27 +153,27 @@ class SplitModel:
         another mesh; RunError on all ranks but the one that failed.
         """
         deed = f"write {path}"
-        self.all_or_none(deed, self.check_savable)
-        write = self.weights_writer(copied=False)
+        self._all_or_none(deed, self._check_savable)
+        write = self._weights_writer(copied=False)
 
         def write_all() -> None:
             write_folder(
                 Path(path), lambda folder: write(folder, self.processes, max_shard_size), self.processes
             )
 
-        self.first_alone(deed, write_all)
+        self._first_alone(deed, write_all)
 
-    def weights_writer(self, *, copied: bool) -> Callable[..., None]:
+    def _weights_writer(self, *, copied: bool) -> Callable[..., None]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
 
         Collective over the mesh; the result is collective over the processes it gets.
         copied: into host memory, so that training may go on meanwhile. Sharded weights always are.
         """
-        saved, stages = self.saved, self.first_copy
+        saved, stages = self._saved_model, self._first_copy
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         values = None
         if copied or sharded:
-            kept = self.writes
+            kept = self._writes
             values = {index: _values(stage, saved.copies, kept) for index, stage in stages.items()}
 
         def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> None:
@@ -184,7 +184,7 @@ class SplitModel:
         return write
 
     @property
-    def saved(self) -> SavedModel:
+    def _saved_model(self) -> SavedModel:
         """The whole model's files. Raises ModelError for a pipeline made by from_provider."""
         if self._saved is None:
             raise ModelError(
@@ -194,7 +194,7 @@ class SplitModel:
             )
         return self._saved
 
-    def check_savable(self) -> None:
+    def _check_savable(self) -> None:
         """Raise, on every rank of the pipeline, ModelError for weights that are not under the model's names,
         and CheckpointError for a weight that is sharded over another mesh."""
         odd = [min(names ^ parameter_names(self._stages[index].module), default=None)
@@ -216,21 +216,21 @@ class SplitModel:
                 "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
             )
 
-    # ---- agreement of the mesh's pipelines
+    # ---- what penstock.checkpoint uses too
 
     @property
-    def writes(self) -> bool:
+    def _writes(self) -> bool:
         """Whether this process's pipeline is the one of the mesh that writes files."""
         return self._world.reductions.is_first
 
-    def first_alone(self, deed: str, work: Callable[[], None]) -> None:
+    def _first_alone(self, deed: str, work: Callable[[], None]) -> None:
         """Let the first pipeline of the mesh do `work` while the others wait. Collective.
 
         Raises the error of `work` there; RunError on the other pipelines.
         """
-        self.all_or_none(deed, lambda: work() if self.writes else None)
+        self._all_or_none(deed, lambda: work() if self._writes else None)
 
-    def all_or_none(self, deed: str, work: Callable[[], T]) -> T:
+    def _all_or_none(self, deed: str, work: Callable[[], T]) -> T:
         """Return the result of `work`, or raise on all pipelines of the mesh if it fails on one. Collective.
 
         work: fails on all processes of a pipeline or on none
