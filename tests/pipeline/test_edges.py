@@ -159,7 +159,7 @@ class Spreading(Part):
     ("case", "mode", "error", "told"),
     [
         (OtherKeys, "declared", ShapeError, r"0F0 gave .* 'more': tensor\}: the next rank expects "),
-        (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage was told"),
+        (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage expects none"),
         (Strange, "learnt", ShapeError, "a StageInfo in a stage's output"),
         (Strange, "declared", ModelError, "what stages 0 and 1 declare .*: a StageInfo in a stage's output"),
         (Strange, "exchanged", ShapeError, "a StageInfo in a stage's output"),
