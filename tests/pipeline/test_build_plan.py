@@ -60,10 +60,10 @@ def test_balance_within_memory() -> None:
 
 
 def test_a_memory_limit_is_kept_and_told_in_its_own_terms() -> None:
-    model, shape = tiny_model("llama", layers=8, hidden_size=64), (4, 64)
+    model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)
     everything = simulate(free.schedule, free.sizes(shape)).peak_memory
-    for share in (0.5, 0.7, 0.95):
+    for share in (0.5, 0.95):
         limit = free.weight_bytes(0, Axes()) + share * max(everything)
         auto = AutoPipeline(
             ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=limit, shape=shape)
@@ -72,15 +72,15 @@ def test_a_memory_limit_is_kept_and_told_in_its_own_terms() -> None:
         predicted = simulate(outline.schedule, auto.memory_costs(outline, shape)).peak_memory
         for rank, held in enumerate(predicted):
             assert held + outline.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
-    with pytest.raises(ConfigError, match=r"memory_limit=1 MiB: rank 0 takes .* MiB for weights"):
+    with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
         AutoPipeline(
-            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**20, shape=shape)
+            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**19, shape=shape)
         ).build_plan(model)
 
 
 def test_a_memory_limit_knows_what_is_spread() -> None:
     """0.5.0: what fits beside dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
-    model, shape = tiny_model("llama", layers=8, hidden_size=64), (4, 64)
+    model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
     for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):
         auto = AutoPipeline(ranks=2, microbatches=8, axes=axes)
