@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from penstock.parallel.tensor.plan import check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.parallel.tensor.styles import check_length
 from penstock.runtime.stage import Shards
+from penstock.runtime.transport.groups import limit_waits
 
 
 @dataclass(frozen=True)
@@ -76,28 +77,24 @@ class MeshPlan:
 
     Args:
         axes: resolved
-        directions: the process groups that tokens travel over, for a mesh of ranks with different experts
+        timeout: seconds that a collective over the mesh waits for another rank
+        overlap: whether a forward and a backward run at the same time, in two threads
     """
 
     def __init__(
-        self,
-        mesh: DeviceMesh,
-        axes: Axes,
-        options: ParallelOptions,
-        directions: Callable[[DeviceMesh], Directions] = Directions.of,
+        self, mesh: DeviceMesh, axes: Axes, options: ParallelOptions, timeout: float, *, overlap: bool = False
     ) -> None:
         self.axes = axes
         self._mesh, self._options = mesh, options
         self._data = data_mesh(mesh)
         self._experts = expert_meshes(mesh, axes.ep) if axes.ep > 1 else None
-        self._directions = None if self._experts is None else directions(self._experts.ep)
+        self._directions = self._experts and Directions.of(self._experts.ep, separate=overlap)
         self._split: list[tuple[Microbatch, dict[str, Any]]] = []  # whole microbatches, this rank's parts
-
-    @property
-    def groups(self) -> set[dist.ProcessGroup]:
-        """All process groups of the mesh, and of meshes made of it, that this rank is in."""
-        meshes = filter(None, (self._mesh, self._data, *(self._experts or ())))
-        return {group for mesh in meshes for group in mesh.get_all_groups()}
+        meshes = filter(None, (mesh, self._data, *(self._experts or ())))
+        groups = {group for each in meshes for group in each.get_all_groups()}
+        if self._directions is not None:
+            groups |= {self._directions.forward, self._directions.backward}
+        limit_waits(groups, timeout)
 
     @property
     def param_dtype(self) -> torch.dtype | None:

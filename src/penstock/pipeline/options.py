@@ -18,7 +18,6 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.parallel.context.attention import Method
-from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
@@ -26,7 +25,6 @@ from penstock.parallel.world import World, WorldOptions, remaining_ranks
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import limit_waits
 from penstock.schedule import Schedule
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
 from penstock.schedule.order import exchanges
@@ -204,16 +202,8 @@ class Options:
             self.axes.resolve_in_one_process(len(world.ranks))
             return None
         axes = self.axes.resolve(world.mesh["pp"].size(), world.mesh.size())
-
-        def directions(experts: DeviceMesh) -> Directions:
-            # separate groups where two threads exchange tokens at once
-            groups = Directions.of(experts, separate=world.transport.overlap)
-            limit_waits({groups.forward, groups.backward}, self.timeout)
-            return groups
-
-        plan = MeshPlan(world.mesh, axes, self.parallel_options(), directions)
-        limit_waits(plan.groups, self.timeout)
-        return plan
+        options, overlap = self.parallel_options(), world.transport.overlap
+        return MeshPlan(world.mesh, axes, options, self.timeout, overlap=overlap)
 
     def batch_splitter(
         self, complete: Callable[[Microbatch], Microbatch] = dict, *, counts_tokens: bool = False

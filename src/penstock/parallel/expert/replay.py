@@ -70,29 +70,30 @@ class ModelRouting:
 
     def check(self, microbatch: Microbatch) -> None:
         """Raise BatchError, ModelError for choices in a batch that the model cannot make."""
-        given = microbatch.get(ROUTED)
-        if given is None:
+        choices = microbatch.get(ROUTED)
+        if choices is None:
             return
         shape = (*_rows(microbatch), len(self._experts), self._common_top_k())
-        if not isinstance(given, Tensor) or given.shape != shape:
-            shown = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(choices, Tensor) or choices.shape != shape:
+            shown = list(choices.shape) if isinstance(choices, Tensor) else type(choices).__name__
             raise BatchError(
                 f"{ROUTED} of shape {shown}",
                 f"the rows' tokens, mixtures and choices are {list(shape)}",
                 "Give (rows, sequence, mixtures, top_k), with -1 for tokens that are left to the router",
             )
-        if given.is_floating_point() or given.is_complex() or not given.dtype.is_signed:
+        if choices.is_floating_point() or choices.is_complex() or not choices.dtype.is_signed:
             rule = "they are whole numbers, and -1 where the router is to choose"
-            raise BatchError(f"{ROUTED} of {given.dtype}", rule, "Give them as int16, int32 or int64")
+            raise BatchError(f"{ROUTED} of {choices.dtype}", rule, "Give them as int16, int32 or int64")
         counts = list(self._experts.values())
-        ordered = given.sort(-1).values.long()
+        ordered = choices.sort(-1).values.long()
         different = (ordered.diff(dim=-1) > 0).all(-1) & (ordered[..., 0] >= 0)
-        below = ordered[..., -1] < torch.tensor(counts, device=given.device)
+        below = ordered[..., -1] < torch.tensor(counts, device=choices.device)
         fine = (different & below) | (ordered == -1).all(-1)
         if not bool(fine.all()):
             row, token, place = (~fine).nonzero()[0].tolist()
+            wrong = choices[row, token, place].tolist()
             raise BatchError(
-                f"{ROUTED} {given[row, token, place].tolist()} in row {row}, token {token}, mixture {place}",
+                f"{ROUTED} {wrong} in row {row}, token {token}, mixture {place}",
                 f"a token chooses different ones of its {counts[place]} experts, counted from 0",
                 "Give what that model's routers chose, or -1 in all places to leave it to the router",
             )
@@ -200,7 +201,7 @@ class StageRouting:
         self.recorded: dict[int, Recorded] = {}
         self._places = places
         self._microbatches: dict[int, _Held] = {}
-        self._forward: tuple[Choices | None, dict[str, Tensor] | None] | None = None  # given and kept choices
+        self._forward: tuple[Choices | None, dict[str, Tensor] | None] | None = None  # to replay, and kept
         self._backward: int | None = None  # the microbatch whose backward runs
         classes: dict[type[nn.Module], type[nn.Module]] = {}
         for name in places:
@@ -212,11 +213,12 @@ class StageRouting:
         full = microbatch.get(FULL_SEQUENCE)
         held = _Held(*_rows(microbatch), None if full is None else full.length, {})
         self._microbatches[number] = held
-        return self._in_forward(self._given(microbatch), held.kept)
+        return self._in_forward(self._batch_choices(microbatch), held.kept)
 
     def inference(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """For a forward that no backward follows: nothing is kept."""
-        return self._in_forward(self._given(microbatch), None) if ROUTED in microbatch else nullcontext()
+        choices = self._batch_choices(microbatch)
+        return nullcontext() if choices is None else self._in_forward(choices, None)
 
     @contextmanager
     def backward(self, number: int, last: bool) -> Iterator[None]:
@@ -249,15 +251,15 @@ class StageRouting:
             chosen = torch.stack([kept[name].view(rows, tokens, -1) for name in self._places], 2)
             self.recorded[number] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
 
-    def _given(self, microbatch: Microbatch) -> Choices | None:
+    def _batch_choices(self, microbatch: Microbatch) -> Choices | None:
         if ROUTED not in microbatch:
             return None
-        given = microbatch[ROUTED].long()
-        return {name: given[:, :, place].flatten(0, 1) for name, place in self._places.items()}
+        choices = microbatch[ROUTED].long()
+        return {name: choices[:, :, place].flatten(0, 1) for name, place in self._places.items()}
 
     @contextmanager
-    def _in_forward(self, given: Choices | None, kept: dict[str, Tensor] | None) -> Iterator[None]:
-        before, self._forward = self._forward, (given, kept)
+    def _in_forward(self, choices: Choices | None, kept: dict[str, Tensor] | None) -> Iterator[None]:
+        before, self._forward = self._forward, (choices, kept)
         try:
             yield
         finally:
@@ -272,11 +274,11 @@ class StageRouting:
             return Task(_choices_of(name, self.kept(self._backward)))
         if self._forward is None:
             return None
-        given, kept = self._forward
-        if given is None and not trains:
+        choices, kept = self._forward
+        if choices is None and not trains:
             return None
         keep = functools.partial(_keep, kept, name) if kept is not None and trains else None
-        return Task(None if given is None else given[name], keep)
+        return Task(None if choices is None else choices[name], keep)
 
 
 def _choices_of(name: str, kept: Choices) -> Tensor:

@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
 
 class TopKs(TorchFunctionMode):
-    """Sees every top-k of a block's forward, and replaces number `choice` by one of given results.
+    """Sees every top-k of a block's forward, and replaces number `choice` by a top-k that chooses `choices`.
 
     Attributes:
         found: the indices that each top-k gave so far
@@ -64,21 +64,21 @@ class TopKs(TorchFunctionMode):
     def _replace(self, topk: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
         """By one autograd function, recorded or replayed: what runs again must save what was saved before."""
         chosen = topk(input.detach(), k, dim, **options)[1]
-        if (given := self._choices) is not None:
+        if (choices := self._choices) is not None:
             shape = torch.Size((*input.shape[:-1], k))
-            if dim not in (-1, input.dim() - 1) or given.shape[-1] != k or given.numel() != shape.numel():
+            if dim not in (-1, input.dim() - 1) or choices.shape[-1] != k or choices.numel() != shape.numel():
                 raise ConfigError(
-                    f"choices {list(given.shape)} to replay in {self._name}",
+                    f"choices {list(choices.shape)} to replay in {self._name}",
                     f"this forward chooses {k} experts for each of {shape[:-1].numel()} tokens",
                     "Give the choices of the same microbatch",
                 )
-            given = given.to(input.device, torch.int64).reshape(shape)
-            chosen = torch.where(given < 0, chosen, given)
+            choices = choices.to(input.device, torch.int64).reshape(shape)
+            chosen = torch.where(choices < 0, chosen, choices)
         values = _Take.apply(input, chosen, dim)  # type: ignore[no-untyped-call]
         return torch.return_types.topk((values, chosen))
 
     def candidates(self, chosen: Tensor) -> list[int]:
-        """Numbers of the top-k's that may have given `chosen`: that very tensor, or one of its shape."""
+        """Numbers of the top-k's that may have returned `chosen`: that very tensor, or one of its shape."""
         place = chosen.untyped_storage()._cdata  # which also identifies storages without values
         same = [n for n, found in enumerate(self.found) if found.untyped_storage()._cdata == place]
         if len(same) == 1 and chosen.numel():
@@ -90,7 +90,7 @@ class TopKs(TorchFunctionMode):
         ]
 
     def number_of(self, chosen: Tensor) -> int:
-        """Number of the top-k that gave `chosen`. Raises ModelError where it is not exactly one."""
+        """Number of the top-k that returned `chosen`. Raises ModelError where it is not exactly one."""
         numbers = self.candidates(chosen)
         if len(numbers) > 1:  # groups of experts are chosen by a top-k too
             numbers = [n for n in numbers if torch.equal(self.found[n].reshape(chosen.shape), chosen)]
@@ -100,7 +100,7 @@ class TopKs(TorchFunctionMode):
 
 
 class _Take(torch.autograd.Function):
-    """The entries of a tensor at given places, with a top-k's gradient; saves the places only."""
+    """The entries of a tensor at some places, with a top-k's gradient; saves the places only."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, places: Tensor, dim: int) -> Tensor:
