@@ -1,42 +1,135 @@
-"""Pairs side by side, with expert parallelism inside: exact, and an error ends the step on every rank."""
+"""Pairs of ops side by side, with expert parallelism: exact, and an error ends the step on every rank."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from support import jobs_overlap
+from penstock import Axes
+from penstock.errors import PeerError
+from support.families import tiny_model
+from support.mesh import batch, build_whole, own_part, worst_gradient
 from support.pool import Pool
+from support.reference import plain_step
+
+MICROBATCHES = 6
+ROWS = 24  # of the whole batch
+
+
+def ran_side_by_side(pipe: Any) -> int:
+    return sum(executor.overlapped for executor in pipe._training.executors)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "penstock-backward" in thread.name]
+
+
+def mixture(schedule: Any, options: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """Steps of a mixture at pp=2 x dp_shard=2 x ep=2: each loss, and the gradients of each step alone."""
+    model = tiny_model("mixtral", torch.float64, layers=4)
+    whole = batch(ROWS)
+    loss, expected = plain_step(model, whole)
+    axes = Axes(dp_shard=2, ep=2)
+    pipe = build_whole(model, 2, axes, schedule=schedule, microbatches=MICROBATCHES, **options)
+    mine = own_part(whole, *pipe.batch_part)
+    worst, losses, ran, peaks = 0.0, [], [], []
+    for _ in range(steps):
+        pipe.zero_grad()
+        losses.append(pipe.step(mine).loss)
+        ran.append(ran_side_by_side(pipe))
+        peaks.append(pipe.timeline.peak_live)
+        worst = max(worst, worst_gradient(pipe, expected)[0])
+    timeline, proven = pipe.timeline, pipe.proof.peak_live
+    at = {span.op: span.start for span in timeline.of_rank(pipe._training.executors[0].plan.rank)}
+    ahead = sum(at[pair.backward] <= at[pair.forward] for pair in timeline.overlaps if pair.forward in at)
+    pipe.close()
+    return {
+        "losses": losses, "expected": loss, "worst": worst, "ran": ran, "peaks": peaks, "proven": proven,
+        "backward_first": ahead, "bubble": timeline.bubble, "busy": timeline.busy,
+        "makespan": timeline.makespan, "threads": threads(),
+    }  # fmt: skip
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, broken: list[str]) -> Tensor:
+        ctx.broken = broken
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if "backward" in ctx.broken and threading.current_thread() is not threading.main_thread():
+            raise ValueError("broken on purpose")
+        return gradients[0], None
+
+
+def failing(schedule: Any, where: str) -> dict[str, Any]:
+    """The third step fails on the last rank's process, within a pair's forward or backward."""
+    model = tiny_model("mixtral", torch.float64, layers=4)
+    broken: list[str] = []
+    pipe: Any = None
+
+    def around(module: nn.Module) -> nn.Module:
+        def hook(part: nn.Module, args: Any, output: Any) -> Any:
+            thread = None if pipe is None else pipe._training.executors[0].overlap_thread
+            if "forward" in broken and thread is not None and thread.busy:
+                raise ValueError("broken on purpose")
+            return _Fails.apply(output, broken)  # type: ignore[no-untyped-call]
+
+        for name, part in module.named_modules():
+            if name.endswith("mlp"):
+                part.register_forward_hook(hook)
+        return module
+
+    options = {"schedule": schedule, "microbatches": MICROBATCHES, "timeout": 8, "parallelize_fn": around}
+    pipe = build_whole(model, 2, Axes(dp_shard=2, ep=2), **options)
+    mine = own_part(batch(ROWS), *pipe.batch_part)
+    for _ in range(2):
+        pipe.step(mine)
+    before = ran_side_by_side(pipe)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        broken.append(where)
+    try:
+        pipe.step(mine)
+    except (ValueError, PeerError) as error:
+        raised = type(error).__name__, [*getattr(error, "__notes__", ())]
+    else:
+        raised = "nothing", []
+    return {"error": raised, "threads": threads(), "ran": before}
+
 
 PAIRED = {"schedule": "1f1b", "paired": True}
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe_v", PAIRED], ids=str)
-@pytest.mark.parametrize("options", [{"activation_checkpointing": True}], ids=["recomputed"])
-def test_a_mixture_as_one_process(pool: Pool, schedule: Any, options: dict[str, Any]) -> None:
-    for told in pool.run(4, jobs_overlap.mixture, schedule, options):
-        assert told["worst"] < 1e-10
-        assert told["losses"] == [pytest.approx(told["expected"], rel=1e-10)] * 3
-        first, second, third = told["ran"]
+def test_a_recomputed_mixture_as_one_process(pool: Pool, schedule: Any) -> None:
+    for result in pool.run(4, mixture, schedule, {"activation_checkpointing": True}):
+        assert result["worst"] < 1e-10
+        assert result["losses"] == [pytest.approx(result["expected"], rel=1e-10)] * 3
+        first, second, third = result["ran"]
         assert third - second == second - first > 0  # each step's pairs, once all forwards are known
-        assert told["backward_first"] == third - second  # one after the other it would be the forward
-        assert told["peaks"] == [told["proven"]] * 3
-        assert 0 <= told["bubble"] < 1
-        assert not told["threads"]
-        assert max(told["busy"]) <= told["makespan"]
+        assert result["backward_first"] == third - second  # one after the other it would be the forward
+        assert result["peaks"] == [result["proven"]] * 3
+        assert 0 <= result["bubble"] < 1
+        assert not result["threads"]
+        assert max(result["busy"]) <= result["makespan"]
 
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("schedule", ["dualpipe_v", PAIRED], ids=str)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_error_within_a_pair_ends_the_step_on_all_ranks(pool: Pool, schedule: Any, where: str) -> None:
-    *others, failed = pool.run(4, jobs_overlap.failing, schedule, where)
-    kind, _, notes = failed["told"]
+    *others, failed = pool.run(4, failing, schedule, where)
+    kind, notes = failed["error"]
     assert kind == "ValueError"
     assert ("F" if where == "forward" else "B") in notes[0].split(" in ")[1].split(",")[0]
-    for told in others:
-        assert told["told"][0] in ("PeerLostError", "StalledPeerError"), told["told"]
-    for told in (*others, failed):
-        assert told["ran"] > 0
-        assert not told["threads"]
+    for result in others:
+        assert result["error"][0] in ("PeerLostError", "StalledPeerError"), result["error"]
+    for result in (*others, failed):
+        assert result["ran"] > 0
+        assert not result["threads"]

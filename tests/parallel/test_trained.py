@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 pytestmark = pytest.mark.parallel
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 MESHES = sorted(file for file in CONFIGS.glob("*.yaml") if "parallel" in yaml.safe_load(file.read_text()))
 # in double precision, or two experts of nearly equal weight might change places

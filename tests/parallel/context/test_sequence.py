@@ -1,4 +1,4 @@
-"""Microbatches cut along the sequence, and what cannot be."""
+"""Microbatches split along the sequence, and those that cannot be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.parallel.context.sequence import (
     pieces,
     split,
 )
-from support.jobs_context import Batch, left, packed, plain
+from support.sequences import Batch, left, packed, plain
 
 
 def test_each_rank_has_an_early_piece_and_the_late_one_that_mirrors_it() -> None:
@@ -44,7 +44,7 @@ def test_a_row_shorter_than_the_pieces_is_refused() -> None:
         split(plain(1, 7), 0, 4)
 
 
-def test_labels_meet_their_logits_before_the_cut() -> None:
+def test_labels_are_shifted_before_the_split() -> None:
     batch = plain(3, 17)
     parts = [split(batch, rank, 2) for rank in range(2)]
     assert all("labels" not in one for one in parts)
@@ -62,7 +62,7 @@ def test_positions_are_those_of_the_whole_sequence() -> None:
     assert parts[1]["attention_mask"].tolist() == [[1] * 16] * 2
 
 
-def test_embeddings_are_cut_too() -> None:
+def test_embeddings_are_split_too() -> None:
     batch: Batch = {"inputs_embeds": torch.randn(2, 9, 4), "labels": torch.zeros(2, 9, dtype=torch.int64)}
     parts = [split(batch, rank, 2) for rank in range(2)]
     whole = concatenate([one["inputs_embeds"] for one in parts], 1)
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[Batch, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_cut_is_refused(name: str) -> None:
+def test_entries_that_cannot_be_split_are_refused(name: str) -> None:
     batch, words = REFUSED[name]
     with pytest.raises(BatchError, match=words):
         split(batch, 0, 2)

@@ -3,18 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock import Axes
-from support import jobs_mesh
+from penstock import Axes, CheckpointWriter, load_checkpoint
 from support.families import tiny_model
+from support.mesh import batch, build_whole, later, own_part
 from support.pool import Pool
 from support.reference import plain_step
 
-WAYS = [
+
+def train(pipe: Any, whole: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(pipe.step(own_part(whole, *pipe.batch_part)).loss)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        pipe.zero_grad()
+    return losses
+
+
+def saved_and_read(
+    folder: str, family: str, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
+) -> tuple[list[float], list[float]]:
+    """Losses of three steps on one mesh, a checkpoint, and three more on another."""
+    whole = batch()
+    losses = []
+    for number, (ranks, axes, schedule) in enumerate((first, second)):
+        model = tiny_model(family, torch.float64, layers=4, seed=number)
+        pipe = build_whole(model, ranks, axes, schedule=schedule)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        if number:
+            assert load_checkpoint(f"{folder}/checkpoint", pipe, optimizer) == {"step": 3}
+        losses.append(train(pipe, whole, optimizer, 3))
+        if not number:
+            with CheckpointWriter(pipe, background=background) as writer:
+                writer.save(f"{folder}/checkpoint", optimizer, {"step": 3})
+        else:
+            pipe.save_pretrained(f"{folder}/pretrained")
+        pipe.close()
+    return losses[0], losses[1]
+
+
+CASES = [
     ("llama", (2, Axes(dp_shard=2), "1f1b"), (1, Axes(dp_shard=2, dp_replicate=2), "1f1b"), True),
 ]
 MORE = [
@@ -28,9 +63,9 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("family", "first", "second", "background"),
-    [*WAYS, *(pytest.param(*way, marks=pytest.mark.parallel) for way in MORE)],
+    [*CASES, *later(*MORE)],
 )
-def test_goes_on_on_another_mesh(
+def test_training_continues_on_another_mesh(
     pool: Pool,
     tmp_path: Path,
     family: str,
@@ -39,7 +74,7 @@ def test_goes_on_on_another_mesh(
     background: bool,
 ) -> None:
     expected, model = alone(family)
-    job = jobs_mesh.saved_and_read
+    job = saved_and_read
     for before, after in pool.run(4, job, str(tmp_path), family, first, second, background):
         assert before + after == pytest.approx(expected, rel=1e-9)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
@@ -49,7 +84,7 @@ def test_goes_on_on_another_mesh(
 
 def alone(family: str) -> tuple[list[float], torch.nn.Module]:
     """Losses of six steps of one plain process, and the model after them."""
-    model, whole = tiny_model(family, torch.float64, layers=4), jobs_mesh.batch()
+    model, whole = tiny_model(family, torch.float64, layers=4), batch()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""The routers' loss over a sequence that is cut: that of one process, microbatch by microbatch."""
+"""The routers' loss over a split sequence: that of one process, microbatch by microbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from penstock import AutoPipeline, Axes
@@ -17,13 +19,102 @@ from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.parallel.context.check import check
 from penstock.parallel.context.sequence import split
 from penstock.parallel.expert.balance import balance_function, check_load_balancing, replace_balance_loss
-from support import jobs_balance as jobs
 from support import zoo
 from support.families import tiny_model
-from support.jobs_context import left, odd, right
-from support.jobs_mesh import batch
+from support.mesh import batch, build_whole, full, own_part
+from support.mixtures import mixture
 from support.pool import Pool
-from support.reference import assert_gradients
+from support.reference import Gradients, assert_gradients
+from support.sequences import left, odd, right
+
+COEFFICIENT = 0.001  # the models sum their routers' loss in float32, whatever the dtype
+MICROBATCHES = 2
+Step = tuple[float, Gradients]
+
+
+def routed(model_type: str) -> PreTrainedModel:
+    """Asks for its routers' loss, whose part in their gradients is not a rounding."""
+    model = mixture(model_type, torch.float64, layers=2, output_router_logits=True)
+    vars(model)["router_aux_loss_coef"] = COEFFICIENT
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".gate.weight", ".router.weight")):  # so that pieces are used unlike each other
+                parameter *= 10
+    return model
+
+
+def given(how: str) -> dict[str, Tensor]:
+    """odd: a length that pieces do not divide; masked: rows with padding of the caller's own beside"""
+    whole = batch(length=13)
+    if how == "masked":
+        mask = torch.ones_like(whole["input_ids"])
+        for row in range(len(mask)):
+            mask[row, 13 - row :] = 0
+        whole["labels"] = whole["labels"].masked_fill(mask == 0, -100)
+        whole["labels"][0, 1] = 5
+        whole["attention_mask"] = mask
+    return whole
+
+
+def plain(model: PreTrainedModel, whole: dict[str, Tensor], parts: int) -> Step:
+    """One process, on the microbatches that `parts` pipelines make of it."""
+    count = parts * MICROBATCHES
+    cut = [{name: value.chunk(count)[at] for name, value in whole.items()} for at in range(count)]
+    return one_by_one(model, cut)
+
+
+def one_by_one(model: PreTrainedModel, microbatches: list[dict[str, Tensor]]) -> Step:
+    """One process, microbatch by microbatch: the routers' loss is each one's own."""
+    items = sum(int((part["labels"][:, 1:] != -100).sum()) for part in microbatches)
+    loss = 0.0
+    for part in microbatches:
+        inputs = {name: value for name, value in part.items() if name != "labels"}
+        labels = part["labels"][:, 1:].flatten()
+        output = model(**inputs, use_cache=False)
+        total = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        total = total + COEFFICIENT * output.aux_loss * int((labels != -100).sum())
+        (total / items).backward()
+        loss += float(total.detach()) / items
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss, found
+
+
+def steps(cases: list[tuple[str, int, Axes, Any, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Of each case (model type, ranks, axes, schedule, batch, options) how far loss and gradients are off."""
+    found = []
+    for model_type, ranks, axes, schedule, how, options in cases:
+        model, whole = routed(model_type), given(how)
+        pipe = build_whole(model, ranks, axes, schedule=schedule, **options)
+        expected_loss, expected = plain(model, whole, pipe.batch_part[1])
+        mine = own_part(whole, *pipe.batch_part)
+        evaluated = pipe.evaluate(mine).loss
+        loss = pipe.step(mine).loss
+        worst = {}
+        for name, p in pipe.named_parameters():
+            assert (p.grad is not None) == (name in expected), name
+            if p.grad is None:  # a router's correction
+                continue
+            difference = float((full(p.grad) - expected[name]).abs().max())
+            worst[name] = difference / max(float(expected[name].abs().max()), 1e-300)
+        outputs = pipe.evaluate(mine, outputs=True, everywhere=True).outputs
+        found_losses = [float(output["auxiliary_loss"]) for output in outputs]
+        own = [{name: value.chunk(MICROBATCHES)[at] for name, value in mine.items() if name != "labels"}
+               for at in range(MICROBATCHES)]  # fmt: skip
+        losses = [COEFFICIENT * float(model(**part, use_cache=False).aux_loss) for part in own]
+        pipe.close()
+        found.append(
+            {
+                "loss": loss,
+                "evaluated": evaluated,
+                "expected": expected_loss,
+                "outputs": found_losses,
+                "auxiliary": losses,
+                "worst": worst,
+            }
+        )
+    return found
+
 
 ULYSSES, RING = {"context": "ulysses"}, {"context": "ring"}
 Case = tuple[str, int, Axes, Any, str, dict[str, Any]]
@@ -48,26 +139,26 @@ MORE: list[Case] = [
 ]
 
 
-def compare(pool: Pool, cases: list[Case]) -> None:
-    found = pool.run(4, jobs.steps, cases)
+def check_cases(pool: Pool, cases: list[Case]) -> None:
+    found = pool.run(4, steps, cases)
     for rank in found:
-        for case, told in zip(cases, rank, strict=True):
-            wrong = {name: by for name, by in told["worst"].items() if by > 1e-10}
+        for case, found_losses in zip(cases, rank, strict=True):
+            wrong = {name: by for name, by in found_losses["worst"].items() if by > 1e-10}
             assert not wrong, case
-            assert told["loss"] == pytest.approx(told["expected"], rel=1e-10), case
-            assert told["evaluated"] == pytest.approx(told["expected"], rel=1e-10), case
+            assert found_losses["loss"] == pytest.approx(found_losses["expected"], rel=1e-10), case
+            assert found_losses["evaluated"] == pytest.approx(found_losses["expected"], rel=1e-10), case
             # in float32 whatever the model's dtype
-            assert told["outputs"] == pytest.approx(told["auxiliary"], rel=1e-5), case
+            assert found_losses["outputs"] == pytest.approx(found_losses["auxiliary"], rel=1e-5), case
 
 
 def test_as_one_process(pool: Pool) -> None:
-    compare(pool, CASES)
+    check_cases(pool, CASES)
 
 
 @pytest.mark.parallel
 @pytest.mark.parametrize("first", range(0, len(MORE), 8))
-def test_more_ways(pool: Pool, first: int) -> None:
-    compare(pool, MORE[first : first + 8])
+def test_every_family_method_and_axis(pool: Pool, first: int) -> None:
+    check_cases(pool, MORE[first : first + 8])
 
 
 def with_a_loss(types: Sequence[str]) -> list[str]:
@@ -84,19 +175,16 @@ def with_a_loss(types: Sequence[str]) -> list[str]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("first", range(0, len(zoo.TYPES), 20))
-def test_every_type_that_has_one(pool: Pool, first: int) -> None:
+def test_every_type_with_a_routers_loss(pool: Pool, first: int) -> None:
     """In float64 to float32's bound, as some of them make logits in float32."""
     for name in with_a_loss(zoo.TYPES[first : first + 20]):
-        (told,) = pool.run(4, jobs.steps, [(name, 1, Axes(cp=4), "1f1b", "odd", RING)])[0]
-        assert told["loss"] == pytest.approx(told["expected"], rel=1e-6), name
-        assert max(told["worst"].values()) < 1e-5, name
-
-
-# ---- which tokens count
+        (found_losses,) = pool.run(4, steps, [(name, 1, Axes(cp=4), "1f1b", "odd", RING)])[0]
+        assert found_losses["loss"] == pytest.approx(found_losses["expected"], rel=1e-6), name
+        assert max(found_losses["worst"].values()) < 1e-5, name
 
 
 def test_padding_does_not_count() -> None:
-    """What the cut adds never does; the caller's own only where the model's function is told no mask."""
+    """What the cut adds never does; the caller's own only where the model's function gets no mask."""
     for rank, tokens in ((0, 9), (1, 10)):  # of 19, padded to 20
         whole = split(odd(), rank, 2)["context"]
         assert whole.counted_tokens(masked=True).sum(1).tolist() == [tokens] * 4
@@ -112,10 +200,10 @@ def test_padding_does_not_count() -> None:
 @pytest.mark.parametrize("how", ["exchanged", "padded"])
 def test_padding_to_one_length_does_not_count(how: str) -> None:
     """Where no mask would tell padding it is refused, and rows of one length need none."""
-    model = jobs.routed("mixtral")
+    model = routed("mixtral")
     pipe = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, shapes=how).build(model)
     parts = [batch(2, length) for length in (9, 12)]
-    loss, expected = jobs.one_by_one(model, parts)
+    loss, expected = one_by_one(model, parts)
     if how == "padded":
         with pytest.raises(BatchError, match=r"9 tokens a row to be padded, without attention_mask"):
             pipe.step(parts)
@@ -125,17 +213,14 @@ def test_padding_to_one_length_does_not_count(how: str) -> None:
         {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}, expected, 1e-10
     )
     same = [batch(2, 9)] * 2
-    assert pipe.step(same).loss == pytest.approx(jobs.one_by_one(model, same)[0], rel=1e-10)
+    assert pipe.step(same).loss == pytest.approx(one_by_one(model, same)[0], rel=1e-10)
 
 
-def test_a_part_knows_what_the_whole_counts_for() -> None:
+def test_a_part_knows_the_valid_tokens_of_the_whole() -> None:
     valid = int((odd()["labels"][:, 1:] != -100).sum())
     parts = [split(odd(), rank, 2) for rank in range(2)]
     assert [int(part["valid_items"]) for part in parts] == [valid] * 2
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == valid
-
-
-# ---- whose function it is
 
 
 def halved(

@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.expert.experts import mixtures
+from penstock.parallel.expert.dispatch import Directions
+from penstock.parallel.expert.experts import expert_parallel, mixtures
 from penstock.parallel.expert.replay import StageRouting
-from support import jobs_expert as jobs
 from support import zoo
 from support.families import ragged_batch
+from support.mixtures import differences, ep_mesh, gathered, mixture, none_wrong, own_rows, total_loss, valid
 from support.pool import Pool
 from support.reference import Gradients, assert_gradients, plain_step
 
@@ -23,7 +25,7 @@ KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "glm4_moe", 
 
 
 def model_of(model_type: str = "mixtral") -> PreTrainedModel:
-    return jobs.mixture(model_type, torch.float64)
+    return mixture(model_type, torch.float64)
 
 
 def checkpointed(model: PreTrainedModel) -> None:
@@ -40,7 +42,7 @@ def given(choices: Tensor) -> dict[str, Tensor]:
 
 def loss_of(model: PreTrainedModel) -> Tensor:
     batch = ragged_batch()
-    return jobs.total_loss(model, batch) / jobs.valid(batch)
+    return total_loss(model, batch) / valid(batch)
 
 
 def gradients(model: PreTrainedModel) -> Gradients:
@@ -120,7 +122,7 @@ def test_replay_changes_no_gradient(model_type: str) -> None:
     assert_gradients(gradients(model), expected, 1e-10)
 
 
-def test_near_ties_that_flip() -> None:
+def test_near_ties_that_flip_keep_their_gradients() -> None:
     """A router off by a little chooses others: the gradients are those of the forward only with replay."""
     model = model_of("gpt_oss")  # which chooses in float64, others in float32 always
     biases = []
@@ -251,7 +253,7 @@ def test_microbatches_are_told_apart() -> None:
     assert routing.held == []
 
 
-def test_choices_of_another_microbatch_are_refused() -> None:
+def test_choices_of_another_length_are_refused() -> None:
     model = model_of()
     routing = routing_of(model)
     short = {**given(recorded_choices("mixtral")[:, :-1])}
@@ -279,11 +281,28 @@ def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
 
 
 def test_a_choice_by_something_else_is_refused() -> None:
-    model = jobs.mixture("phimoe", torch.float32)
+    model = mixture("phimoe", torch.float32)
     routing = routing_of(model)
     with pytest.raises(ModelError, match="top-k"), routing.forward(0, ragged_batch()):
         loss_of(model)
 
 
+def replayed() -> list[str]:
+    """Expert parallel, checkpointed, and with every choice recorded and replayed."""
+    mesh, rank, ranks = ep_mesh(), dist.get_rank(), dist.get_world_size()
+    model = mixture("qwen3_moe", torch.float32)
+    batch = ragged_batch()
+    loss, expected = plain_step(model, batch)
+    expert_parallel(model, mesh, Directions.of(mesh, separate=True))
+    routing = StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    mine = own_rows(batch, rank, ranks)
+    with routing.forward(0, mine):
+        own = total_loss(model, mine) / valid(batch)
+    with routing.backward(0, last=True):
+        own.backward()  # type: ignore[no-untyped-call]
+    return differences("replayed", own, loss, gathered(model), expected, 1e-5)
+
+
 def test_with_expert_parallelism_and_checkpointing(pool: Pool) -> None:
-    assert not jobs.told(pool.run(2, jobs.replayed))
+    none_wrong(pool.run(2, replayed))

@@ -1,22 +1,30 @@
-"""Pipelines that record and replay what their routers choose, run by the pool's workers."""
+"""Pipelines that record and replay the choices of their routers, and take choices of a batch."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
+from penstock.errors import ConfigError, ModelError
 from penstock.runtime.stage import RoutedStage
-from support.jobs_axes import told
-from support.jobs_expert import mixture, total_loss
-from support.jobs_mesh import batch, full, own_part
+from penstock.train.config.load import load_config
+from penstock.train.settings import make_auto
+from support import zoo
+from support.families import tiny_model
+from support.mesh import batch, error_of, full, later, own_part
+from support.mixtures import mixture, total_loss
+from support.pool import Pool
 from support.reference import Gradients, assert_gradients, plain_step
 
 MICROBATCHES = 4
@@ -105,7 +113,6 @@ def recomputed(case: Case, size: float, without: bool) -> dict[str, Any]:
 
     without: whether to look at what comes out without replay; not where it ends in an error
     """
-    torch.set_num_threads(1)
     model = tied(model_of(case[0]), size)
     if without:
         model.set_experts_implementation("batched_mm")  # whose shapes do not tell what was chosen
@@ -128,9 +135,6 @@ def recomputed(case: Case, size: float, without: bool) -> dict[str, Any]:
         found[str(replayed)] = told
         pipe.close()
     return found
-
-
-# ---- choices that are given
 
 
 def some_choices(rows: int, length: int, mixtures: int = LAYERS, seed: int = 0) -> Tensor:
@@ -174,7 +178,6 @@ def forced(model: PreTrainedModel, whole: dict[str, Tensor], given: Tensor) -> S
 
 def replayed(case: Case, length: int) -> dict[str, Any]:
     """A step whose choices are given, one that chooses by itself, and one with what the first one told."""
-    torch.set_num_threads(1)
     model, whole = model_of(case[0]), batch(16, length)
     given = some_choices(16, length, len(routers(model)))
     loss, expected, chosen = forced(model, whole, given)
@@ -201,7 +204,6 @@ def replayed(case: Case, length: int) -> dict[str, Any]:
 
 def ragged(case: Case, parts: int) -> dict[str, Any]:
     """Microbatches of different lengths, each with its own choices; one of them without any."""
-    torch.set_num_threads(1)
     model = model_of(case[0])
     given = [batch(2, 9 + 3 * (at % 3)) for at in range(MICROBATCHES * parts)]
     items = sum(int((each["labels"][:, 1:] != -100).sum()) for each in given)
@@ -233,9 +235,6 @@ def ragged(case: Case, parts: int) -> dict[str, Any]:
     return {"loss": found, "expected": loss, "wrong": [w for w in told_wrong if w]}
 
 
-# ---- what is refused
-
-
 def wrong_choices(kind: str, rows: int, length: int) -> Any:
     good = some_choices(rows, length)
     bad = good.clone()
@@ -253,25 +252,26 @@ def wrong_choices(kind: str, rows: int, length: int) -> Any:
     return good.tolist() if kind == "a list" else shapes.get(kind, bad)
 
 
-def refused(case: Case, kinds: list[str]) -> dict[str, list[str]]:
+def refused_choices(case: Case, kinds: list[str]) -> dict[str, list[str]]:
     """By what is wrong, what a step and an evaluation say; a good step follows each."""
-    torch.set_num_threads(1)
     model, whole = model_of(case[0]), batch(16)
     pipe, plain = build(model, case, replay_routing=True), build(model, case)
     part, parts = pipe.batch_part
     mine = own_part(whole, part, parts)
-    found = {"untold": [told(lambda: pipe.routed_experts()), told(lambda: plain.routed_experts())]}
+    found = {"untold": [error_of(lambda: pipe.routed_experts()), error_of(lambda: plain.routed_experts())]}
     for kind in kinds:
         choices = wrong_choices(kind, len(mine["input_ids"]), 12)
         if part != parts - 1:  # one part of the batch alone
             choices = some_choices(len(mine["input_ids"]), 12)
         given = {"routed_experts": choices}
-        found[kind] = [told(functools.partial(call, mine, **given)) for call in (pipe.step, pipe.evaluate)]
+        found[kind] = [
+            error_of(functools.partial(call, mine, **given)) for call in (pipe.step, pipe.evaluate)
+        ]
         pipe.step(mine)
         assert not left(pipe)
     good = some_choices(len(mine["input_ids"]), 12)
-    found["without the option"] = [told(lambda: plain.step(mine, routed_experts=good))]
-    found["compared"] = [told(lambda: pipe.verify_against(model, {**mine, "routed_experts": good}))]
+    found["without the option"] = [error_of(lambda: plain.step(mine, routed_experts=good))]
+    found["compared"] = [error_of(lambda: pipe.verify_against(model, {**mine, "routed_experts": good}))]
     pipe.verify_against(model, mine)
     assert not left(pipe)
     for each in (pipe, plain):
@@ -281,7 +281,6 @@ def refused(case: Case, kinds: list[str]) -> dict[str, list[str]]:
 
 def broken(case: Case) -> dict[str, Any]:
     """A step that fails within a forward leaves nothing behind, and the next one is as it should be."""
-    torch.set_num_threads(1)
     model, whole = model_of(case[0]), batch(16)
     fails: list[bool] = []
 
@@ -310,3 +309,136 @@ def broken(case: Case) -> dict[str, Any]:
     found = pipe.step(whole).loss
     same = torch.equal(torch.as_tensor(pipe.routed_experts()), torch.as_tensor(before))
     return {"loss": found, "expected": loss, "wrong": wrong(pipe, expected, 1e-10), "same": same}
+
+
+CHECKPOINTED = {"activation_checkpointing": True}
+RING, PADDED = {"context": "ring"}, {"shapes": "padded"}
+EXPERTS_BESIDE = Axes(dp_shard=2, ep=2)
+# processes, case, by how much routers differ; gpt_oss chooses in float64, the others in float32
+FLIPS: list[Any] = [
+    (2, ("gpt_oss", 2, None, "zb_h1", {}), 1e-13),
+    (2, ("qwen3_moe", 2, None, "1f1b", {}), 1e-6),
+    *later((4, ("mixtral", 2, EXPERTS_BESIDE, "dualpipe_v", {}), 1e-6)),
+]
+
+
+@pytest.mark.parametrize(("processes", "case", "size"), FLIPS)
+def test_replay_keeps_gradients_where_routers_flip(
+    pool: Pool, processes: int, case: Case, size: float
+) -> None:
+    """With replay gradients are those of a run without checkpointing, but for what routers differ by; without
+    it they are others."""
+    alone = case[2] is None  # else shapes differ, of what was sent too, which ends in an error
+    for found in pool.run(processes, recomputed, case, size, alone):
+        assert found["True"] == ["", ""]
+        assert not alone or all("differs by" in told for told in found["False"])
+
+
+def test_a_step_that_fails_leaves_nothing_behind() -> None:
+    found = broken(("mixtral", 2, None, "zb_h1", {}))
+    assert found["same"]
+    assert not found["wrong"]
+    assert found["loss"] == pytest.approx(found["expected"], rel=1e-10)
+
+
+GIVEN: list[tuple[int, Case, int]] = [
+    (2, ("qwen3_moe", 2, None, "zb_h1", CHECKPOINTED), 12),
+    (4, ("mixtral", 2, Axes(cp=2), "1f1b", {**RING, **CHECKPOINTED}), 13),
+    (4, ("qwen3_moe", 2, EXPERTS_BESIDE, "dualpipe_v", CHECKPOINTED), 12),
+    (2, ("olmoe", 2, None, "dualpipe", CHECKPOINTED), 12),
+    (4, ("mixtral", 2, Axes(tp=2), "zb_v", CHECKPOINTED), 12),
+    (4, ("mixtral", 2, Axes(tp=2), "1f1b", {"sequence_parallel": True}), 12),
+    (4, ("qwen3_moe", 1, Axes(dp_replicate=2, cp=2, ep=2), "1f1b", CHECKPOINTED), 12),
+    (2, ("mixtral", 2, None, "dualpipe_v", {**CHECKPOINTED, "shapes": "exchanged"}), 12),
+    (4, ("mixtral", 2, Axes(dp_shard=2), "interleaved_1f1b", {"exchange": "batched"}), 12),
+]
+RAGGED: list[tuple[int, Case]] = [
+    (2, ("mixtral", 2, None, "zb_h1", {**CHECKPOINTED, **PADDED})),
+    (2, ("mixtral", 2, None, "1f1b", CHECKPOINTED)),
+    (4, ("qwen3_moe", 2, Axes(cp=2), "1f1b", PADDED)),
+    (4, ("mixtral", 2, EXPERTS_BESIDE, "dualpipe_v", {**CHECKPOINTED, **PADDED})),
+]
+
+
+@pytest.mark.parametrize(("processes", "case", "length"), [*GIVEN[:2], *later(*GIVEN[2:])])
+def test_choices_of_a_batch(pool: Pool, processes: int, case: Case, length: int) -> None:
+    """As one plain process whose routers get the same choices; recorded ones have the same form."""
+    for found in pool.run(processes, replayed, case, length):
+        assert not found["wrong"]
+        replays, free = (pytest.approx(loss, rel=1e-10) for loss in found["expected"])
+        assert found["losses"] == [(replays, replays), (free, free), (replays, replays)]
+        if case[3] == "dualpipe_v" and case[2] is not None:  # the last step's pairs ran side by side
+            assert min(found["ran"]) > 0
+
+
+@pytest.mark.parametrize(("processes", "case"), [*RAGGED[:1], *later(*RAGGED[1:])])
+def test_microbatches_of_different_lengths(pool: Pool, processes: int, case: Case) -> None:
+    parts = 1 if case[2] is None else case[2].batch_parts
+    for found in pool.run(processes, ragged, case, parts):
+        assert not found["wrong"]
+        assert found["loss"] == pytest.approx(found["expected"], rel=1e-10)
+
+
+CHOICES = {
+    "out of range": r"routed_experts \[4, \d\] in row 1, token 3, mixture 2.* its 4 experts",
+    "twice": r"routed_experts \[1, 1\] in row 1, token 3, mixture 2",
+    "half given": r"routed_experts \[-1, \d\] in row 1",
+    "a layer less": r"shape \[\d, 12, 3, 2\].* are \[\d, 12, 4, 2\]",
+    "another top-k": r"shape \[\d, 12, 4, 1\]",
+    "short": r"shape \[\d, 11, 4, 2\]",
+    "no mixtures": r"shape \[\d, 12, 2\]",
+    "rows": r"input_ids: \d+, labels: \d+, routed_experts: \d+",
+    "floats": r"routed_experts of torch.float32.* int16, int32 or int64",
+    "bytes": r"routed_experts of torch.uint8",
+    "bools": r"routed_experts of torch.bool",
+    "a list": r"routed_experts of shape list",
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [(Axes(dp_shard=2), {}), pytest.param(None, PADDED, marks=pytest.mark.parallel)],
+)
+def test_choices_that_no_router_can_make_are_refused(
+    pool: Pool, axes: Axes | None, options: dict[str, Any]
+) -> None:
+    """On every rank alike, also where one part of the batch alone has them."""
+    case: Case = ("mixtral", 2, axes, "1f1b", options)
+    everyone = pool.run(2 if axes is None else 4, refused_choices, case, list(CHOICES))
+    assert all(told == everyone[0] for told in everyone)
+    for name, words in CHOICES.items():
+        for told in everyone[0][name]:
+            assert re.match(f"BatchError: .*{words}", told), told
+    (told,) = everyone[0]["without the option"]
+    assert re.match(r"BatchError: 'routed_experts' in a batch: .* replay_routing=True$", told), told
+    (told,) = everyone[0]["compared"]
+    assert told.startswith("BatchError: routed_experts in a comparison"), told
+    for told in everyone[0]["untold"]:
+        assert re.match(r"ConfigError: routed_experts\(\) of 0 microbatches.* Call step\(\) first$", told), (
+            told
+        )
+
+
+def outlined(model: Any) -> None:
+    AutoPipeline(ranks=2, microbatches=2, replay_routing=True).build_plan(model)
+
+
+def test_models_that_cannot_be_replayed_are_refused() -> None:
+    """Before anything is read or joined."""
+    with pytest.raises(ConfigError, match="LlamaForCausalLM: it has no experts"):
+        outlined(tiny_model("llama"))
+    with pytest.raises(ModelError, match=r"layers.0.* the one top-k"):
+        outlined(zoo.tiny_model("phimoe"))
+    twice = tiny_model("mixtral", layers=2)
+    twice.model.layers[1].mlp = twice.model.layers[0].mlp
+    with pytest.raises(ModelError, match="called twice in one forward"):
+        outlined(twice)
+    outlined(tiny_model("mixtral").config)  # without values
+
+
+def test_the_trainer_passes_replay_routing_on(tmp_path: Path) -> None:
+    text = "model: {config: {model_type: mixtral}}\ndata: {path: some.txt, tokenizer: bytes}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    for value in (True, False):
+        config = load_config(tmp_path / "run.yaml", [f"train.replay_routing={value}"])
+        assert make_auto(config).replay_routing is value

@@ -1,4 +1,4 @@
-"""Optimizers over weights that are spread: several steps are those of one plain process."""
+"""Optimizers of sharded weights: several steps are those of one plain process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,45 @@ from transformers import AutoModelForCausalLM
 
 from penstock import Axes
 from penstock.parallel.muon import Muon
-from support import jobs_axes as jobs
-from support.jobs_mesh import batch
+from support.mesh import batch, build_pipe, full, model_of, own_part
 from support.pool import Pool
+
+
+def optimizers(kind: str, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW as "foreach" or "fused" or neither, or "muon" of hidden matrices with AdamW for the rest."""
+    if kind == "muon":
+        hidden = [p for p in parameters if p.ndim > 1 and p.shape[0] != 64]  # 64: embedding and head
+        rest = [p for p in parameters if not any(p is other for other in hidden)]
+        own: list[torch.optim.Optimizer] = [Muon(hidden, lr=0.02)] if hidden else []
+        return [*own, torch.optim.AdamW(rest, lr=1e-2)]
+    how: dict[str, Any] = {kind: True} if kind in ("foreach", "fused") else {}
+    return [torch.optim.AdamW(parameters, lr=1e-2, **how)]
+
+
+STEPS = 3
+
+
+def trained(
+    family: str, ranks: int, axes: Axes, kinds: list[str], options: dict[str, Any]
+) -> dict[str, tuple[list[float], list[float], dict[str, Tensor]]]:
+    """By kind of optimizer, the losses and norms of some steps, and the weights after them."""
+    found = {}
+    for kind in kinds:
+        pipe = build_pipe(family, ranks, axes, options)
+        mine = own_part(batch(), *pipe.batch_part)
+        own = optimizers(kind, list(pipe.parameters()))
+        losses, norms = [], []
+        for _ in range(STEPS):
+            losses.append(pipe.step(mine).loss)
+            norms.append(pipe.clip_grad_norm_(0.5))
+            for optimizer in own:
+                optimizer.step()
+            pipe.zero_grad()
+        weights = {name: full(p.detach()).clone() for name, p in pipe.named_parameters()}
+        found[kind] = losses, norms, weights
+        pipe.close()
+    return found
+
 
 CASES: list[tuple[str, int, Axes, list[str]]] = [
     ("llama", 2, Axes(dp_shard=2), ["adamw", "foreach", "fused", "muon"]),
@@ -50,11 +86,11 @@ def give_gradients(parameters: list[nn.Parameter], matrices: list[nn.Parameter])
 
 def alone(family: str, kind: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """The same steps in one plain process, by torch's own optimizers."""
-    model, whole = jobs.model_of(family), batch()
+    model, whole = model_of(family), batch()
     parameters = list(model.parameters())
     own = plain_matrices(parameters) if kind == "muon" else [torch.optim.AdamW(parameters, lr=1e-2)]
     losses, norms = [], []
-    for _ in range(jobs.STEPS):
+    for _ in range(STEPS):
         model.zero_grad()
         logits = model(input_ids=whole["input_ids"], use_cache=False).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"][:, 1:].flatten())
@@ -73,7 +109,7 @@ def alone(family: str, kind: str) -> tuple[list[float], list[float], dict[str, T
 def test_steps_are_those_of_one_process(
     pool: Pool, family: str, ranks: int, axes: Axes, kinds: list[str]
 ) -> None:
-    told = pool.run(4, jobs.trained, family, ranks, axes, kinds, {})
+    told = pool.run(4, trained, family, ranks, axes, kinds, {})
     for kind in kinds:
         losses, norms, weights = alone(family, kind)
         names: set[str] = set()
@@ -107,20 +143,26 @@ def test_muon_of_plain_matrices_is_torchs() -> None:
             assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
-def test_muon_of_what_is_no_matrix() -> None:
+def test_muon_refuses_a_vector() -> None:
     with pytest.raises(ValueError, match=r"Muon is for matrices, and not for one of shape \[3\]"):
         Muon([nn.Parameter(torch.zeros(3))])
 
 
+def saved(folder: str, family: str, ranks: int, axes: Axes) -> None:
+    pipe = build_pipe(family, ranks, axes, {})
+    pipe.save_pretrained(folder)
+    pipe.close()
+
+
 @pytest.mark.parallel
 @pytest.mark.parametrize(("family", "axes"), [("llama", Axes(tp=2)), ("mixtral", Axes(dp_shard=2, ep=2))])
-def test_what_is_saved_opens_with_the_same_logits(
+def test_a_saved_model_opens_with_the_same_logits(
     pool: Pool, tmp_path: Path, family: str, axes: Axes
 ) -> None:
-    pool.run(4, jobs.saved, str(tmp_path), family, 2, axes)
+    pool.run(4, saved, str(tmp_path), family, 2, axes)
     opened = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float64, experts_implementation="eager"
     ).eval()
     ids = batch()["input_ids"]
     with torch.no_grad():
-        assert torch.equal(opened(input_ids=ids).logits, jobs.model_of(family).eval()(input_ids=ids).logits)
+        assert torch.equal(opened(input_ids=ids).logits, model_of(family).eval()(input_ids=ids).logits)

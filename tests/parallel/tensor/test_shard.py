@@ -1,11 +1,12 @@
-"""What the pool's workers run under tensor parallelism, each beside the plain model of its own."""
+"""Tensor parallelism beside one plain process: loss and every parameter's gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,39 +26,11 @@ from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.runtime.split_backward import recording as tape
 from penstock.runtime.split_backward.backward import hold, input_backward
 from support import census, zoo
-from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_model
+from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch
+from support.mesh import later
+from support.planned_models import OTHERS, SINKS, build
+from support.pool import Pool
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
-
-SINKS = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.self_attn.sinks": "colwise",
-    "model.layers.*.self_attn": "local_params",
-}
-
-# other types than those of families.py, each for a style or a part that those lack
-OTHERS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4, "head_dim": 4,
-    },
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24},
-}  # fmt: skip
-
-
-def build(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A tiny model, whose norms and biases are no ones and zeros: those would hide much."""
-    plan = changes.pop("plan", None)
-    with mock.patch.dict(FAMILIES, OTHERS):
-        model = tiny_model(family, dtype, **{"layers": 2, **changes})
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=generator).to(dtype)
-    if plan is not None:
-        model.tp_plan = plan
-    return model
 
 
 def tp_mesh(size: int) -> DeviceMesh:
@@ -293,3 +266,143 @@ def verdict(model_type: str, sequence_parallel: bool) -> str:
     except AssertionError as wrong:
         return f"differs: {wrong}"
     return "exact"
+
+
+WITHOUT_A_PLAN = {"gpt2", "opt", "gpt_oss"}
+PLANNED = [family for family in FAMILIES if family not in WITHOUT_A_PLAN]
+FLOAT32, FLOAT64 = torch.float32, torch.float64
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+Case = tuple[str, int, torch.dtype, bool, dict[str, Any]]
+EVERY_RUN: list[Case] = [
+    ("llama", 2, FLOAT32, False, {}),
+    ("llama", 4, FLOAT64, True, {**HEADS, "tied": True}),
+    ("qwen2", 2, FLOAT64, False, {"tied": True}),  # biases of columns
+    ("qwen3", 2, FLOAT64, False, {}),  # norms of each head
+    ("qwen3", 2, FLOAT64, True, {}),
+    ("gpt_neox", 2, FLOAT64, True, {}),  # fused projections, biases of rows, norms with biases
+    ("phi3", 2, FLOAT64, False, {}),  # whole between columns and rows, and a padding row
+    ("mixtral", 2, FLOAT64, True, {}),
+    ("gpt_oss", 2, FLOAT32, False, {"plan": SINKS}),
+    ("gemma3_text", 2, FLOAT32, True, {"tied": True}),
+    ("deepseek_v3", 2, FLOAT64, False, {}),
+]
+SWEPT: list[Case] = [
+    *((family, 2, dtype, sequence, {"tied": tied})
+      for family in PLANNED for dtype in (FLOAT32, FLOAT64)
+      for sequence in (False, True) for tied in (False, True)),
+    *((family, 4, FLOAT64, sequence, HEADS) for family in PLANNED for sequence in (False, True)),
+    *((family, 2, FLOAT64, sequence, {}) for family in OTHERS for sequence in (False, True)),
+    ("deepseek_v3", 2, FLOAT64, True, {"q_lora_rank": None}),
+    ("llama", 2, FLOAT64, True, {"attention_bias": True, "mlp_bias": True}),
+    ("llama", 2, FLOAT64, False, {"attention_bias": True, "mlp_bias": True}),
+    ("llama", 2, FLOAT64, False, {"vocab_size": 65, "tied": True}),
+    ("gpt_oss", 2, FLOAT32, True, {"plan": SINKS}),
+    ("gpt_oss", 2, FLOAT64, False, {"plan": SINKS}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "dtype", "sequence", "changes"),
+    [*EVERY_RUN, *later(*SWEPT, mark=pytest.mark.sweep)],
+    ids=str,
+)
+def test_equal_to_one_process(
+    pool: Pool, family: str, tp: int, dtype: torch.dtype, sequence: bool, changes: dict[str, Any]
+) -> None:
+    pool.run(tp, exact, family, tp, dtype, sequence, changes)
+
+
+def test_the_planned_weights_are_sharded(pool: Pool) -> None:
+    """What the plan names, a tied weight under both of its names; norms are whole."""
+    found = pool.run(2, exact, "llama", 2, FLOAT32, False, {"tied": True, "layers": 1})[0]
+    projections = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
+    assert found == [
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.{name}.weight" for name in projections),
+        "lm_head.weight",
+    ]
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_tied_weights_stay_whole_where_one_end_is_not_planned(pool: Pool, family: str) -> None:
+    """The head is planned and the embedding is not; or both are, and their rows do not divide."""
+    changes = {"tied": True, "layers": 1, **({"vocab_size": 65} if family == "llama" else {})}
+    found = pool.run(2, exact, family, 2, FLOAT64, False, changes)[0]
+    assert found
+    assert not any("embed" in name or "lm_head" in name for name in found)
+
+
+def test_experts_stay_whole(pool: Pool) -> None:
+    found = pool.run(2, exact, "mixtral", 2, FLOAT64, False, {"layers": 1})[0]
+    assert not any("experts" in name for name in found)
+    assert "model.layers.0.self_attn.q_proj.weight" in found
+
+
+def test_an_embedding_may_be_read_by_another_module(pool: Pool) -> None:
+    """0.5.0: gemma4 takes the padding token's row of it in its own forward, which met a DTensor there."""
+    assert pool.run(2, verdict, "gemma4", False) == ["exact"] * 2
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_several_backwards_add_up(pool: Pool, sequence: bool) -> None:
+    pool.run(2, accumulated, "qwen3", sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_stages_with_placeholders(pool: Pool, sequence: bool) -> None:
+    """A stage leaves its forward by an exception, and holds a part of what the plan names."""
+    pool.run(2, as_stages, "qwen3", sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_layers_may_be_recomputed(pool: Pool, sequence: bool) -> None:
+    pool.run(2, checkpointed, "qwen3", sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_split_backward_defers_weight_gradients(pool: Pool, sequence: bool) -> None:
+    """The tape looks through DTensors, so that the weights' half waits."""
+    assert min(pool.run(2, in_halves, "qwen3", sequence)) > 0
+
+
+WITH_FSDP = [("qwen3", False, False, False), ("qwen3", True, True, True)]
+SWEPT_FSDP = list(product(("llama", "qwen2", "phi3", "mixtral", "olmo2"), *3 * [(False, True)]))
+
+
+@pytest.mark.parametrize(
+    ("family", "sequence", "tied", "late"), [*WITH_FSDP, *later(*SWEPT_FSDP, mark=pytest.mark.sweep)]
+)
+def test_fsdp_over_another_axis(pool: Pool, family: str, sequence: bool, tied: bool, late: bool) -> None:
+    placements = pool.run(4, with_fsdp, family, sequence, tied, late)[0]
+    assert all(len(each.split("), ")) == 2 for each in placements)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_every_type_is_exact_or_refused(pool: Pool, sequence: bool) -> None:
+    """Or fails on every rank alike: no type has a gradient that is wrong."""
+    told = {model_type: pool.run(2, verdict, model_type, sequence)
+            for model_type in zoo.TYPES if model_type not in zoo.SKIPPED}  # fmt: skip
+    assert {verdict for found in told.values() for verdict in found if verdict.startswith("differs")} == set()
+    assert sum(found[0] == "exact" for found in told.values()) >= 90
+    for model_type, (one, other) in told.items():
+        assert one == other, model_type
+
+
+def test_a_length_that_tp_does_not_divide_is_refused(pool: Pool) -> None:
+    """On every rank alike."""
+    for told in pool.run(2, refused_length):
+        assert told.startswith("a sequence of 11 tokens with sequence_parallel over tp=2")
+        assert "Pad to a length of 12" in told
+
+
+def test_a_module_that_flattens_tokens_is_refused(pool: Pool) -> None:
+    """llama4's mixtures give rows and tokens in one dimension: their second one is the width."""
+    for told in pool.run(2, verdict, "llama4_text", True):
+        assert told.startswith("fails: ModelError: what a Llama4TextMoe returns, of shape [24, 32]")
+
+
+def test_ids_out_of_the_vocabulary_raise_as_without_tp(pool: Pool) -> None:
+    """They are an error, as without tensor parallelism, and not zeros."""
+    assert pool.run(2, out_of_the_vocabulary) == [[True, False], [False, True]]

@@ -1,93 +1,48 @@
-"""Expert parallelism and routing replay in the pool's processes."""
+"""Experts distributed over ranks: the gradients of one process, and a refusal where that cannot be."""
 
 from __future__ import annotations
 
+import copy
 import threading
-from collections.abc import Mapping
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.balance import load_balancing_loss
 from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route
-from penstock.parallel.expert.experts import expert_parallel, mixtures
-from penstock.parallel.expert.replay import StageRouting
+from penstock.parallel.expert.experts import expert_parallel, mixtures, takes_grouped
 from support import zoo
 from support.families import ragged_batch
-from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
-
-Batch = Mapping[str, Tensor]
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-def mixture(model_type: str, dtype: torch.dtype, layers: int = 2, **changes: Any) -> PreTrainedModel:
-    """Tiny, its routers' corrections not zero, and its experts' part in the gradients not a rounding."""
-    model = zoo.tiny_model(model_type, dtype, layers=layers, **changes)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name.endswith(("correction_bias", "expert_bias")):
-                buffer += 0.05 * torch.randn(buffer.shape, generator=generator)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter *= 3
-    return model
-
-
-def told(results: list[list[str]]) -> list[str]:
-    """What went wrong on any rank."""
-    return [text for rank in results for text in rank]
-
-
-def ep_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+from support.mixtures import (
+    DTYPES,
+    Batch,
+    differences,
+    ep_mesh,
+    gathered,
+    mixture,
+    none_wrong,
+    own_rows,
+    total_loss,
+    valid,
+)
+from support.pool import Pool
+from support.reference import TOLERANCE, Gradients, plain_step
 
 
 def distributed(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """The parameters of experts, which `fully_shard` must leave alone."""
     named = ((name, part.named_parameters(recurse=False)) for name, part in mixtures(model).items())
     return {f"{name}.{key}": parameter for name, parameters in named for key, parameter in parameters}
-
-
-def own_rows(batch: Batch, rank: int, ranks: int) -> dict[str, Tensor]:
-    """Unevenly: of 8 rows 3 and 5, or 1, 2, 2 and 3."""
-    rows = len(batch["input_ids"])
-    start, stop = (round(rows * (part / ranks) ** 1.3) for part in (rank, rank + 1))
-    return {name: value[start:stop] for name, value in batch.items()}
-
-
-def valid(batch: Batch) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
-
-
-def total_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
-    labels = batch["labels"][:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def gathered(model: PreTrainedModel) -> Gradients:
-    """What the ranks' gradients are of the whole: experts' put together, all others summed."""
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        gradient = parameter.grad
-        if isinstance(parameter, DTensor):
-            assert isinstance(gradient, DTensor), f"{name} has the gradient {gradient}"
-            assert gradient.placements == (Shard(0),) == parameter.placements
-            found[name] = gradient.full_tensor()
-            continue
-        whole = torch.zeros_like(parameter) if gradient is None else gradient.clone()
-        dist.all_reduce(whole)
-        found[name] = whole
-    return found
 
 
 def slices_step(model: PreTrainedModel, batch: Batch, ranks: int) -> tuple[float, Gradients]:
@@ -102,20 +57,6 @@ def slices_step(model: PreTrainedModel, batch: Batch, ranks: int) -> tuple[float
     found = {name: p.grad.clone() for name, p in named if p.grad is not None}
     model.zero_grad()
     return loss, found
-
-
-def compare(label: str, loss: Tensor, expected_loss: float, found: Gradients, expected: Gradients,
-            tolerance: float) -> list[str]:  # fmt: skip
-    everything = loss.detach().clone()
-    dist.all_reduce(everything)
-    try:
-        assert abs(float(everything) - expected_loss) <= tolerance * abs(expected_loss), "the loss"
-        unused = {name for name, gradient in found.items() if name not in expected and bool(gradient.any())}
-        assert not unused, unused
-        assert_gradients({name: found[name] for name in expected}, expected, tolerance)
-    except AssertionError as difference:
-        return [f"{label}, rank {dist.get_rank()}: {difference}"]
-    return []
 
 
 def equivalence(cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
@@ -141,7 +82,7 @@ def equivalence(cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
         own.backward()  # type: ignore[no-untyped-call]
         tolerance = TOLERANCE[DTYPES[dtype]]
         label = f"{model_type} {dtype} {implementation or ''} ep={ranks}"
-        wrong += compare(label, own, loss, gathered(model), expected, tolerance)
+        wrong += differences(label, own, loss, gathered(model), expected, tolerance)
     return wrong
 
 
@@ -162,7 +103,7 @@ def under_fsdp(model_type: str) -> list[str]:
     own = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
     own.backward()  # type: ignore[no-untyped-call]
     found = {name: cast(DTensor, p.grad).full_tensor() for name, p in model.named_parameters()}
-    return compare(f"FSDP2 {model_type}", own, loss, found, expected, 1e-5)
+    return differences(f"FSDP2 {model_type}", own, loss, found, expected, 1e-5)
 
 
 def starved(checkpointed: bool) -> list[str]:
@@ -186,7 +127,7 @@ def starved(checkpointed: bool) -> list[str]:
             local = parameter.grad.to_local()
             assert local.shape[0] == 4 // ranks
             assert not local.any(), name
-    return compare(f"starved {checkpointed=}", own, loss, gathered(model), expected, 1e-5)
+    return differences(f"starved {checkpointed=}", own, loss, gathered(model), expected, 1e-5)
 
 
 def balanced(model_type: str, masked: bool) -> list[str]:
@@ -223,7 +164,7 @@ def balanced(model_type: str, masked: bool) -> list[str]:
     )
     own = own + coefficient * part
     own.backward()  # type: ignore[no-untyped-call]
-    wrong = compare(f"{model_type} {masked=}", own, float(loss.detach()), gathered(model), expected, 1e-5)
+    wrong = differences(f"{model_type} {masked=}", own, float(loss.detach()), gathered(model), expected, 1e-5)
     # the mean of the ranks' own losses is something else, or this test would show nothing
     mean = output.aux_loss.detach() / ranks
     whole = part.detach().clone()
@@ -276,23 +217,6 @@ def in_two_threads(rounds: int) -> list[str]:
     return failed
 
 
-def replayed() -> list[str]:
-    """Expert parallel, checkpointed, and with every choice recorded and replayed."""
-    mesh, rank, ranks = ep_mesh(), dist.get_rank(), dist.get_world_size()
-    model = mixture("qwen3_moe", torch.float32)
-    batch = ragged_batch()
-    loss, expected = plain_step(model, batch)
-    expert_parallel(model, mesh, Directions.of(mesh, separate=True))
-    routing = StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    mine = own_rows(batch, rank, ranks)
-    with routing.forward(0, mine):
-        own = total_loss(model, mine) / valid(batch)
-    with routing.backward(0, last=True):
-        own.backward()  # type: ignore[no-untyped-call]
-    return compare("replayed", own, loss, gathered(model), expected, 1e-5)
-
-
 def refused(model_type: str, options: dict[str, Any], error: type[Exception]) -> tuple[str, bool]:
     """What the error says, and whether the model is as it was."""
     model = mixture(model_type, torch.float32, **options)
@@ -303,3 +227,168 @@ def refused(model_type: str, options: dict[str, Any], error: type[Exception]) ->
         same = classes == [type(part) for part in model.modules()]
         return str(caught), same and not any(isinstance(p, DTensor) for p in model.parameters())
     return "", False
+
+
+Case = tuple[str, str, dict[str, Any]]
+FIVE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")
+# with the same slices of the rows run one after the other, where a part is float32 whatever the model's dtype
+DOUBLE: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {},
+    "olmoe": {},
+    "deepseek_v3": {"by_slices": True},  # its router
+    "gpt_oss": {"by_slices": True},  # its norms
+}
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.parallel)])
+def test_gradients_of_the_ranks_tokens_are_those_of_one_process(pool: Pool, ranks: int) -> None:
+    cases: list[Case] = [(model_type, "float32", {}) for model_type in FIVE]
+    cases += [(model_type, "float64", options) for model_type, options in DOUBLE.items()]
+    cases += [("mixtral", "float32", {"experts_implementation": "grouped_mm"}),
+              ("gpt_oss", "float32", {"experts_implementation": "grouped_mm"}),
+              ("qwen3_moe", "float64", {"experts_implementation": "grouped_mm"})]  # fmt: skip
+    none_wrong(pool.run(ranks, equivalence, cases))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_experts_without_a_token_have_gradients_of_zero(pool: Pool, checkpointed: bool) -> None:
+    """Checkpointed: the rank without tokens saves less, and must run again as far as the other."""
+    none_wrong(pool.run(2, starved, checkpointed))
+
+
+def test_inside_fully_shard(pool: Pool) -> None:
+    none_wrong(pool.run(2, under_fsdp, "deepseek_v3"))
+
+
+@pytest.mark.parametrize("masked", [True])
+@pytest.mark.parametrize("model_type", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.parallel)])
+def test_the_auxiliary_loss_is_that_of_all_tokens(pool: Pool, model_type: str, masked: bool) -> None:
+    none_wrong(pool.run(2, balanced, model_type, masked))
+
+
+def test_a_forward_and_a_backward_side_by_side(pool: Pool) -> None:
+    none_wrong(pool.run(2, in_two_threads, 20))
+
+
+def test_experts_that_ranks_do_not_divide_are_refused(pool: Pool) -> None:
+    for text, untouched in pool.run(3, refused, "mixtral", {}, ConfigError):
+        assert "ep=3" in text
+        assert "4 experts" in text
+        assert "1, 2, 4" in text
+        assert untouched
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "jetmoe", "longcat_flash"])
+def test_a_mixture_of_another_form_is_refused(one_process: None, model_type: str) -> None:
+    model = zoo.tiny_model(model_type)
+    with pytest.raises(ModelError, match=r"expert"):
+        expert_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_mixture_that_does_not_add_up_is_refused(one_process: None, device: str) -> None:
+    """It has the marks of the registry's form, and computes something else; with values or without."""
+    model = mixture("mixtral", torch.float32).to(device)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    assert expert_parallel(copy.deepcopy(model), mesh)
+    experts = next(iter(mixtures(model).values()))
+    plain = type(experts).forward
+
+    def normalised(self: nn.Module, *given: torch.Tensor) -> torch.Tensor:
+        return nn.functional.normalize(plain(self, *given), dim=-1)
+
+    for part in mixtures(model).values():
+        part.__class__ = type("Odd", (type(experts),), {"forward": normalised})
+    with pytest.raises(ModelError, match="Odd"):
+        expert_parallel(model, mesh)
+
+
+def test_expert_parallel_twice_is_refused(one_process: None) -> None:
+    model, mesh = mixture("olmoe", torch.float32), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+    expert_parallel(model, mesh)
+    with pytest.raises(ModelError, match="DTensors"):
+        expert_parallel(model, mesh)
+
+
+def test_a_dense_model_stays_as_it_is(one_process: None) -> None:
+    model = zoo.tiny_model("llama")
+    assert expert_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))) == []
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_shape_inference_sends_nothing(one_process: None) -> None:
+    model = mixture("mixtral", torch.float32)
+    expert_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+    experts = next(iter(mixtures(model).values()))
+    with torch.device("meta"):
+        assert experts(torch.ones(6, 32), torch.ones(6, 2), torch.ones(6, 2)).shape == (6, 32)
+    with FakeTensorMode():
+        assert experts(torch.ones(6, 32), torch.ones(6, 2), torch.ones(6, 2)).shape == (6, 32)
+
+
+def test_choices_of_no_expert_are_not_sent(one_process: None) -> None:
+    """Some routers write the number of experts where a token skips one."""
+    group = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)).get_group()
+    hidden = torch.ones(3, 2, requires_grad=True)
+    chosen, weights = torch.tensor([[0, 4], [4, 4], [3, 1]]), torch.ones(3, 2)
+    route = plan_route(chosen, 4, Directions(group, group))
+    assert route.experts.tolist() == [0, 1, 3]
+    rows, row_weights = dispatch(route, hidden, weights)
+    result = combine(route, rows * row_weights, 3, 2)
+    assert result.tolist() == [[1, 1], [0, 0], [2, 2]]
+    result.sum().backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None
+    assert hidden.grad[:, 0].tolist() == [1, 0, 2]
+
+
+def test_a_rank_may_have_no_token(one_process: None) -> None:
+    group = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)).get_group()
+    route = plan_route(torch.zeros(0, 2, dtype=torch.int64), 4, Directions(group, group))
+    rows, _ = dispatch(route, torch.ones(0, 3), torch.ones(0, 2))
+    assert combine(route, rows, 0, 2).shape == (0, 3)
+
+
+def test_which_dtypes_have_a_grouped_product() -> None:
+    assert takes_grouped(torch.float32, "cpu")
+    assert not takes_grouped(torch.float64, "cpu")
+
+
+def with_mixtures() -> list[str]:
+    """The model types whose tiny model has experts of the registry's form."""
+    found = []
+    for model_type in zoo.TYPES:
+        if model_type in zoo.SKIPPED or not zoo.class_of(model_type)._can_set_experts_implementation():
+            continue
+        with torch.device("meta"):
+            try:
+                mixed = mixtures(zoo.class_of(model_type)(zoo.tiny_config(model_type)))
+            except Exception:
+                continue
+        if mixed:
+            found.append(model_type)
+    return found
+
+
+# these compute a part of their experts in float32 whatever the dtype, or run in no other
+FLOAT32 = ("beam", "inkling2_text", "nemotron_h")
+# what the zoo's tiny model has none of
+MIXED = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+MORE: dict[str, dict[str, Any]] = {"gemma4_text": MIXED}
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+def test_every_type_of_the_registry(pool: Pool) -> None:
+    double: dict[str, Any] = {"layers": 4, "by_slices": True}
+    types = [*with_mixtures(), *MORE]
+    cases: list[Case] = [(t, "float32", {}) for t in types if t in FLOAT32]
+    cases += [(t, "float64", double | MORE.get(t, {})) for t in types if t not in FLOAT32]
+    assert len(cases) > 30
+    wrong = []
+    for case in cases:
+        try:
+            none_wrong(pool.run(2, equivalence, [case]))
+        except AssertionError as error:
+            wrong.append(f"{case[0]}: {str(error).splitlines()[-1]}")
+    assert not wrong, "\n".join(wrong)

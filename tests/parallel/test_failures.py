@@ -1,0 +1,147 @@
+"""A process that fails or stays away within a step of a mesh: every process raises, and names it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from penstock import Axes, Pipeline
+from penstock.errors import PenstockError
+from support.mesh import batch, build_pipe, own_part, pieces
+from support.pool import Pool
+
+
+def limits(ranks: int, axes: Axes) -> dict[str, float]:
+    """By what it is for, the seconds after which each process group of several ranks breaks off."""
+    before = set(dist.distributed_c10d._world.pg_map)
+    pipe = build_pipe("mixtral", ranks, axes, {"timeout": 17.0})
+    found = {}
+    for group in set(dist.distributed_c10d._world.pg_map) - before:
+        if dist.get_world_size(group) == 1:
+            continue
+        options = group._get_backend(torch.device("cpu")).options
+        found[group.group_desc] = options._timeout.total_seconds()
+    pipe.close()
+    return found
+
+
+def a_layer(pipe: Pipeline) -> nn.Module:
+    """One of this process's."""
+    parts = (part for module in pipe.modules.values() for part in module.modules())
+    found: nn.Module = next(part for part in parts if isinstance(part, GradientCheckpointingLayer))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(2, Axes(dp_shard=2, ep=2)), (1, Axes(dp_shard=4, ep=4)),
+                                             (1, Axes(dp_replicate=2, cp=2))])  # fmt: skip
+def test_every_group_has_the_pipelines_time_limit(pool: Pool, ranks: int, axes: Axes) -> None:
+    """0.5.0: torch's 30 minutes, but for those of ep; and an axis over all processes used the job's own."""
+    for found in pool.run(4, limits, ranks, axes):
+        patient = {name for name, seconds in found.items() if seconds == 3600}
+        assert len(patient) == 1, found  # what waits for disks
+        assert {seconds for name, seconds in found.items() if name not in patient} == {17.0}, found
+
+
+def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
+    """What the others say when the last process stays away within a step, as weights are gathered or, where
+    `reduces`, gradients are summed.
+    """
+    pipe = build_pipe("llama", ranks, axes, {"timeout": 2.0})
+    good = own_part(batch(), *pipe.batch_part)
+    pipe.step(good)
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
+
+    def stay_away(*_: Any) -> None:
+        store.wait([f"said-{rank}" for rank in range(last)])
+
+    if dist.get_rank() == last and reduces:
+        pipe.stages[0].shards.reduce = stay_away  # type: ignore[union-attr, method-assign]
+    elif dist.get_rank() == last:
+        a_layer(pipe).register_forward_pre_hook(stay_away)
+    words = "no error"
+    try:
+        pipe.step(good)
+    except PenstockError as error:
+        words = f"{type(error).__name__}: {error}"
+    finally:
+        store.set(f"said-{dist.get_rank()}", "")
+    pipe.close()
+    return words
+
+
+@pytest.mark.parametrize(("reduces", "what"), [(False, "0F0"), (True, "the reduction of stage 0")])
+def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, reduces: bool, what: str) -> None:
+    """Who notices closes its connections, so that the others may lose those before their time is up."""
+    *told, _ = pool.run(4, stalled, 1, Axes(dp_shard=4), reduces)
+    for words in told:
+        waiting = f"rank 0 waiting for what {what} exchanges from the other ranks: "
+        lost = f"PeerLostError: {waiting}process \\d failed first: rank 0 waiting for .*: "
+        assert re.match(f"(StalledPeerError: {waiting}|{lost})some rank has been silent for", words), words
+    assert any(words.startswith("StalledPeerError") for words in told)
+
+
+def raised(ranks: int, axes: Axes) -> str:
+    """What each process says when the last one raises in the midst of a step, and lives on until all said."""
+    pipe = build_pipe("llama", ranks, axes, {"timeout": 2.0})
+    good = own_part(batch(), *pipe.batch_part)
+    pipe.step(good)
+
+    def give_up(*_: Any) -> None:
+        raise ValueError("this layer gave up")
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        a_layer(pipe).register_forward_pre_hook(give_up)
+    words = "no error"
+    try:
+        pipe.step(good)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, words)
+    pipe.close()
+    return words
+
+
+@pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_shard=4)), (2, Axes(dp_replicate=2))])
+def test_all_pipelines_of_a_mesh_name_the_first_failure(pool: Pool, ranks: int, axes: Axes) -> None:
+    """0.5.0: those of other pipelines were told that the others had been silent, or had died."""
+    *told, last = pool.run(4, raised, ranks, axes)
+    assert last == "ValueError: this layer gave up"
+    for words in told:
+        assert re.search(r"(process 3|rank 1) failed first: .*ValueError: this layer gave up", words), words
+
+
+def after_a_failure(axes: Axes) -> list[str]:
+    """What each of two steps says on this process, where the loss fails on the first one in the first."""
+    failing = [dist.get_rank() == 0]
+
+    def loss(output: Tensor, part: Any) -> Tensor:
+        if failing[0]:
+            raise ValueError("no loss today")
+        return output.square().mean()
+
+    pipe = pieces(1, axes, {"loss_fn": loss})
+    given = own_part({"x": torch.ones(16, 4, dtype=torch.float64)}, *pipe.batch_part)
+    found = []
+    for _ in range(2):
+        try:
+            pipe.step(given)
+            found.append("no error")
+        except Exception as error:
+            found.append(type(error).__name__)
+        failing[0] = False
+    pipe.close()
+    return found
+
+
+def test_no_step_follows_one_that_failed_on_another_process(pool: Pool) -> None:
+    """0.5.0: where the pipeline has one rank a second one went ahead, into the collectives of the first."""
+    first, other = pool.run(2, after_a_failure, Axes(dp_replicate=2))
+    assert first == ["ValueError", "RunError"]
+    assert other == ["PeerLostError", "RunError"]

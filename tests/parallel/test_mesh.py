@@ -1,0 +1,161 @@
+"""The sizes of the mesh's axes: resolved, or refused with remedies that work."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock import Axes
+from penstock.errors import ConfigError, InputError, WorldSizeError
+from support.mesh import Built, batch, build_pipe, error_of, model_of, own_part, same_on_all
+from support.pool import Pool
+from support.reference import plain_step
+
+
+def changed(axes: Axes, ranks: int, world: int, remedy: str) -> tuple[Axes, int, int]:
+    """Axes, ranks and world after one of the remedies that an error names."""
+    sizes = dict(axes.sizes)
+    if remedy.endswith(" with ep=1"):
+        sizes["ep"], remedy = 1, remedy.removesuffix(" with ep=1")
+    number = int(re.findall(r"\d+", remedy)[-1])
+    if remedy.startswith("start "):
+        world = number
+    elif remedy.startswith("set the pipeline's ranks to"):
+        ranks = number
+    else:
+        (name,) = re.fullmatch(r"set (\w+) to \d+", remedy).groups()  # type: ignore[union-attr]
+        sizes[name] = number
+    return Axes(**sizes), ranks, world
+
+
+def remedies(error: InputError) -> list[str]:
+    if "ep to" in error.remedy and isinstance(error, ConfigError):
+        return [f"set ep to {number}" for number in re.findall(r"\d+", error.remedy)]
+    return re.split(r" or (?=set)", error.remedy[0].lower() + error.remedy[1:])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12])
+def test_every_remedy_for_sizes_works(world: int) -> None:
+    open_ended = 0
+    for ranks, replicate, shard, cp, ep, tp in product(
+        (1, 2, 3), (-1, 1, 2), (-1, 1, 2, 3), (-1, 1, 2), (-1, 1, 2, 3), (-1, 1, 2)
+    ):
+        given = (replicate, shard, cp, ep, tp)
+        if given.count(-1) > 1:
+            continue
+        axes, full = Axes(*given), None
+        offered: list[str] = []
+        try:
+            full = axes.resolve(ranks, world)
+        except (WorldSizeError, ConfigError) as error:
+            offered = remedies(error)
+        if full is None:
+            assert offered
+            for remedy in offered:
+                other, other_ranks, other_world = changed(axes, ranks, world, remedy)
+                other.resolve(other_ranks, other_world)
+            continue
+        open_ended += -1 in given
+        assert ranks * full.ranks_per_stage == world
+        assert full.dp_shard * full.cp % full.ep == 0
+        assert all(size in (-1, full.sizes[name]) for name, size in axes.sizes.items())
+        assert full.resolved
+    assert open_ended
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "world", "message"),
+    [
+        (Axes(dp_shard=2), 2, 6, "6 processes for pp=2 x dp_shard=2: .* Start 4 processes or set the "
+                                 "pipeline's ranks to 3 or set dp_shard to 3$"),
+        (Axes(dp_shard=-1, ep=4), 2, 5, "5 processes for pp=2 x dp_shard=-1: .* Start 8 processes$"),
+        (Axes(dp_shard=3, ep=2), 2, 4, "Set dp_shard to 2$"),
+        (Axes(dp_shard=2, cp=2, ep=3), 1, 4, "ep=3 with dp_shard=2 and cp=2: .* Set ep to 1, 2 or 4$"),
+        (Axes(ep=2), 1, 1, "Set ep to 1$"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_multiply_are_refused_with_remedies(
+    axes: Axes, ranks: int, world: int, message: str
+) -> None:
+    with pytest.raises((WorldSizeError, ConfigError), match=message):
+        axes.resolve(ranks, world)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most .* Give all but one a size"),
+        ({"cp": 0}, "cp=0: an axis has one rank at least"),
+        ({"tp": 2.0}, "tp=2.0: an axis has a whole number of ranks"),
+        ({"ep": True}, "ep=True: an axis has a whole number of ranks"),
+        ({"dp_shard": "2"}, "dp_shard='2': an axis has a whole number of ranks"),
+    ],
+)
+def test_sizes_that_are_no_number_of_ranks_are_refused(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Axes(**sizes)
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "local"}])
+def test_axes_above_one_need_other_processes(options: dict[str, Any]) -> None:
+    for axes in (Axes(dp_shard=2), Axes(cp=2, tp=-1)):
+        with pytest.raises(
+            WorldSizeError, match=r"in one process: .* Start 4 processes with torchrun, or set"
+        ):
+            build_pipe("llama", 2, axes, options)
+    with pytest.raises(ConfigError, match=r"Set ep to 1$"):
+        build_pipe("mixtral", 2, Axes(ep=2), options)
+    for axes in (Axes(), Axes(dp_shard=-1), Axes(ep=-1)):
+        build_pipe("llama", 2, axes, options).step(batch())
+
+
+def built(cases: list[Built]) -> list[float]:
+    """The loss of one step of each, for axes that come out as 1 or as all that are left."""
+    losses = []
+    for case in cases:
+        pipe = build_pipe(*case)
+        losses.append(pipe.step(own_part(batch(), *pipe.batch_part)).loss)
+        pipe.close()
+    return losses
+
+
+def test_minus_one_may_resolve_to_one(pool: Pool) -> None:
+    cases: list[Built] = [
+        ("llama", 2, Axes(dp_shard=2, cp=-1), {}),
+        ("llama", 2, Axes(ep=-1, tp=2), {}),
+        ("mixtral", 2, Axes(dp_shard=2, ep=-1), {}),
+    ]
+    losses = same_on_all(pool.run(4, built, cases))
+    expected = [plain_step(model_of(family), batch())[0] for family, *_ in cases]
+    assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def refused_meshes(cases: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes]]) -> list[str]:
+    """Meshes of the caller's own, by sizes and names, with ranks and axes that do not fit them."""
+    found = []
+    for sizes, names, ranks, axes in cases:
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        found.append(error_of(lambda: build_pipe("llama", ranks, axes, {"mesh": mesh})))  # noqa: B023
+    return found
+
+
+MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+MESHES: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes, str]] = [
+    ((2, 2), ("pp", "dp_shard"), 2, Axes(dp_shard=2), "ConfigError: axes beside a mesh with the axes pp, dp"),
+    ((2, 1, 1, 2, 1), MESH, 2, Axes(dp_shard=2),
+     "WorldSizeError: dp_shard=2, cp=1 beside a mesh .* Set dp_shard to 1 and cp to 2, or leave mesh out"),
+    ((2, 1, 2, 1, 1), MESH, 1, Axes(),
+     "WorldSizeError: pp=1, dp_shard=1 beside .* Set ranks to 2 and dp_shard to 2"),
+    ((1, 1, 2, 2, 1), ("dp_replicate", "tp", "pp", "dp_shard", "cp"), 2, Axes(dp_shard=2),
+     "ConfigError: axes beside a mesh .* in this order"),
+]  # fmt: skip
+
+
+def test_a_mesh_unlike_the_axes_is_refused(pool: Pool) -> None:
+    found = same_on_all(pool.run(4, refused_meshes, [case[:4] for case in MESHES]))
+    for words, (*_, message) in zip(found, MESHES, strict=True):
+        assert re.match(message, words), words
