@@ -58,7 +58,7 @@ def test_a_model_that_an_axis_does_not_fit_is_refused(
     ("family", "message"),
     [
         ("gemma4_text", "Gemma4ForCausalLM with sequence_parallel: its layers take values of all tokens"),
-        ("deepseek_v4", r"DeepseekV4ForCausalLM with .*: its hidden states are no \(rows, tokens, width\)"),
+        ("deepseek_v4", r"DeepseekV4ForCausalLM with .*: its hidden states are not \(rows, tokens, width\)"),
     ],
 )
 def test_layers_that_need_all_tokens_refuse_sequence_parallel(family: str, message: str) -> None:
@@ -71,7 +71,7 @@ def test_layers_that_need_all_tokens_refuse_sequence_parallel(family: str, messa
 DROPS: list[tuple[str, dict[str, Any], Axes, dict[str, Any], str]] = [
     ("qwen3", {"attention_dropout": 0.1}, Axes(tp=2), {}, "attention_dropout=0.1 of .*attn with tp: each"),
     ("qwen3", {"attention_dropout": 0.1}, Axes(cp=2), {}, "attention_dropout=0.1 with cp"),
-    ("gpt_neox", {"hidden_dropout": 0.1}, Axes(cp=2), {}, "p=0.1 of .*dropout with cp: each rank has a part"),
+    ("gpt_neox", {"hidden_dropout": 0.1}, Axes(cp=2), {}, "p=0.1 of .*dropout with cp: each rank holds a part"),
     ("gpt_neox", {"hidden_dropout": 0.1}, Axes(tp=2), {"sequence_parallel": True}, "with sequence_parallel"),
 ]
 
@@ -100,7 +100,7 @@ def test_the_ring_needs_no_heads_that_divide() -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"axes": Axes(cp=2), "loss_fn": lambda output, part: output.square().mean()},
      "a loss_fn that is a function, with cp=2: .* `weight`, of the whole microbatch"),
-    ({"sharded": Sharded(param_dtype=torch.bfloat16)}, "these are whole: it would change nothing"),
+    ({"sharded": Sharded(param_dtype=torch.bfloat16)}, "needs dp_shard, .* here no weight is sharded"),
     ({"axes": Axes(tp=2), "sharded": Sharded(cpu_offload=True)}, "axes tp=2: .* Set dp_shard to 2 or more"),
     ({"axes": Axes(dp_shard=6, ep=2)}, r"down_proj of shape \[4, 32, .* over 3 ranks with the same experts"),
 ])  # fmt: skip

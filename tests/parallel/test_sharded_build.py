@@ -247,6 +247,7 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
     plan = auto.build_plan(tmp_path)
     whole, part = plan.model_of(0), plan.model_of(0, values=False)
     fill(whole, plan.source, (), auto.seed)
+    weights.check(part, plan.source.files, ())
     given = outlined(part)
     materialize(part, torch.device("cpu"))
     fill(given, plan.source, (), auto.seed)
