@@ -182,7 +182,7 @@ def alter(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["model*.safetensors", "optimizer-*.safetensors", "optimizer-*.json",
                                   "random-*", "state.json"])  # fmt: skip
-def test_an_altered_byte_is_told_before_anything_is_changed(tmp_path: Path, name: str) -> None:
+def test_an_altered_byte_is_found_before_anything_changes(tmp_path: Path, name: str) -> None:
     pipe, optimizers = make(1, "1f1b")
     save_checkpoint(tmp_path / "checkpoint", pipe, optimizers, {"step": 1})
     alter(tmp_path / "checkpoint", name)
@@ -194,7 +194,7 @@ def test_an_altered_byte_is_told_before_anything_is_changed(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("how", ["next", "wait", "context"])
-def test_a_failure_in_the_background_is_told(tmp_path: Path, how: str) -> None:
+def test_a_failure_in_the_background_is_raised(tmp_path: Path, how: str) -> None:
     pipe, optimizers = make(1, "1f1b")
     path = tmp_path / "checkpoint"
     save_checkpoint(path, pipe, optimizers, {"step": 1})
@@ -218,7 +218,7 @@ def test_a_failure_in_the_background_is_told(tmp_path: Path, how: str) -> None:
     assert load_checkpoint(path, pipe, optimizers) == {"step": 3}
 
 
-def test_a_failure_on_one_process_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_failure_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(3, failure_in_the_background, str(tmp_path / "checkpoint"))
     assert [len(errors) for errors in told] == [2, 2, 2]
     for rank, errors in enumerate(told):
@@ -322,7 +322,7 @@ def test_parameters_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize("what", ["optimizer", "missing", "shape"])
-def test_what_does_not_fit_is_told_before_any_weight_is_read(tmp_path: Path, what: str, family: str) -> None:
+def test_what_does_not_fit_is_found_before_any_weight_is_read(tmp_path: Path, what: str, family: str) -> None:
     """0.4.0 had replaced the weights when it looked at the optimizer."""
     pipe, optimizers = make(2, "1f1b", family)
     folder = tmp_path / "checkpoint"
@@ -352,7 +352,7 @@ def test_what_does_not_fit_on_one_process_changes_none(pool: Pool, tmp_path: Pat
     assert all("was trained by AdamW: here it is by SGD" in error for error, _ in told)
 
 
-def test_a_layout_that_fails_on_one_process_is_told_on_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_layout_that_fails_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(2, failing_layout, str(tmp_path / "checkpoint"))
     assert told[1] == "ValueError: cannot tell"
     assert "cannot tell" in told[0]
@@ -384,7 +384,7 @@ def test_a_failed_write_is_over_on_all_pipelines_of_a_mesh(pool: Pool, tmp_path:
 
 
 @pytest.mark.parametrize("what", ["manifest", "state", "weights"])
-def test_what_one_pipeline_of_a_mesh_cannot_read_is_told_on_all(
+def test_what_one_pipeline_of_a_mesh_cannot_read_is_raised_on_all(
     pool: Pool, tmp_path: Path, what: str
 ) -> None:
     """0.5.0 let the others load and step alone."""
@@ -396,7 +396,7 @@ def test_what_one_pipeline_of_a_mesh_cannot_read_is_told_on_all(
 
 
 @pytest.mark.parametrize(("what", "rank"), [("state", 0), ("part", 1)])
-def test_what_one_pipeline_of_a_mesh_cannot_keep_is_told_on_all(
+def test_what_one_pipeline_of_a_mesh_cannot_keep_is_raised_on_all(
     pool: Pool, tmp_path: Path, what: str, rank: int
 ) -> None:
     """0.5.0 left the others in a collective; each optimizer's part of it was gathered before the next one was
@@ -455,7 +455,7 @@ def test_modules_that_cannot_be_copied(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_tells_of_the_checkpoint_that_did_not_come_about(
+def test_an_error_notes_the_checkpoint_that_was_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     """0.4.0 lost what had gone wrong in the background when the loop failed as well."""

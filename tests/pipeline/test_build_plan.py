@@ -18,48 +18,48 @@ from penstock.schedule import simulate
 from support.families import ragged_batch, tiny_config, tiny_model
 
 
-def outlined(**changes: Any) -> BuildPlan:
+def plan_of(**changes: Any) -> BuildPlan:
     return AutoPipeline(ranks=4, microbatches=4).build_plan(tiny_config("llama", layers=8, **changes))
 
 
 def test_balance_gives_a_layout_that_runs() -> None:
-    assert balance(outlined()) == "E(tt|)*3ttL"
+    assert balance(plan_of()) == "E(tt|)*3ttL"
     # the head has as many parameters as two layers
     layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
     vocabulary = round(2 * layer / 32)
-    assert balance(outlined(vocab_size=vocabulary)) == "Et*3|t*3|tt|L"
-    assert balance(outlined(vocab_size=vocabulary, tie_word_embeddings=True)) == "Et*3|t*3|tt|L"
+    assert balance(plan_of(vocab_size=vocabulary)) == "Et*3|t*3|tt|L"
+    assert balance(plan_of(vocab_size=vocabulary, tie_word_embeddings=True)) == "Et*3|t*3|tt|L"
     measured = LayerCosts([5, 1, 1, 1, 1, 1, 1, 4], embedding=1, head=0)
-    assert balance(outlined(), measured) == "E|t|t*5|ttL"
+    assert balance(plan_of(), measured) == "E|t|t*5|ttL"
     model = tiny_model("llama", layers=8)
     AutoPipeline(ranks=4, microbatches=2, layout="E|t|t*5|ttL").build(model).verify_against(
         model, ragged_batch()
     )
     with pytest.raises(ConfigError, match="costs of 2 layers: the model has 8"):
-        balance(outlined(), LayerCosts([1, 2]))
+        balance(plan_of(), LayerCosts([1, 2]))
 
 
 def test_balance_within_memory() -> None:
     """1F1B holds as many microbatches as there are stages to come: early stages get fewer layers."""
-    outline = outlined()
-    plenty = estimated_memory(outline, 1e9, (4, 64))
+    plan = plan_of()
+    plenty = estimated_memory(plan, 1e9, (4, 64))
     assert list(plenty.live) == [4, 3, 2, 1]
     assert plenty.weights[0] == 4 * 4 * sum(
-        parameter.numel() for parameter in outline.source.model.get_submodule("model.layers.0").parameters()
+        parameter.numel() for parameter in plan.source.model.get_submodule("model.layers.0").parameters()
     )
     assert min(plenty.activations) > 4 * 64 * 32 * 4
-    assert balance(outline, memory=plenty) == "E(tt|)*3ttL"
+    assert balance(plan, memory=plenty) == "E(tt|)*3ttL"
     with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
-        balance(outline, memory=estimated_memory(outline, 1e4, (4, 64)))
+        balance(plan, memory=estimated_memory(plan, 1e4, (4, 64)))
     least = float(caught.value.remedy.split()[1].replace(",", ""))
-    tight = balance(outline, memory=estimated_memory(outline, least, (4, 64)))
+    tight = balance(plan, memory=estimated_memory(plan, least, (4, 64)))
     first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).build_plan(
         tiny_config("llama", layers=8)
     ).stages  # fmt: skip
     assert len(first.layers) < len(last.layers)
 
 
-def test_a_memory_limit_is_kept_and_told_in_its_own_terms() -> None:
+def test_recomputation_keeps_the_memory_limit() -> None:
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)
     everything = simulate(free.schedule, free.sizes(shape)).peak_memory
@@ -68,26 +68,26 @@ def test_a_memory_limit_is_kept_and_told_in_its_own_terms() -> None:
         auto = AutoPipeline(
             ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=limit, shape=shape)
         )
-        outline = auto.build_plan(model)
-        predicted = simulate(outline.schedule, auto.memory_costs(outline, shape)).peak_memory
+        plan = auto.build_plan(model)
+        predicted = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
         for rank, held in enumerate(predicted):
-            assert held + outline.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
+            assert held + plan.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
     with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
         AutoPipeline(
             ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**19, shape=shape)
         ).build_plan(model)
 
 
-def test_a_memory_limit_knows_what_is_spread() -> None:
+def test_a_memory_limit_counts_shards() -> None:
     """0.5.0: what fits beside dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
     for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):
         auto = AutoPipeline(ranks=2, microbatches=8, axes=axes)
-        outline = auto.build_plan(model)
-        assert outline.weight_bytes(0, axes) == pytest.approx(part * whole, rel=1e-4)
-        held = simulate(outline.schedule, auto.memory_costs(outline, shape)).peak_memory
-        limit = outline.weight_bytes(0, axes) + max(held)
+        plan = auto.build_plan(model)
+        assert plan.weight_bytes(0, axes) == pytest.approx(part * whole, rel=1e-4)
+        held = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
+        limit = plan.weight_bytes(0, axes) + max(held)
         how = Checkpointing(memory_limit=limit, shape=shape)
         kept = replace(auto, activation_checkpointing=how).build_plan(model)
         assert kept.recomputed(how, axes) == frozenset()

@@ -56,7 +56,7 @@ def test_what_differs_comes_first_and_the_error_has_all_of_it() -> None:
     assert pickle.loads(pickle.dumps(caught.value)).report == report
 
 
-def test_weights_that_differ_are_all_that_is_told_of() -> None:
+def test_weights_that_differ_are_reported_alone() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
     pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
     other = copy.deepcopy(model)

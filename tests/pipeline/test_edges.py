@@ -56,12 +56,12 @@ def test_what_was_received_as_the_factor_of_a_product_and_a_whole_backward() -> 
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), SCHEDULES)
-def test_told_ahead_in_one_process(schedule: str, ranks: int) -> None:
+def test_exchanged_shapes_in_one_process(schedule: str, ranks: int) -> None:
     assert edges.exchanged(ranks, schedule) == []
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb_v", 2), ("1f1b", 4)])
-def test_told_ahead_over_gloo(schedule: str, ranks: int, pool: Pool) -> None:
+def test_exchanged_shapes_over_gloo(schedule: str, ranks: int, pool: Pool) -> None:
     """Also sixty tensors, of which telling takes more than the first header's 1024 bytes."""
     assert pool.run(ranks, edges.exchanged, ranks, schedule) == [[]] * ranks
 

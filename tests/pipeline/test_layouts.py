@@ -138,7 +138,7 @@ def test_initial_values_hang_on_no_layout() -> None:
     assert all(torch.equal(parameter, found[name]) for name, parameter in one.named_parameters())
 
 
-def test_the_model_given_is_left_as_it_was() -> None:
+def test_the_model_stays_as_it_was() -> None:
     """Its first and its last layer are made doors in the copy alone."""
     model = tiny_model("llama")
     classes = [type(layer) for layer in model.model.layers]

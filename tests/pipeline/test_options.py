@@ -26,7 +26,7 @@ def test_both_ways_to_a_pipeline_take_the_same_options() -> None:
     assert "provider" in (Pipeline.from_provider.__doc__ or "")
 
 
-def test_every_option_is_told_of() -> None:
+def test_every_option_is_documented() -> None:
     shared = {field.name for field in fields(Options)}
     own = {field.name for field in fields(AutoPipeline)} - shared
     assert not [name for name in shared if name not in (Options.__doc__ or "")]

@@ -137,7 +137,7 @@ def test_verify_against_leaves_dropout_out() -> None:
     assert model.training
 
 
-def test_the_model_given_is_left_as_it_was() -> None:
+def test_the_model_stays_as_it_was() -> None:
     model = tiny_model("gemma3_text", tied=True)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)

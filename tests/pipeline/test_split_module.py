@@ -66,11 +66,11 @@ def test_the_names_in_the_order_in_which_they_run() -> None:
         ("transformer.ln_f", "lm_head"),
     )
     assert module_names(sequence()) == ((), ("0", "1", "2", "3", "4"), ())
-    outline = AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("llama"))
-    told = module_names(outline.source.model)
+    plan = AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("llama"))
+    told = module_names(plan.source.model)
     assert told.before == ("model.embed_tokens",)
     assert set(told.after) == {"model.norm", "lm_head"}
-    assert names_per_stage(outline.source.model, 2) == [stage.modules for stage in outline.stages]
+    assert names_per_stage(plan.source.model, 2) == [stage.modules for stage in plan.stages]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_the_names_of_each_stage(said: dict[str, Any], expected: list[tuple[str,
     assert names_per_stage(made(), 3, **said) == expected
 
 
-def test_lists_that_cannot_be_told() -> None:
+def test_ambiguous_lists_of_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="with the module lists none: its layers are those of one list"):
         names_per_stage(nn.Linear(2, 2), 2)
     two = nn.Module()
@@ -103,7 +103,7 @@ def test_lists_that_cannot_be_told() -> None:
         names_per_stage(two, 2, layers="encoders")
 
 
-def test_a_part_holds_what_is_named_and_no_more() -> None:
+def test_a_stage_holds_the_named_modules_only() -> None:
     model = made()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     part = split(model, [FIRST, ("layers.1", "layers.2"), LAST], 1)
@@ -118,14 +118,14 @@ def test_a_part_holds_what_is_named_and_no_more() -> None:
     assert [number for number, _ in layers_of(part)] == [1, 2]
 
 
-def test_a_part_without_values_copies_none() -> None:
+def test_on_meta_nothing_is_copied() -> None:
     with torch.device("meta"):
         part = split(made(), [FIRST, ("layers.1", "layers.2"), LAST], 2)
     assert all(parameter.is_meta for parameter in part.parameters())
     assert [number for number, _ in layers_of(part)] == [3]
 
 
-def test_what_is_taken_away_is_none() -> None:
+def test_absent_modules_may_be_none() -> None:
     part = split(made(OptionalParts), [("shift", *FIRST), ("layers.1", "layers.2"), LAST], 1, absent="none")
     assert isinstance(part, OptionalParts)
     assert [part.embed, part.norm, part.head, part.shift] == [None] * 4
@@ -273,7 +273,7 @@ class Skipping(Chain):
 
 
 @pytest.mark.parametrize("kind", [Scaled, Residual, Skipping])
-def test_arithmetic_between_modules_is_told_by_verify_against(kind: type[nn.Module]) -> None:
+def test_verify_against_finds_arithmetic_between_modules(kind: type[nn.Module]) -> None:
     model = made(kind)
     names = names_per_stage(model, 2)
     pipe = Pipeline.from_provider(provider_of(model, names), ranks=2, microbatches=4, loss_fn=squares)
