@@ -31,6 +31,12 @@ def script(tmp_path: Path, text: str) -> list[str]:
     return [sys.executable, str(file)]
 
 
+def launched(ranks: int, tmp_path: Path, text: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code and stderr of `ranks` ranks that run `text`."""
+    code = launch(ranks, script(tmp_path, text))
+    return code, capfd.readouterr().err
+
+
 def wait_until_gone(pids: list[int], seconds: float) -> list[int]:
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(alive(pid) for pid in pids):
@@ -66,8 +72,7 @@ if rank == 1:  # the launcher may well notice this one first
     fail(PeerLostError("rank 2", "it is gone", "Look at its output"))
 time.sleep(600)
 """
-    assert launch(3, script(tmp_path, text)) == 2
-    assert capfd.readouterr().err == "penstock: error: rank 2: a=1: it is wrong. Give 2\n"
+    assert launched(3, tmp_path, text, capfd) == (2, "penstock: error: rank 2: a=1: it is wrong. Give 2\n")
 
 
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -76,8 +81,10 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-    assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL
-    assert capfd.readouterr().err == "penstock: error: rank 1 was killed by signal 9 (SIGKILL)\n"
+    assert launched(2, tmp_path, text, capfd) == (
+        128 + signal.SIGKILL,
+        "penstock: error: rank 1 was killed by signal 9 (SIGKILL)\n",
+    )
 
 
 def test_an_untyped_error_keeps_its_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,8 +102,8 @@ time.sleep(600)
 
 
 def test_a_rank_that_ends_without_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert launch(2, script(tmp_path, "os._exit(7) if rank else time.sleep(600)")) == 7
-    assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+    code, err = launched(2, tmp_path, "os._exit(7) if rank else time.sleep(600)", capfd)
+    assert (code, err) == (7, "penstock: error: rank 1 ended with exit code 7\n")
 
 
 def test_a_rank_that_is_stopped_is_ended_too_and_not_blamed(
@@ -150,8 +157,7 @@ import ctypes
 ctypes.CDLL(None).sleep(600)  # in C: and again, as a signal cuts it short
 ctypes.CDLL(None).sleep(600)
 """
-    assert launch(3, script(tmp_path, text)) == 7
-    assert capfd.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+    assert launched(3, tmp_path, text, capfd) == (7, "penstock: error: rank 1 ended with exit code 7\n")
 
 
 def test_a_child_of_a_rank_is_ended_by_sigterm_itself(tmp_path: Path) -> None:

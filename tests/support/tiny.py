@@ -40,7 +40,7 @@ def tree(folder: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
             "log_every": 1,
             "device": "cpu",
             "check": "off",
-        },  # tests/train/test_check.py has it on
+        },  # tests/train/check has it on
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "output": {"folder": str(folder / "out")},
     }

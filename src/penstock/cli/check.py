@@ -193,7 +193,7 @@ def refuse_too_large(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]
     fixed, activations = needed_bytes(auto, plan, shape)
     if fixed + (activations or 0) <= free:
         return
-    more = "activations besides" if activations is None else f"{size(activations)} for activations"
+    more = "activations" if activations is None else f"{size(activations)} for activations"
     raise ModelError(
         f"{type(plan.source.model).__name__} of {size(fixed / 4)} or so",
         f"whole and split it takes {size(fixed)} for weights and gradients, and {more}, and {size(free)} of "

@@ -101,23 +101,23 @@ def check(
             help="A local Hugging Face folder. With config.json alone, weights are random.",
         ),
     ],
-    ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="4 unless given.")] = None,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
     microbatches: Annotated[
         int | None,
-        typer.Option("--microbatches", "-m", help="Microbatches a step; two a rank unless given."),
+        typer.Option("--microbatches", "-m", help="Microbatches a step. Default: two a rank."),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="Which layers go where, such as 'Et|tt|tt|tL'; evenly unless given.")
+        str | None, typer.Option(help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")
     ] = None,
     stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
     rows: Annotated[
-        int | None, typer.Option(help="Of the batch; one more than microbatches unless given.")
+        int | None, typer.Option(help="Rows of the batch. Default: one more than microbatches.")
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(help="Tokens a row; unless given 32, or longer than a short sliding window."),
+        typer.Option(help="Tokens a row. Default: 32, or more than a short sliding window."),
     ] = None,
     tolerance: Annotated[
         float | None,

@@ -120,7 +120,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("optimizer.momentum=0.9", "optimizer: with name=adamw momentum are Muon's. Set optimizer.name=muon"),
         ("pipeline.ranks=0", "pipeline.ranks: 0 is no number of ranks. Write 1 or more, or -1 for all"),
         ("pipeline.ranks=two", "pipeline.ranks='two': it should be a valid integer"),
-        ("model.path=there", "exactly one of model.path and model.config is given, and here both"),
+        ("model.path=there", "exactly one of model.path and model.config is needed, and here both"),
         ("model.config=null", "here neither is"),
         ("model.config={hidden_size: 3}", "names its model_type"),
         (

@@ -195,8 +195,7 @@ def microbatches(batch: Batch) -> list[dict[str, Any]]:
 
 
 def parts_of(data: Data, parts: int, step: int) -> list[Batch]:
-    dealt = replace(data, parts=parts)
-    return [dealt.of(part).batch(step) for part in range(parts)]
+    return [replace(data, parts=parts).of(part).batch(step) for part in range(parts)]
 
 
 def test_the_parts_of_a_batch_are_the_batch_that_one_process_has() -> None:
@@ -212,21 +211,22 @@ def test_the_parts_of_a_batch_are_the_batch_that_one_process_has() -> None:
         assert torch.equal(together, whole(data.held_out_batches(1)[0])["input_ids"])
 
 
+def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
+    """The tokens and labels of every row, sorted, without padding."""
+    return sorted(
+        (ids[labels != -100].tolist(), labels[labels != -100].tolist())
+        for batch in batches
+        for microbatch in microbatches(batch)
+        for ids, labels in zip(microbatch["input_ids"], microbatch["labels"], strict=True)
+    )
+
+
 @pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
 def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Path, packing: str) -> None:
     texts = ["abcdefghijklmnopqrst"[: 2 + number % 17] for number in range(300)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     data = load(tmp_path / "a.jsonl", sequence_length=18, packing=packing)
     data = replace(data, batch_size=16)
-
-    def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
-        rows = [
-            (ids[labels != -100].tolist(), labels[labels != -100].tolist())
-            for batch in batches
-            for microbatch in microbatches(batch)
-            for ids, labels in zip(microbatch["input_ids"], microbatch["labels"], strict=True)
-        ]
-        return sorted(rows)
 
     for step in (1, 4):
         dealt = parts_of(data, 2, step)

@@ -8,7 +8,7 @@
    gradients, and how many router choices it may flip (rounding.py).
 5. Every rank raises the same DifferenceError, or process 0 shows one line.
 
-Digests are all that is kept, so no process holds two copies of the model besides process 0's one reference.
+Only digests are kept, so no process but process 0 holds more than its stages.
 Weights, gradients and random state are left as they were.
 """
 

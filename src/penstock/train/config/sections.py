@@ -48,7 +48,7 @@ class ModelSection(Section):
     def one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
             found = "neither" if self.path is None else "both"
-            raise ValueError(f"exactly one of model.path and model.config is given, and here {found} is")
+            raise ValueError(f"exactly one of model.path and model.config is needed, and here {found} is")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config names its model_type, e.g. model_type: qwen3")
         return self
@@ -180,7 +180,7 @@ class ParallelSection(Section):
 
 
 class TrainSection(Section):
-    """How many steps, of how many rows, and what happens besides."""
+    """How many steps, of how many rows, and what is checked, logged and saved."""
 
     steps: Count = 100  # in all: those before a --resume count
     batch_size: Count = 8  # rows a step, over all microbatches
@@ -216,14 +216,14 @@ class AdamWKeys(Section):
 
     learning_rate: Positive = 3e-4  # after the warm-up
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # of gradients, of their squares
-    eps: Positive = 1e-8  # added to the divisor, lest it be zero
+    eps: Positive = 1e-8  # added to the divisor, which may be zero
     weight_decay: NotNegative = 0.1  # not on norms and biases
 
 
 class AdamWSection(AdamWKeys):
     """AdamW of all parameters. Every rate rises linearly and falls along a cosine to a floor."""
 
-    name: Literal["adamw"] = "adamw"  # it may be left out
+    name: Literal["adamw"] = "adamw"  # optional
     warmup_steps: Natural = 0  # in which the rate rises
     final_fraction: Fraction = 0.1  # of the learning rate, at the last step
 
@@ -233,7 +233,7 @@ class MuonSection(Section):
     embeddings, head, norms, biases and routers. All rates rise and fall together.
     """
 
-    name: Literal["muon"] = "muon"  # it has to be given
+    name: Literal["muon"] = "muon"  # required
     learning_rate: Positive = 0.02  # of the matrices; with adjust: match_rms_adamw one such as AdamW's
     weight_decay: NotNegative = 0.1  # of the matrices
     momentum: Beta = 0.95  # of the gradients' running mean
