@@ -91,4 +91,4 @@ def test_each_stage_is_summed_once_after_its_last_backward(pool: Pool, schedule:
             assert sum(idle) + timeline.busy[rank] == pytest.approx(timeline.makespan)
             assert min(idle) >= -1e-9
     for ending in ("svg", "html", "txt"):
-        assert "summing gradients beside the pipeline" in (tmp_path / f"step.{ending}").read_text()
+        assert "reducing gradients across data-parallel ranks" in (tmp_path / f"step.{ending}").read_text()

@@ -1,7 +1,17 @@
+"""What ranks hold over time, buffers included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule import Costs, Op, Placement, Schedule, Timeline, Wait, build, loop, simulate
+from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, Wait, build, loop, simulate
+from penstock.schedule.order import posts, received
+from support.programs import valid
 
 
 def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -112,3 +122,131 @@ def test_a_pair_waits_for_both_its_inputs() -> None:
 def test_an_exchange_longer_than_its_op_is_refused() -> None:
     with pytest.raises(ConfigError, match="what 0F1 waits within itself, 2, is a part of what it takes, 1"):
         pair_of(Costs(forward=1, exchange=2))
+
+
+# none of which comes to the same time another way, so that nothing ends when another thing begins by chance
+BUFFER = 0.5
+ODD = Costs(1.0, 1.37, 0.71, 0.443, activation=2.0, held_for_weight=1.5, buffer=BUFFER)
+
+
+def test_two_ranks_by_hand() -> None:
+    """1F1B on two ranks, an edge of 0.5: 1F0 runs from 1.5 to 2.5, 1B0 to 4.5, 1F1 to 5.5, 1B1 to 7.5."""
+    costs = Costs(communication=0.5, activation=4, buffer=1)
+    first, second = simulate(build("1f1b", ranks=2, microbatches=2), costs).memory
+    assert list(second) == [
+        (0.0, 1),  # posted for 0F0
+        (1.5, 4),  # it is part of the activation from now on
+        (2.5, 5),  # 1B0 begins, and the receive of 0F1 is posted
+        (4.5, 5),  # its activation goes, its gradient is on its way, and 0F1 is an activation
+        (5.0, 4),  # that has arrived
+        (7.5, 1),  # the gradient of 1B1 is on its way
+        (8.0, 0),
+    ]
+    assert [first[0], first[-1]] == [(0.0, 4), (10.0, 0)]
+    # two activations, 0F1 on its way, and at the end of that forward the receives of both gradients
+    assert max(held for _, held in first) == 4 + 4 + 1 + 2
+
+
+def test_what_the_graph_keeps_anyway_is_not_counted_twice() -> None:
+    schedule = build("gpipe", ranks=2, microbatches=3)
+    costs = Costs(communication=5, activation=4, buffer=1)
+    assert (
+        simulate(schedule, costs).peak_memory[0] == 3 * 4 + 3 + 2
+    )  # all are on their way when two are posted
+    assert simulate(schedule, replace(costs, sent=0)).peak_memory[0] == 3 * 4 + 2
+
+
+def test_what_nobody_waits_for_yet_stays_with_its_sender() -> None:
+    """The second rank posts two ahead: 0F3, made at 4, when 1F0 has run, from 1.5 to 10.5."""
+    schedule = build("gpipe", ranks=2, microbatches=4)
+    first, _ = simulate(schedule, Costs(forward=[1, 9], communication=0.5, buffer=1)).memory
+    activations, gradients_awaited = 4, 2
+    assert (4.0, activations + gradients_awaited + 1) in first
+    assert (11.0, activations + gradients_awaited) in first
+
+
+def test_stages_of_one_rank_use_no_buffers() -> None:
+    programs = (tuple(map(Op.parse, ("0F0", "1F0", "1B0", "0B0"))),)
+    schedule = Schedule("mine", Placement((0, 0)), 1, programs)
+    assert simulate(schedule, Costs(buffer=9)).peak_memory == (2.0,)
+
+
+def test_inference_holds_buffers_only() -> None:
+    timeline = simulate(build("inference", ranks=2, microbatches=3), Costs(communication=0.5, buffer=1))
+    assert timeline.peak_memory == (1.0, 3.0)  # all three are posted ahead
+    assert [curve[-1][1] for curve in timeline.memory] == [0, 0]
+
+
+def test_a_forward_run_again_holds_all_of_it_in_its_backward() -> None:
+    costs = Costs(activation=0.25, held_in_backward=1, held_for_weight=0.5)
+    (memory,) = simulate(build("zb_h1", ranks=1, microbatches=2), costs).memory
+    assert max(held for _, held in memory) == 1.0
+    (gpipe,) = simulate(build("gpipe", ranks=1, microbatches=2), costs).memory
+    assert [held for _, held in gpipe] == [0.25, 0.5, 1.25, 1.0, 0]
+
+
+def test_buffers_by_stage() -> None:
+    """The edge behind stage 0 is wide, the one behind stage 1 narrow."""
+    schedule = build("inference", ranks=3, microbatches=1)
+    assert simulate(schedule, Costs(buffer=[5, 1, 99])).peak_memory == (5.0, 5.0, 1.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(valid(), st.sampled_from([0.0, 0.3, None]))
+def test_the_peak_is_that_of_all_that_lies_there(schedule: Schedule, sent: float | None) -> None:
+    """Added up from the time that each single thing is held."""
+    timeline = simulate(schedule, replace(ODD, sent=sent))
+    for rank in range(schedule.ranks):
+        things = held(schedule, timeline, rank, BUFFER if sent is None else sent)
+        moments = [start for start, _, _, _ in things]
+        most = max((sum(size for start, end, size, to_the_end in things
+                        if start <= now and (now < end or (to_the_end and now == end)))
+                    for now in moments), default=0.0)  # fmt: skip
+        assert timeline.peak_memory[rank] == pytest.approx(most)
+        assert not timeline.memory[rank] or timeline.memory[rank][-1][1] == pytest.approx(0)
+
+
+def held(
+    schedule: Schedule, timeline: Timeline, rank: int, sent: float
+) -> list[tuple[float, float, float, bool]]:
+    """From when, until when, how much, and whether it still lies there at the last moment."""
+    span = {span.op: span for span in timeline.spans}
+    program = schedule.programs[rank]
+    users = {needed: op for op in span if (needed := received(schedule, op)) is not None}
+    posted = {op: at for at, ops in enumerate(posts(schedule, rank)) for op in ops}
+    found: list[tuple[float, float, float, bool]] = []
+    for op in program:
+        last = {kind: span.get(op._replace(kind=kind)) for kind in ("B", "I", "W")}
+        if op.kind == "F" and schedule.trains:
+            end = last["B"] or last["I"]
+            assert end is not None
+            found.append((span[op].start, end.end, 2.0, False))
+        if op.kind == "I":
+            assert last["W"] is not None
+            found.append((span[op].end, last["W"].end, 1.5, False))
+        if op in users:
+            size = sent if op.kind == "F" else BUFFER
+            leaves = max(span[op].end, awaited(schedule, span, op, users[op]))
+            found.append((span[op].end, leaves + 0.443, size, True))
+        needed = received(schedule, op)
+        if needed is not None:
+            at = posted[needed]
+            reached = span[program[at - 1]].end if at else 0.0
+            end_of_it = span[op].start if op.kind == "F" else span[op].end
+            # what is posted at the moment that F takes it over lies beside it, unless outweighed by F's own
+            found.append((reached, end_of_it, BUFFER, not schedule.trains))
+    return found
+
+
+def awaited(schedule: Schedule, span: dict[Op, Span], op: Op, user: Op) -> float:
+    """When the rank that runs `user` has posted the receive of what `op` made."""
+    rank = schedule.placement.rank_of[user.stage]
+    (at,) = [at for at, ops in enumerate(posts(schedule, rank)) if op in ops]
+    return span[schedule.programs[rank][at - 1]].end if at else 0.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(valid())
+def test_without_buffers_nothing_changes(schedule: Schedule) -> None:
+    plain = replace(ODD, buffer=0.0)
+    assert simulate(schedule, replace(plain, sent=0)) == simulate(schedule, plain)

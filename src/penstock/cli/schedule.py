@@ -1,4 +1,4 @@
-"""``penstock schedule``: schedules built, proven, compared, searched, drawn and converted, without torch."""
+"""``penstock schedule``: build, prove, compare, search, draw and convert schedules, without torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Limit = Annotated[
     float | None, typer.Option(help="The most that a rank may hold, in the unit of --activation.")
 ]
 Buffer = Annotated[float, typer.Option(
-    help="What a message between two ranks holds on its way, in the unit of --activation.")]  # fmt: skip
+    help="Memory of a message between two ranks, in the unit of --activation.")]  # fmt: skip
 Ranks = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches a step.")]
 
 
 class Shape(Enum):
-    """The placements that a search may take."""
+    """Placements for a search."""
 
     LOOP = "loop"
     V = "v"
 
 
 class Objective(Enum):
-    """What a search makes small."""
+    """What a search minimizes."""
 
     MAKESPAN = "makespan"
     EXTENT = "extent"
@@ -51,14 +51,14 @@ def show(
     choice: Choice,
     programs: Annotated[bool, typer.Option("--programs", help="Each rank's ops as a list.")] = False,
 ) -> None:
-    """Show a schedule: who hosts which stage, what runs when, and what is proven of it.
+    """Show a schedule: the stages of each rank, what runs when, and its proof.
 
     Example: penstock schedule show 1f1b --ranks 4 --microbatches 8
     """
     schedule = choice.schedule()
     try:
         proof = verify(schedule)
-    except ScheduleError:  # its programs can be listed all the same, and then comes what is wrong with it
+    except ScheduleError:  # list its programs all the same, and then its violations
         view.out(view.title(schedule), view.programs(schedule))
         raise
     view.out(view.title(schedule))
@@ -73,7 +73,7 @@ def prove(
     memory_limit: Annotated[int | None, typer.Option(
         min=0, help="The most live activations that a rank may hold.")] = None,
 ) -> None:  # fmt: skip
-    """Prove a schedule, or list every violation and end with 2.
+    """Prove a schedule, or list every violation and exit with code 2.
 
     Example: penstock schedule verify my.csv --memory-limit 8
     """
@@ -94,9 +94,9 @@ def prove(
 def simulate(
     choice: Choice, costs: Costs, buffer: Buffer = 0.0, memory_limit: Limit = None, as_json: Json = False
 ) -> None:
-    """Run a schedule on paper: step time, what the bubble consists of, memory, and the critical path.
+    """Simulate a schedule: step time, the parts of the bubble, memory, and the critical path.
 
-    Ends with 2 where a rank holds more than --memory-limit.
+    Exits with code 2 if a rank holds more than --memory-limit.
 
     Example: penstock schedule simulate 1f1b -r 4 -m 8 --forward 1,1,1,1.5 --communication 0.1
     """
@@ -136,7 +136,7 @@ def convert(
     choice: Choice,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Ends in .json, or in .csv for PyTorch's.")],
 ) -> None:
-    """Write a schedule to a file: a named one, or PyTorch's CSV as JSON and the other way round.
+    """Write a schedule to a file: a named one, or one from another file, to convert CSV and JSON.
 
     Example: penstock schedule convert 1f1b 1f1b.csv --ranks 4 --microbatches 8
     """
@@ -153,12 +153,12 @@ def compare(
     buffer: Buffer = 0.0,
     memory_limit: Limit = None,
     search: Annotated[float | None, typer.Option(
-        metavar="SECONDS", min=0.01, help="Search for a better one, too, for so long.")] = None,
+        metavar="SECONDS", min=0.01, help="Also search for a better one, for so long.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare all schedules for one model, with what to change where one does not fit.
+    """Compare all schedules for one model, with advice for those that do not fit.
 
-    Costs are of the model cut into one stage a rank: with v stages a rank each stage takes and holds 1/v.
+    Costs are those of one stage per rank: with v stages per rank each stage takes and holds 1/v.
 
     Example: penstock schedule compare -r 4 -m 8 --memory-limit 4 --communication 0.1
     """
@@ -179,7 +179,7 @@ def compare(
 def _searched(
     ranks: int, microbatches: int, costs: Costs, memory_limit: float | None, seconds: float
 ) -> list[tuple[str, Schedule]]:
-    """What a search finds with one stage a rank, and on a V with two, in half the time each."""
+    """The results of a search with one stage per rank and one on a V with two, in half the time each."""
     from penstock.schedule.search import search as searching
 
     found: list[tuple[str, Schedule]] = []
@@ -194,7 +194,7 @@ def _searched(
                 stages_per_rank=stages_per_rank,
                 seconds=seconds / 2,
             )
-        except InputError as error:  # the others are of use all the same
+        except InputError as error:  # compare the others all the same
             typer.echo(f"penstock: no schedule found with placement={shape.value}: {error}", err=True)
         else:
             found.append((f"searched placement={shape.value}", best.schedule))
@@ -209,16 +209,16 @@ def search(
     costs: Costs,
     memory_limit: Limit = None,
     placement: Annotated[Shape, typer.Option(help="Round the ranks, or out and back.")] = Shape.LOOP,
-    stages_per_rank: Annotated[int | None, typer.Option(help="Unless given: 1 on a loop, 2 on a V.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="By default 1 on a loop and 2 on a V.")] = None,
     objective: Annotated[
         Objective,
-        typer.Option(help="What to make small. extent: each rank's time from its first op to its last."),
+        typer.Option(help="What to minimize. extent: each rank's time from its first op to its last."),
     ] = Objective.MAKESPAN,
     seconds: Annotated[float, typer.Option(help="How long to search.")] = 30.0,
-    seed: Annotated[int, typer.Option(help="The same seed finds the same in the same time.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed and seconds find the same schedule.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write it: .json or .csv.")] = None,
 ) -> None:
-    """Search for the fastest schedule within a memory limit. Costs are of its own stages.
+    """Search for the fastest schedule within a memory limit. Costs are those of its stages.
 
     Example: penstock schedule search -r 4 -m 8 --memory-limit 4 --seconds 10 --out best.csv
     """

@@ -1,4 +1,4 @@
-"""What ``penstock schedule`` prints: tables for people, plain data for machines."""
+"""The output of ``penstock schedule``: tables, and data for --json."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from penstock.schedule.search import Found
 
 
-_WIDE = 500  # characters: no table is, so that a narrow terminal breaks lines and not the cells
+_WIDE = 500  # characters, more than any table: a narrow terminal then breaks lines, not cells
 _PATH_SHOWN = 8  # ops at each end of a critical path
 _STAGES_SHOWN = 8
 
 
 def out(*parts: RenderableType) -> None:
-    """Print each on lines of its own; text as it is, never folded."""
+    """Print each on its own lines, without folding text."""
     console = Console(highlight=False, width=_WIDE)
     for part in parts:
         if isinstance(part, str):
             print(part)
             continue
-        with console.capture() as captured:  # a closed pipe is then for `print` to notice
+        with console.capture() as captured:  # so that `print` notices a closed pipe
             console.print(part)
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
@@ -95,9 +95,9 @@ def timeline(found: Timeline, memory_limit: float | None) -> Iterator[Renderable
 
 
 def _waited(found: Timeline, rank: int) -> tuple[str, str]:
-    """Which shares of the step the rank stood waiting: for another one's compute, and for the wire."""
-    idle, whole = found.idle[rank], found.makespan or 1.0
-    return percent(idle.peer / whole), percent(idle.wire / whole)
+    """The shares of the step that the rank waited for another rank's compute, and for the wire."""
+    idle, makespan = found.idle[rank], found.makespan or 1.0
+    return percent(idle.peer / makespan), percent(idle.wire / makespan)
 
 
 def _memory(peak: float, limit: float | None) -> Text | str:
@@ -114,7 +114,7 @@ def _path(ops: Sequence[Op]) -> str:
 
 
 def timeline_data(schedule: Schedule, found: Timeline, memory_limit: float | None) -> dict[str, Any]:
-    """All that `timeline` shows, and the whole critical path."""
+    """The data of `timeline`, with all of the critical path."""
     return {
         "name": schedule.name,
         "ranks": schedule.ranks,
@@ -152,15 +152,15 @@ def comparison(
         if entry.also:
             yield f"{entry.label} is also {' and '.join(entry.also)}"
         if not entry.fits:
-            why = [] if entry.timeline else [entry.refusal]  # what it takes says what it is about
+            why = [] if entry.timeline else [entry.refusal]  # otherwise the advice is enough
             yield f"{entry.label}: {'; '.join([*why, *([f'take {entry.advice}'] if entry.advice else [])])}."
         copies = entry.schedule.placement.replicas if entry.schedule else 1
         if copies > 1:
             yield f"{entry.label}: holds the model's weights {copies} times, which is not counted here."
     yield ""
-    yield "Costs are of the model in one stage a rank: with v stages a rank each takes and holds 1/v of"
-    yield "it, and an edge takes what it does. inner: the bubble between each rank's first and last op."
-    yield "live: the most activations of such stages that a rank holds. memory: the same, weighed."
+    yield "Costs are those of one stage per rank: with v stages per rank each takes and holds 1/v, and edges"
+    yield "take the same. inner: the bubble between each rank's first and last op. live: the most"
+    yield "activations of such stages that a rank holds. memory: the same in the unit of --activation."
 
 
 def _row(entry: Entry) -> tuple[object, ...]:
@@ -216,7 +216,7 @@ def _table(
 
 
 def found(found: Found) -> Iterator[str]:
-    """How good it is."""
+    """How the search ended, and how good its result is."""
     yield f"found by {found.method}"
     if found.optimal:
         yield "proven optimal: none with this placement is faster within the limit"
@@ -234,7 +234,7 @@ def found(found: Found) -> Iterator[str]:
 
 
 def number(value: float) -> str:
-    """In at most six digits."""
+    """At most six digits."""
     return f"{value:.6g}"
 
 

@@ -1,4 +1,4 @@
-"""What the commands of ``penstock schedule`` have in common: which schedule, and what its ops cost."""
+"""Options that the commands of ``penstock schedule`` share: the schedule, and the costs of its ops."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from penstock.schedule.choose import canonical, chosen_schedule, named_twice, op
 from penstock.schedule.files import load
 from penstock.schedule.ops import check_numbers
 
-_BROKEN_PIPE = 141  # what shells give a command whose reader is gone
+_BROKEN_PIPE = 141  # the exit code of a command whose reader is gone
 
 
 def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace parameters of a command by others: those of the function that makes their value.
+    """Replace a parameter of a command by the options of the function that makes its value.
 
-    So that each option is written down once, and every command that has it gets the same value from it.
+    So each option is declared once, and every command that has it gets the same value.
     """
 
     def replace(command: Callable[..., None]) -> Callable[..., None]:
@@ -39,11 +39,11 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
         parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
+        def run(**values: Any) -> None:
             with _ending_quietly():
                 for name, maker in makers.items():
-                    given[name] = maker(**{key: given.pop(key) for key in taken[name].parameters})
-                command(**given)
+                    values[name] = maker(**{key: values.pop(key) for key in taken[name].parameters})
+                command(**values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -55,7 +55,7 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
 
 @contextmanager
 def _ending_quietly() -> Iterator[None]:
-    """Ctrl-C and a reader that is gone (``| head``) end a command without a word of Python's own."""
+    """End a command without a traceback on Ctrl-C, and when its reader is gone (``| head``)."""
     try:
         yield
         sys.stdout.flush()
@@ -63,14 +63,14 @@ def _ending_quietly() -> Iterator[None]:
         print("penstock: interrupted", file=sys.stderr)
         raise typer.Exit(exit_code(error)) from error
     except BrokenPipeError as error:
-        # or the interpreter would try to write what is left, and complain
+        # otherwise the interpreter would fail to flush what is left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_BROKEN_PIPE) from error
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule that the command line asks for."""
+    """The schedule that the command line names."""
 
     name: str
     ranks: int | None
@@ -78,17 +78,17 @@ class Choice:
     options: dict[str, Any]
 
     def schedule(self, costs: Costs | None = None) -> Schedule:
-        """costs: for those schedules that shape themselves after them. Raises ConfigError."""
+        """Build or load it. costs: for the schedules that depend on them. Raises ConfigError."""
         if Path(self.name).suffix or "/" in self.name:  # no schedule's name has a dot in it
-            return self._loaded()
+            return self._load()
         if "schedule" in self.options:
             raise named_twice(self.name, self.options["schedule"])
-        given: dict[str, Any] = {**self.options, "schedule": self.name}
+        config: dict[str, Any] = {**self.options, "schedule": self.name}
         if costs not in (None, Costs()) and "costs" in options_of(canonical(self.name)):
-            given.setdefault("costs", costs)
-        return chosen_schedule(given, self.ranks, self.microbatches)
+            config.setdefault("costs", costs)
+        return chosen_schedule(config, self.ranks, self.microbatches)
 
-    def _loaded(self) -> Schedule:
+    def _load(self) -> Schedule:
         schedule = check_numbers(load(self.name), self.ranks, self.microbatches)
         for option, value in self.options.items():
             rule = "options shape a schedule that is built by name, and this one comes from a file"
@@ -128,7 +128,7 @@ def chosen(
 
 
 def _value(text: str) -> int | float | str:
-    """What is written, as the type that it looks like."""
+    """The text as the type that it looks like."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -141,19 +141,19 @@ _A_STAGE = "a number, or one for each stage with commas between"
 
 
 def costs_of(
-    forward: Annotated[str, typer.Option(help=f"What F takes: {_A_STAGE}.")] = "1",
-    input_grad: Annotated[str, typer.Option(help="What I takes, likewise. B takes I and W.")] = "1",
-    weight_grad: Annotated[str, typer.Option(help="What W takes, likewise.")] = "1",
+    forward: Annotated[str, typer.Option(help=f"Duration of F: {_A_STAGE}.")] = "1",
+    input_grad: Annotated[str, typer.Option(help="Duration of I, likewise. B takes I + W.")] = "1",
+    weight_grad: Annotated[str, typer.Option(help="Duration of W, likewise.")] = "1",
     communication: Annotated[float, typer.Option(help="Latency of an edge between two ranks.")] = 0.0,
-    sent: Annotated[str, typer.Option("--bytes", help="What crosses the edge behind each stage.")] = "0",
-    bandwidth: Annotated[float | None, typer.Option(help="Bytes a unit of time, of each edge.")] = None,
-    activation: Annotated[str, typer.Option(help="What a rank holds from F to the end of I or B.")] = "1",
+    sent: Annotated[str, typer.Option("--bytes", help="Size of the message behind each stage.")] = "0",
+    bandwidth: Annotated[float | None, typer.Option(help="Bytes per unit of time, of each edge.")] = None,
+    activation: Annotated[str, typer.Option(help="Held from F to the end of I or B.")] = "1",
     held_for_weight: Annotated[str | None, typer.Option(
-        help="How much of that it keeps to the end of W: all, unless given.")] = None,
+        help="Held from then to the end of W; by default as much.")] = None,
     exchange: Annotated[str, typer.Option(
-        help="What of F is waiting for other ranks within it, as for experts': pairs hide it.")] = "0",
+        help="The part of F that waits for other ranks, such as for experts; pairs hide it.")] = "0",
     exchange_in_backward: Annotated[str | None, typer.Option(
-        help="What of B or I is, likewise: as much, unless given.")] = None,
+        help="The same part of B or I; by default as much.")] = None,
 ) -> Costs:  # fmt: skip
     return Costs(
         _cost("--forward", forward),

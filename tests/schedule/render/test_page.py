@@ -131,10 +131,10 @@ def test_reductions_are_in_the_data_the_legend_and_the_table(tmp_path: Path) -> 
 
 
 def test_ops_side_by_side_are_told_from_those_that_are_not(tmp_path: Path) -> None:
-    assert data_of(page_of(simulate(COPIES), tmp_path))["panels"][0]["beside"] == []
+    assert data_of(page_of(simulate(COPIES), tmp_path))["panels"][0]["sideBySide"] == []
     timeline = simulate(COPIES, Costs(2, 2, 2, exchange=1))
     (panel,) = data_of(page_of(timeline, tmp_path))["panels"]
-    assert sorted(panel["beside"]) == sorted(at for pair in panel["pairs"] for at in pair)
+    assert sorted(panel["sideBySide"]) == sorted(at for pair in panel["pairs"] for at in pair)
 
 
 def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_schedule_is_simulated_with_the_costs_given() -> None:
     assert "makespan 7, " in render(schedule, costs=Costs(forward=2, input_grad=4))
 
 
-def test_costs_beside_a_timeline_are_refused() -> None:
+def test_costs_for_a_timeline_are_refused() -> None:
     timeline = simulate(build("gpipe", ranks=1, microbatches=1))
     with pytest.raises(ConfigError, match="a timeline knows"):
         render(timeline, costs=Costs())

@@ -183,8 +183,8 @@ def test_reductions_have_a_colour_and_a_letter(tmp_path: Path) -> None:
     svg = svg_of(REDUCED, tmp_path)
     drawn = {rect: text for rect, text in titled(svg).items() if rect.get("class") == "reduce"}
     assert [*drawn.values()] == [
-        "summing gradients beside the pipeline, those of stage 0, 6 to 8",
-        "summing gradients beside the pipeline, those of stage 1, 4 to 5",
+        "reducing gradients across data-parallel ranks, those of stage 0, 6 to 8",
+        "reducing gradients across data-parallel ranks, those of stage 1, 4 to 5",
     ]
     for rect, (start, end) in zip(drawn, ((6, 8), (4, 5)), strict=True):
         x, width = (float(rect.get(name, "")) for name in ("x", "width"))
@@ -192,7 +192,7 @@ def test_reductions_have_a_colour_and_a_letter(tmp_path: Path) -> None:
         assert x + width == pytest.approx(84 + end * 748 / 8, abs=1)
     said = words(svg)
     assert said.count("R") == 2
-    assert "summing gradients beside the pipeline" in said
+    assert "reducing gradients across data-parallel ranks" in said
     assert any("peer 18.8%, reduce 18.8%, outside 25.0%" in text for text in said)
 
 

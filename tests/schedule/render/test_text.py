@@ -75,7 +75,7 @@ def test_golden_text_of_reductions() -> None:
         "rank 1 | .  F0 B0 B0 R  .  .  .\n"
         "\n"
         "makespan 8, bubble 62.5%, 50.0% between first and last op; a column is 1; "
-        "R: summing gradients beside the pipeline\n"
+        "R: reducing gradients across data-parallel ranks\n"
         "rank           0      1\n"
         "bubble     62.5%  62.5%\n"
         "  peer     37.5%   0.0%\n"

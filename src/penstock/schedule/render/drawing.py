@@ -89,7 +89,7 @@ KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient"
 IDLE: dict[str, str] = {
     "peer": "waiting for another rank to compute",
     "wire": "waiting for what is on its way",
-    "reduce": "summing gradients beside the pipeline",
+    "reduce": "reducing gradients across data-parallel ranks",
     "runtime": "the rest of the time between first and last op",
     "outside": "before the first op and after the last",
 }

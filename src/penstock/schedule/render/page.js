@@ -209,7 +209,7 @@ function listen(picture) {
   canvas.addEventListener("pointerleave", leave);
 }
 
-/** Over the ops it zooms; beside them the page scrolls as ever. */
+/** over the ops it zooms; elsewhere the page scrolls as ever. */
 function wheel(picture, event) {
   const x = event.offsetX;
   if (x < LEFT || x > picture.right) return;

@@ -161,8 +161,8 @@ def _section(drawing: Drawing, panel: Panel) -> str:
     predicted = drawing.panels[0].timeline.makespan
     if panel is not drawing.panels[0] and predicted:
         summary += f", {panel.timeline.makespan / predicted:.3f} times the predicted step"
-    parts = drawing.bubble_parts(panel)
-    summary += f" · {parts}" if parts else ""
+    idle = drawing.bubble_parts(panel)
+    summary += f" · {idle}" if idle else ""
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""
     label = escape(f"{drawing.title}, {name}: {drawing.summary(panel)}. The table below has the figures.")
     return (
@@ -223,7 +223,7 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "end": [_short(span.end) for span in spans],
         "shade": [place[shade] for shade in shades(panel)],
         "critical": [panel.place_of[op] for op in timeline.critical_path if op in panel.place_of],
-        "beside": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
+        "sideBySide": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
         "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in timeline.pairs],
         "waits": [
             [

@@ -22,7 +22,7 @@ class Picture {
     }
     this.places = new Map(panel.rank.map((_, at) => [this.textOf(at), at]));
     this.waits = new Map(panel.waits.map(([at, start, turn, end]) => [at, { start, turn, end }])); // by op
-    this.beside = new Set(panel.beside); // ops that share their rank's row: forwards above, backwards below
+    this.sideBySide = new Set(panel.sideBySide); // ops that share their rank's row: forwards above, backwards below
     this.partner = new Map(panel.pairs.flatMap(([one, other]) => [[one, other], [other, one]]));
     const lengths = panel.start.map((start, at) => panel.end[at] - start).sort((a, b) => a - b);
     this.shortest = lengths.find((length) => length > 0) || whole;
@@ -85,7 +85,7 @@ class Picture {
 
   /** Of that rank's row, the part that is the op's. */
   rowOf(at, y) {
-    if (!this.beside.has(at)) return { y, height: this.row };
+    if (!this.sideBySide.has(at)) return { y, height: this.row };
     const height = Math.floor(this.row / 2);
     return { y: this.isAbove(at) ? y : y + this.row - height, height };
   }
@@ -105,7 +105,7 @@ class Picture {
     const next = firstPlace(this.firsts[rank], this.firsts[rank + 1], (at) => end[at] > moment);
     const here = (at) => {
       const { y: top, height } = this.rowOf(at, this.top(rank));
-      return start[at] <= moment && moment < end[at] && (!this.beside.has(at) || (y >= top && y <= top + height));
+      return start[at] <= moment && moment < end[at] && (!this.sideBySide.has(at) || (y >= top && y <= top + height));
     };
     // ops side by side neither begin nor end in order
     const near = [next, next - 1, next + 1].filter((at) => at >= this.firsts[rank] && at < this.firsts[rank + 1]);
@@ -215,7 +215,7 @@ class Picture {
       const drawnTo = [-Infinity, -Infinity]; // in the row's upper half, and in its lower one
       for (let at = first; at < beyond; at++) {
         const to = this.x(this.panel.end[at]);
-        const halves = this.beside.has(at) ? [this.isAbove(at) ? 0 : 1] : [0, 1];
+        const halves = this.sideBySide.has(at) ? [this.isAbove(at) ? 0 : 1] : [0, 1];
         const from = Math.max(...halves.map((half) => drawnTo[half]));
         if (to - from < 0.5) continue; // lost in the pixel that is drawn already
         this.drawOp(at, Math.max(this.x(this.panel.start[at]), from));
@@ -352,7 +352,7 @@ class Picture {
   /** Beside the rows: the rank, its bubble, and its peak. */
   drawFigures() {
     const { context, colours, panel } = this;
-    const beside = this.right + 16;
+    const figures = this.right + 16;
     const end = this.width - 4;
     const figures = this.width >= NARROW;
     if (figures) {
@@ -367,9 +367,9 @@ class Picture {
       if (!figures) continue;
       context.fillText(percent(panel.bubble[rank]), end, middle + 4);
       context.fillStyle = colours.idle;
-      context.fillRect(beside, middle - 3, 48, 7);
+      context.fillRect(figures, middle - 3, 48, 7);
       context.fillStyle = colours.inner;
-      context.fillRect(beside, middle - 3, 48 * clamp(panel.bubble[rank], 0, 1), 7);
+      context.fillRect(figures, middle - 3, 48 * clamp(panel.bubble[rank], 0, 1), 7);
       if (!this.strip) continue;
       this.text("end", Math.min(size, 11), colours.faint);
       context.fillText(`peak ${number(panel.peaks[rank])}`, end, this.top(rank) + this.row + this.strip);

@@ -66,7 +66,7 @@ class _Process:
 
         for row in sorted({self._row(span) for span in self.timeline.spans if self._is_second(span)}):
             rank = row - _SECOND
-            yield self._event("M", row, name="thread_name", args={"name": f"rank {rank}, beside"})
+            yield self._event("M", row, name="thread_name", args={"name": f"rank {rank}, overlapped"})
             yield self._event("M", row, name="thread_sort_index", args={"sort_index": rank})
 
     def _is_second(self, span: Span) -> bool:

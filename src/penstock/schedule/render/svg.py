@@ -129,9 +129,9 @@ class _Sketch:
     def _heading(self) -> Iterator[str]:
         label = f'<tspan class="strong">{escape(self.panel.label)}</tspan>  ' if self.panel.label else ""
         summary = escape(self.drawing.summary(self.panel))
-        parts = self.drawing.bubble_parts(self.panel)
-        of_it = f'<tspan class="faint"> · {parts}</tspan>' if parts else ""
-        yield f'<text x="24" y="{self.heading}" xml:space="preserve">{label}{summary}{of_it}</text>'
+        idle = self.drawing.bubble_parts(self.panel)
+        faint = f'<tspan class="faint"> · {idle}</tspan>' if idle else ""
+        yield f'<text x="24" y="{self.heading}" xml:space="preserve">{label}{summary}{faint}</text>'
         yield f'<text class="faint end" x="{_BUBBLE_AT}" y="{self.heading}">bubble</text>'
         yield f'<text class="faint end" x="{_PEAK_AT}" y="{self.heading}">peak live</text>'
 

@@ -28,15 +28,15 @@ def text(drawing: Drawing) -> str:
     full_text = any(panel.several_stages for panel in drawing.panels)
     labels = [len(_label(span, full_text)) for panel in drawing.panels for span in panel.timeline.spans]
     width = max(labels, default=1)
-    parts = [drawing.title]
+    blocks = [drawing.title]
     for panel in drawing.panels:
         rows = _rows(panel, column, full_text)
         footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
         if panel.timeline.reductions:
             footer += f"; {REDUCTION}: {IDLE['reduce']}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))
-        parts += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel)])]
-    return "\n\n".join(parts) + "\n"
+        blocks += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel)])]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _label(span: Span, full_text: bool) -> str:

@@ -58,11 +58,13 @@ class _Bounds:
         # by line, over its microbatches
         self.least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
         self.most = [max((problem.duration[n] for n in line), default=0) for line in problem.lines]
-        self.way = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
-        self.all = [sum(problem.duration[n] for n in line) for line in problem.lines]
+        self.delay = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
+        self.total = [sum(problem.duration[n] for n in line) for line in problem.lines]
         # by stage: the least that is held until I, and until W
         stages = range(problem.placement.stages)
-        self.whole = [min((problem.take[n] for n in problem.lines[3 * s + F]), default=0) for s in stages]
+        self.activation = [
+            min((problem.take[n] for n in problem.lines[3 * s + F]), default=0) for s in stages
+        ]
         self.kept = [min((problem.give[n] for n in problem.lines[3 * s + W]), default=0) for s in stages]
         self.arrival = arrivals(problem)
         pairs = zip(problem.lines_of, problem.offset, strict=True)
@@ -78,15 +80,15 @@ class _Bounds:
     def busy(self, rank: int) -> int:
         before, after = self._before(rank), self._after(rank)
         # if all forwards can run before the first I, the two idle times may be one
-        apart = self._forwards(rank) < sum(self.all[3 * s + F] for s in self._stages(rank))
+        apart = self._forwards(rank) < sum(self.total[3 * s + F] for s in self._stages(rank))
         return self.start[rank] + self.problem.work[rank] + (before + after if apart else max(before, after))
 
     def way_home(self, rank: int) -> int:
         """After the last I of s_1 only W is left to run on the rank."""
         first = self._stages(rank)[0]
-        items = [(self.most[3 * s + W], self.kept[s], self.all[3 * s + W]) for s in self._stages(rank)]
+        items = [(self.most[3 * s + W], self.kept[s], self.total[3 * s + W]) for s in self._stages(rank)]
         put_off = max(self._fill(items, self.limit[rank]), self.most[3 * first + W])
-        home = sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(first)) + self.least[W]
+        home = sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(first)) + self.least[W]
         start = self.arrival[3 * first + F] + self._before(rank)
         return (
             start
@@ -119,7 +121,9 @@ class _Bounds:
 
     def _forwards(self, rank: int) -> int:
         """The most forward time that fits in memory before the first I."""
-        items = [(self.most[3 * s + F], self.whole[s], self.all[3 * s + F]) for s in self._stages(rank)]
+        items = [
+            (self.most[3 * s + F], self.activation[s], self.total[3 * s + F]) for s in self._stages(rank)
+        ]
         return self._fill(items, self.limit[rank])
 
     def _after(self, rank: int) -> int:
@@ -128,9 +132,9 @@ class _Bounds:
         first, last = 3 * stages[0], 3 * stages[-1]
         items: list[tuple[int, int, int]] = []
         for stage in stages:
-            whole, weight = self.all[3 * stage + I] + self.all[3 * stage + W], self.all[3 * stage + W]
+            whole, weight = self.total[3 * stage + I] + self.total[3 * stage + W], self.total[3 * stage + W]
             items += (
-                (self.most[3 * stage + I] + self.most[3 * stage + W], self.whole[stage], whole),
+                (self.most[3 * stage + I] + self.most[3 * stage + W], self.activation[stage], whole),
                 (self.most[3 * stage + W], self.kept[stage], weight),
             )
         left = min(self._fill(items, self.limit[rank]), sum(whole for _, _, whole in items[::2]))
@@ -142,10 +146,10 @@ class _Bounds:
         """The least time from F on stage `start` to the end of I on stage `end`, of one microbatch."""
         depth = self.problem.placement.depth
         there = (
-            sum(self.least[3 * s + F] + self.way[3 * s + F] for s in range(start, depth))
-            - self.way[3 * start + F]
+            sum(self.least[3 * s + F] + self.delay[3 * s + F] for s in range(start, depth))
+            - self.delay[3 * start + F]
         )
-        return there + sum(self.least[3 * s + I] + self.way[3 * s + I] for s in range(end, depth))
+        return there + sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(end, depth))
 
     def _fill(self, items: list[tuple[int, int, int]], limit: int) -> int:
         """The most time that fits into `limit`, with fractions. items: time, size, and time in all."""

@@ -82,14 +82,14 @@ def listed(
 
 def _drawn(problem: Problem, random: Random) -> Policy:
     """A random policy."""
-    left = _ways_left(problem)
+    left = _time_left(problem)
     unit = problem.cycle / 3
     # a W waits until nothing else can run, or is an op like the others
     later = random.choice((0.0, 0.0, 6.0, -6.0, -60.0)) * unit
     noise = random.choice((0.0, 0.5, 1.0, 3.0)) * unit
     base = tuple(
-        way + random.uniform(-noise, noise) + (later if line % 3 == W else 0.0)
-        for line, way in enumerate(left)
+        time + random.uniform(-noise, noise) + (later if line % 3 == W else 0.0)
+        for line, time in enumerate(left)
     )
     slope = (random.uniform(0.2, 1.5) * problem.cycle,) * len(left)
     return Policy(base, slope, random.uniform(0.0, 3.0), int(random.choice((0.0, 0.0, 0.3, 0.6, 1.0)) * unit))
@@ -118,7 +118,7 @@ def _varied(problem: Problem, policy: Policy, random: Random) -> Policy:
     return found
 
 
-def _ways_left(problem: Problem) -> list[float]:
+def _time_left(problem: Problem) -> list[float]:
     """By line: from the start of one of its ops to the end of the same microbatch."""
     found = [0.0] * len(problem.lines)
     depth, longest = problem.placement.depth, [

@@ -7,13 +7,13 @@ whole backward: I and W next to each other take as long, and the gradient leaves
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import floor, lcm
+from math import ceil, floor, lcm
 
-from penstock.schedule.costs import Costs, Row
+from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
 
 F, I, W = 0, 1, 2  # noqa: E741
@@ -161,23 +161,41 @@ def problem(
     from_first_op: the time of each rank counts from when its first op can start at best
     """
     times = [costs.durations(kind, placement, microbatches) for kind in KINDS]
-    ways = costs.delays(placement, microbatches)
+    delays = costs.delays(placement, microbatches)
     held = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
-    everything = [x for rows in (*times, ways) for row in rows for x in row]
-    per_unit, exact = _quanta(everything)
+    per_unit, exact = _quanta([x for rows in (*times, delays) for row in rows for x in row])
     sizes = [x for rows in held for row in rows for x in row]
     per_size, exact_sizes = _quanta([*sizes, *(x for x in limits if x is not None)])
-    quanta = _scaled(per_unit, round if exact else floor)
-    grains = _scaled(per_size, round if exact_sizes else _up)
-    take, give = _held(grains(held[0]), grains(held[1]))
-    need, delay = _edges(placement, microbatches, quanta(ways))
+
+    def quanta(time: float) -> int:
+        return round(time * per_unit) if exact else floor(time * per_unit)
+
+    def grains(size: float) -> int:
+        return round(size * per_size) if exact_sizes else ceil(size * per_size)
+
+    duration, need, delay, take, give = (list[int]() for _ in range(5))
+    row, hosts = 3 * microbatches, placement.rank_of
+    for stage, host in enumerate(hosts):
+        first, last = placement.is_first(stage), placement.is_last(stage)
+        crosses_before = not first and hosts[stage - 1] != host
+        crosses_behind = not last and hosts[stage + 1] != host
+        for i in range(microbatches):
+            number = stage * row + 3 * i
+            duration += (quanta(rows[stage][i]) for rows in times)
+            need += (NOTHING if first else number - row, NOTHING if last else number + I + row, NOTHING)
+            delay += (quanta(delays[stage - 1][i]) if crosses_before else 0,
+                      quanta(delays[stage][i]) if crosses_behind else 0, 0)  # fmt: skip
+            # if W keeps more than was held before I, I takes the difference
+            activation, kept = (grains(rows[stage][i]) for rows in held)
+            take += (activation, max(0, kept - activation), 0)
+            give += (0, max(0, activation - kept), kept)
     total = sum(take) + 1
     found = Problem(
         placement=placement,
         microbatches=microbatches,
         copies=copies or tuple(i % placement.replicas for i in range(microbatches)),
         quantum=1 / per_unit,
-        duration=_interleaved(map(quanta, times)),
+        duration=duration,
         need=need,
         delay=delay,
         take=take,
@@ -187,8 +205,8 @@ def problem(
         offset=[0] * placement.ranks,
         exact=exact,
         exact_sizes=exact_sizes,
-        alike=all(row == row[:1] * len(row) for rows in (*times, ways, *held) for row in rows),
-    )  # fmt: skip
+        alike=all(row == row[:1] * len(row) for rows in (*times, delays, *held) for row in rows),
+    )
     if from_first_op:
         found.offset[:] = [min(arrivals(found)[line] for line in lines) for lines in found.lines_of]
     return found
@@ -197,50 +215,19 @@ def problem(
 def arrivals(problem: Problem) -> list[int]:
     """By line: no op of it can start earlier, whatever the ranks do."""
     least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
-    ways = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
+    delays = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
     found = [0] * len(problem.lines)
     depth = problem.placement.depth
     for first in range(0, problem.placement.stages, depth):
         now = 0
         for stage in range(first, first + depth):
-            found[3 * stage + F] = now + ways[3 * stage + F]
+            found[3 * stage + F] = now + delays[3 * stage + F]
             now = found[3 * stage + F] + least[3 * stage + F]
         for stage in reversed(range(first, first + depth)):
-            found[3 * stage + I] = now + ways[3 * stage + I]
+            found[3 * stage + I] = now + delays[3 * stage + I]
             now = found[3 * stage + I] + least[3 * stage + I]
             found[3 * stage + W] = now
     return found
-
-
-def _interleaved(kinds: Iterable[list[list[int]]]) -> list[int]:
-    """By op number, from one table a kind."""
-    return [x for stage in zip(*kinds, strict=True) for ops in zip(*stage, strict=True) for x in ops]
-
-
-def _held(activation: list[list[int]], kept: list[list[int]]) -> tuple[list[int], list[int]]:
-    """take and give. If W keeps more than was held before I, I takes the difference."""
-    take: list[int] = []
-    give: list[int] = []
-    for rows in zip(activation, kept, strict=True):
-        for whole, later in zip(*rows, strict=True):
-            take += (whole, max(0, later - whole), 0)
-            give += (0, max(0, whole - later), later)
-    return take, give
-
-
-def _edges(placement: Placement, microbatches: int, ways: list[list[int]]) -> tuple[list[int], list[int]]:
-    """need and delay."""
-    row, hosts = 3 * microbatches, placement.rank_of
-    need: list[int] = []
-    delay: list[int] = []
-    for stage, host in enumerate(hosts):
-        first, last = placement.is_first(stage), placement.is_last(stage)
-        for i in range(microbatches):
-            number = stage * row + 3 * i
-            need += (NOTHING if first else number - row, NOTHING if last else number + I + row, NOTHING)
-            delay += (0 if first or hosts[stage - 1] == host else ways[stage - 1][i],
-                      0 if last or hosts[stage + 1] == host else ways[stage][i], 0)  # fmt: skip
-    return need, delay
 
 
 def _quanta(values: Sequence[float]) -> tuple[float, bool]:
@@ -252,14 +239,6 @@ def _quanta(values: Sequence[float]) -> tuple[float, bool]:
         if abs(float(near) - value) > 1e-12 * max(1.0, value) or total * per_unit > _MAX_QUANTA:
             return _MAX_QUANTA / total, False
     return float(per_unit), True
-
-
-def _scaled(per_unit: float, whole: Callable[[float], int]) -> Callable[[list[Row]], list[list[int]]]:
-    return lambda rows: [[whole(x * per_unit) for x in row] for row in rows]
-
-
-def _up(x: float) -> int:
-    return -floor(-x)
 
 
 # ---- `seconds` of search are counted work, so that the same call does the same on any machine

@@ -1,17 +1,113 @@
-"""Exchanges: which schedules come to their end where what a rank sends and receives is over together."""
+"""When receives are posted: in the senders' order, early enough, and no earlier than can be of use."""
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
-from penstock.schedule import Op, Schedule, verify
+from penstock.schedule import Op, Placement, Schedule, build, verify
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.ops import loop
-from penstock.schedule.order import Exchanges, exchanges, received
+from penstock.schedule.order import AHEAD, Exchanges, exchanges, posts, received, taker
 from support.programs import valid
 from support.schedules import FORMS, takes
+
+UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def text(schedule: Schedule, rank: int, ahead: float = AHEAD) -> str:
+    """The program of a rank, what is posted before an op in brackets before it."""
+    program = zip(schedule.programs[rank], posts(schedule, rank, ahead), strict=True)
+    return " ".join((f"[{' '.join(map(str, posted))}]" if posted else "") + str(op) for op, posted in program)
+
+
+def test_golden_1f1b() -> None:
+    """Between whole backwards one op ahead is enough; where forwards follow each other it takes two."""
+    schedule = build("1f1b", ranks=3, microbatches=4)
+    assert text(schedule, 0) == "0F0 0F1 [1B0]0F2 [1B1]0B0 0F3 [1B2]0B1 [1B3]0B2 0B3"
+    assert text(schedule, 1) == "[0F0 0F1]1F0 [2B0]1F1 [0F2 2B1]1B0 1F2 [0F3 2B2]1B1 1F3 [2B3]1B2 1B3"
+    assert text(schedule, 2) == "[1F0]2F0 [1F1]2B0 2F1 [1F2]2B1 2F2 [1F3]2B2 2F3 2B3"
+
+
+def test_golden_zero_bubble() -> None:
+    """Between the short ops of the drain as well: 1I3 is posted two ops before 0I3."""
+    schedule = build("zb_h1", ranks=2, microbatches=4)
+    assert text(schedule, 0) == "0F0 [1I0]0F1 0I0 [1I1]0W0 0F2 0I1 [1I2]0W1 0F3 [1I3]0I2 0W2 0I3 0W3"
+    assert text(schedule, 1) == "[0F0 0F1]1F0 1I0 1F1 [0F2]1I1 1W0 1F2 [0F3]1I2 1W1 1F3 1I3 1W2 1W3"
+
+
+def test_nothing_is_posted_that_cannot_have_been_sent() -> None:
+    """0F1 is sent after 0B0 only, which takes 1B0: however far ahead one looks, it is posted after 1B0."""
+    programs = ("0F0 0B0 0F1 0B1", "1F0 1B0 1F1 1B1")
+    schedule = Schedule("one by one", Placement((0, 1)), 2, tuple(
+        tuple(map(Op.parse, program.split())) for program in programs))  # fmt: skip
+    assert text(schedule, 1, inf) == "[0F0]1F0 1B0 [0F1]1F1 1B1"
+    assert text(schedule, 0, inf) == "0F0 [1B0]0B0 0F1 [1B1]0B1"
+
+
+def test_what_is_needed_late_but_sent_early_is_posted_first() -> None:
+    """The second rank takes the microbatches backwards."""
+    programs = ("0F0 0F1 0F2", "1F2 1F1 1F0")
+    schedule = Schedule("crossed", Placement((0, 1)), 3, tuple(
+        tuple(map(Op.parse, program.split())) for program in programs))  # fmt: skip
+    assert text(schedule, 1, 0) == "[0F0 0F1 0F2]1F2 1F1 1F0"
+
+
+def positions(schedule: Schedule) -> dict[Op, tuple[int, int]]:
+    return {op: (rank, at) for rank, program in enumerate(schedule.programs) for at, op in enumerate(program)}
+
+
+@settings(max_examples=200, deadline=None)
+@given(valid(), st.sampled_from([0.0, 1.0, 2.0, 3.5, inf]))
+def test_the_rule(schedule: Schedule, ahead: float) -> None:
+    where = positions(schedule)
+    for rank, program in enumerate(schedule.programs):
+        found = [(place, op) for place, posted in enumerate(posts(schedule, rank, ahead)) for op in posted]
+        uses = {needed: op for op in program if (needed := received(schedule, op)) is not None}
+        assert sorted(op for _, op in found) == sorted(uses)
+        channels: dict[tuple[int, int], list[tuple[int, Op]]] = {}
+        for place, op in found:
+            channels.setdefault((op.stage, uses[op].stage), []).append((place, op))
+        for queue in channels.values():
+            assert [where[op] for _, op in queue] == sorted(where[op] for _, op in queue)
+            least = len(program)
+            for place, op in reversed(queue):
+                least = min(least, latest(program, where[uses[op]][1], ahead))
+                assert place == max(least, heard(schedule, rank, op, where) + 1)
+                assert place <= where[uses[op]][1]
+
+
+def latest(program: tuple[Op, ...], use: int, ahead: float) -> int:
+    """The last place before `use` with `ahead` units between; the first of all if there is none."""
+    enough = [at for at in range(use + 1) if sum(UNITS[op.kind] for op in program[at:use]) >= ahead]
+    return max(enough, default=0)
+
+
+def heard(schedule: Schedule, rank: int, sent: Op, where: dict[Op, tuple[int, int]]) -> int:
+    """The last position on `rank` whose result the sender takes before it comes to `sent`."""
+    peer, until = where[sent]
+    needs = [received(schedule, op) for op in schedule.programs[peer][: until + 1]]
+    return max((where[op][1] for op in needs if op is not None and where[op][0] == rank), default=-1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(valid())
+def test_what_crosses_a_channel_is_what_an_op_needs_from_another_rank(schedule: Schedule) -> None:
+    hosts = schedule.placement.rank_of
+    for program in schedule.programs:
+        for op in program:
+            remote = [n for n in schedule.predecessors(op) if hosts[n.stage] != hosts[op.stage]]
+            assert received(schedule, op) == (remote[0] if remote else None)
+            takers = [
+                other for there in schedule.programs for other in there if received(schedule, other) == op
+            ]
+            assert taker(schedule, op) == (takers[0] if takers else None)
+            assert len(takers) <= 1
+
 
 SIZES = [(2, 2), (2, 5), (3, 4), (4, 4), (4, 10), (8, 16)]
 
