@@ -1,4 +1,4 @@
-// What the reader does: zoom, pan, hover, find.
+// Interaction: zoom, pan, hover, find.
 
 const sections = [...document.querySelectorAll(".panel")];
 const pictures = drawing.panels.map((panel, place) => new Picture(panel, sections[place]));
@@ -9,7 +9,7 @@ const tooltip = element("tooltip");
 
 for (const picture of pictures) {
   picture.mostHeld = Math.max(...drawing.panels.flatMap((panel) => panel.peaks));
-  // nobody knows what a measured step hung on: show where the predicted path went
+  // a measured step has no critical path: show where the predicted one went
   const path = pictures[0].path.map((at) => picture.places.get(pictures[0].textOf(at)));
   if (!picture.path.length) picture.setCritical(path.filter((at) => at !== undefined));
 }
@@ -87,7 +87,7 @@ function describeOp(picture, at) {
   fillTooltip(heading, facts);
 }
 
-/** How long its rank waited for the op's input, and what for. */
+/** How long its rank waited for the input of an op, and for what. */
 function stood(picture, at) {
   const wait = picture.waits.get(at);
   if (!wait) return [];
@@ -209,7 +209,7 @@ function listen(picture) {
   canvas.addEventListener("pointerleave", leave);
 }
 
-/** over the ops it zooms; elsewhere the page scrolls as ever. */
+/** Zoom over the ops; elsewhere the page scrolls. */
 function wheel(picture, event) {
   const x = event.offsetX;
   if (x < LEFT || x > picture.right) return;

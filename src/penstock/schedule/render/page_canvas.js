@@ -352,7 +352,7 @@ class Picture {
   /** Beside the rows: the rank, its bubble, and its peak. */
   drawFigures() {
     const { context, colours, panel } = this;
-    const figures = this.right + 16;
+    const barsAt = this.right + 16;
     const end = this.width - 4;
     const figures = this.width >= NARROW;
     if (figures) {
@@ -367,9 +367,9 @@ class Picture {
       if (!figures) continue;
       context.fillText(percent(panel.bubble[rank]), end, middle + 4);
       context.fillStyle = colours.idle;
-      context.fillRect(figures, middle - 3, 48, 7);
+      context.fillRect(barsAt, middle - 3, 48, 7);
       context.fillStyle = colours.inner;
-      context.fillRect(figures, middle - 3, 48 * clamp(panel.bubble[rank], 0, 1), 7);
+      context.fillRect(barsAt, middle - 3, 48 * clamp(panel.bubble[rank], 0, 1), 7);
       if (!this.strip) continue;
       this.text("end", Math.min(size, 11), colours.faint);
       context.fillText(`peak ${number(panel.peaks[rank])}`, end, this.top(rank) + this.row + this.strip);
