@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -395,23 +396,33 @@ class _Grouped:
         exchange is complete, and what is sent there has begun at the sender, and at the receiver.
         """
         ops: list[list[Step]] = []
-        exchanged: list[list[Step]] = []
         for rank, row in enumerate(self.transfers):
-            reached = range(4 * self._first[rank], 4 * self._first[rank + 1], 4)
+            reached = self._reached(rank)
             awaited: Mapping[int, int] = self._awaited[rank]
             if in_line:
                 awaited = {at: at for at in range(len(row) - 1)}
             needs = (reached[awaited[at]] + 1 if at in awaited else NOTHING for at in range(len(row) - 1))
             ops.append([(reached[0], NOTHING), *zip(reached[1:], needs, strict=True)])
+        return walk_of(4 * self._first[-1], ops + self._exchanged)
+
+    @cached_property
+    def _exchanged(self) -> list[list[Step]]:
+        """The steps of each rank's exchanges."""
+        found: list[list[Step]] = []
+        for rank, row in enumerate(self.transfers):
             steps: list[Step] = []
-            for number, here in zip(reached, row, strict=True):
+            for number, here in zip(self._reached(rank), row, strict=True):
                 begun = [self._begun(message, rank) for message in here]
                 steps.append((NOTHING, number))
                 steps += [(mine, NOTHING) for mine in begun]
                 steps += [(NOTHING, mine ^ 1) for mine in begun]
                 steps.append((number + 1, NOTHING))
-            exchanged.append(steps)
-        return walk_of(4 * self._first[-1], ops + exchanged)
+            found.append(steps)
+        return found
+
+    def _reached(self, rank: int) -> range:
+        """The numbers for reaching each place of `rank`."""
+        return range(4 * self._first[rank], 4 * self._first[rank + 1], 4)
 
     def _begun(self, message: Message, rank: int) -> int:
         """The number for the beginning of a message at the end that is `rank`."""
