@@ -39,13 +39,13 @@ from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_
 from support.splitting import ORDERS, assert_exact, plain, split
 
 FULL, SELECTIVE = Checkpointing(), Checkpointing(save=("matmul", "attention"))
-WAYS = {"full": FULL, "every second": Checkpointing(every=2), "selective": SELECTIVE}
+OPTIONS = {"full": FULL, "every second": Checkpointing(every=2), "selective": SELECTIVE}
 WHOLE, SPLIT = "F0 F1 B0 F2 B1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"
 ONE_STAGE = (range(4),)
 Batch = dict[str, Tensor]
 
 
-class Cut:
+class CheckpointedStages:
     """A model's stages in one process, the layers of each checkpointed."""
 
     def __init__(
@@ -101,21 +101,21 @@ class Cut:
 @pytest.mark.parametrize(("family", "way"), [
     # in every run the families take every third layer in test_ragged
     pytest.param(family, way, marks=pytest.mark.sweep if way == "every second" and family != "llama" else ())
-    for family, way in product(FAMILIES, WAYS)
+    for family, way in product(FAMILIES, OPTIONS)
 ])  # fmt: skip
 def test_every_family(family: str, way: str) -> None:
     """Whole and split, on and off: the gradients of one plain process, and each chosen layer run twice."""
     model, batch = tiny_model(family), ragged_batch(9)
     expected = plain_step(model, batch)[1]
     for order, on in ((WHOLE, True), (SPLIT, True), (SPLIT, False)):
-        stages = Cut(model, WAYS[way])
+        stages = CheckpointedStages(model, OPTIONS[way])
         found = stages.step(batch, order, (on,) * 3)
         assert_gradients(found, expected, TOLERANCE[torch.float32])
-        again = {index: on and index % WAYS[way].every == 0 for index in range(4)}
+        again = {index: on and index % OPTIONS[way].every == 0 for index in range(4)}
         assert stages.runs == {index: 6 if again[index] else 3 for index in range(4)}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OPTIONS)
 @pytest.mark.parametrize(
     "splits",
     [
@@ -127,21 +127,20 @@ def test_every_family(family: str, way: str) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("order", [WHOLE, SPLIT])
-def test_doors_stay_outside(way: str, splits: Sequence[range], order: str) -> None:
+def test_the_boundary_of_a_stage_stays_outside(way: str, splits: Sequence[range], order: str) -> None:
     """A layer that is the entry or the exit of its stage too is run again with what was received."""
     model, batch = tiny_model("llama", torch.float64), ragged_batch(9)
-    stages = Cut(model, WAYS[way], splits)
+    stages = CheckpointedStages(model, OPTIONS[way], splits)
     found = stages.step(batch, order)
     assert_gradients(found, plain_step(model, batch)[1], 1e-10)
-    assert stages.runs == {index: 3 if index % WAYS[way].every else 6 for index in range(4)}
+    assert stages.runs == {index: 3 if index % OPTIONS[way].every else 6 for index in range(4)}
 
 
 @pytest.mark.parametrize("order", [WHOLE, SPLIT, "F0 F1 F2 B2 B1 B0"])
 @pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
-def test_each_microbatch_by_itself(how: Checkpointing, order: str) -> None:
-    """The switch counts in the forward alone."""
+def test_the_switch_counts_for_each_forward(how: Checkpointing, order: str) -> None:
     model, batch = tiny_model("qwen3", torch.float64), ragged_batch(9)
-    stages = Cut(model, how)
+    stages = CheckpointedStages(model, how)
     found = stages.step(batch, order, (True, False, True))
     assert_gradients(found, plain_step(model, batch)[1], 1e-10)
     assert stages.runs == dict.fromkeys(range(4), 5)
@@ -150,8 +149,8 @@ def test_each_microbatch_by_itself(how: Checkpointing, order: str) -> None:
 # ---- what is held
 
 
-class Made(TorchDispatchMode):
-    """Notes the storages that come into being; those of parameters, say, are given."""
+class NewStorages(TorchDispatchMode):
+    """Notes the storages that ops create, not those of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -174,14 +173,14 @@ def _storages(values: Any) -> list[UntypedStorage]:
 
 def held(forward: Callable[[], object]) -> int:
     """Bytes that a forward made and that are still there when it has ended, its result let go."""
-    with Made() as made:
+    with NewStorages() as new:
         forward()
-    alive = (reference() for reference in made.storages.values())
+    alive = (reference() for reference in new.storages.values())
     return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
 def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, batch: Batch) -> int:
-    stages = Cut(model, how, [range(model.config.num_hidden_layers)])
+    stages = CheckpointedStages(model, how, [range(model.config.num_hidden_layers)])
     return held(lambda: stages.forward(0, batch, on, split))
 
 
@@ -195,10 +194,10 @@ def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, b
         for family in FAMILIES
     ),
 ])  # fmt: skip
-def test_what_is_held(family: str, split: bool) -> None:
+def test_held_bytes(family: str, split: bool) -> None:
     model, batch = tiny_model(family), ragged_batch(3, 16)
     none = held_by(model, FULL, False, split, batch)
-    full, every_second, selective = (held_by(model, how, True, split, batch) for how in WAYS.values())
+    full, every_second, selective = (held_by(model, how, True, split, batch) for how in OPTIONS.values())
     assert full < every_second < none
     assert full < selective < none
     two_layers = held_by(tiny_model(family, layers=2), FULL, True, split, batch)
@@ -207,7 +206,7 @@ def test_what_is_held(family: str, split: bool) -> None:
 
 def test_the_split_backward_holds_no_more() -> None:
     model, batch = tiny_model("llama"), ragged_batch(3, 16)
-    for how in WAYS.values():
+    for how in OPTIONS.values():
         assert held_by(model, how, True, True, batch) == held_by(model, how, True, False, batch)
 
 
@@ -310,20 +309,20 @@ def assert_as_plain(module: nn.Module, reference: nn.Module, run: Callable[..., 
             torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_any_module(way: str, dtype: torch.dtype) -> None:
-    assert_as_plain(stack(WAYS[way], dtype), stack(None, dtype))
+def test_layers_of_a_users_own(way: str, dtype: torch.dtype) -> None:
+    assert_as_plain(stack(OPTIONS[way], dtype), stack(None, dtype))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_autocast(way: str) -> None:
+@pytest.mark.parametrize("way", OPTIONS)
+def test_autocast_casts_a_layer_more_often_when_it_runs_again(way: str) -> None:
     """Whose cache spares the layer that runs twice some casts, but not when it is run again."""
-    assert_as_plain(stack(WAYS[way], torch.float32), stack(None, torch.float32), autocast)
+    assert_as_plain(stack(OPTIONS[way], torch.float32), stack(None, torch.float32), autocast)
 
 
 def test_dropout_of_a_model() -> None:
-    for way in WAYS.values():
+    for way in OPTIONS.values():
         options: dict[str, Any] = {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
         model, reference = (tiny_model("gpt2", torch.float64, **options) for _ in range(2))
         install(enumerate(model.transformer.h), way)
@@ -360,7 +359,7 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize(("probability", "runs"), [(0.5, 2), (0.0, 1)])
-def test_what_draws_random_numbers_is_run_again(probability: float, runs: int) -> None:
+def test_ops_that_draw_random_numbers_run_again(probability: float, runs: int) -> None:
     """Given in place of run, it would leave the dropout after it other numbers than it had."""
     torch.manual_seed(0)
     module = Drops(probability).double()
@@ -373,7 +372,7 @@ def test_what_draws_random_numbers_is_run_again(probability: float, runs: int) -
     assert_gradients(gradients_of(module), gradients_of(reference), 1e-10)
 
 
-def test_what_is_kept_is_not_computed_again() -> None:
+def test_saved_outputs_are_not_computed_again() -> None:
     with counted(torch.ops.aten.mm.default) as all_calls:
         plain(Products(), call, [[torch.randn(5, WIDTH)]])
     for save, again in ((("matmul",), 0), (("aten.mm",), 0), (("attention",), 2), ((), 2)):
@@ -397,7 +396,7 @@ class Products(nn.Module):
         return result.exp()
 
 
-def test_what_an_op_in_place_overwrote_is_computed_again() -> None:
+def test_outputs_that_an_op_in_place_overwrote_are_computed_again() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -426,7 +425,7 @@ class Residual(Products):
 
 @pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
 @pytest.mark.parametrize("make", [Stack, Products, Residual])
-def test_a_graph_that_is_kept_is_run_twice(make: type[nn.Module], how: Checkpointing) -> None:
+def test_a_retained_graph_runs_twice(make: type[nn.Module], how: Checkpointing) -> None:
     torch.manual_seed(0)
     module = make().double()
     reference = copy.deepcopy(module)
@@ -493,7 +492,7 @@ def test_a_layer_in_two_places_is_checkpointed_once() -> None:
     assert sum(cls.__name__ == "Products" for cls in type(layer).__mro__) == 2
 
 
-def test_a_forward_of_the_layers_own_is_refused() -> None:
+def test_a_forward_on_the_instance_is_refused() -> None:
     layer = Products()
     layer.forward = layer.one.forward  # type: ignore[method-assign, assignment]
     with pytest.raises(ModelError, match="layer 3, a Products"):
@@ -643,7 +642,7 @@ def test_other_forms_are_refused(given: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"every": 0}, "every=0.*1 or more"),
         ({"in_flight": -1}, "in_flight=-1.*0 or more"),
@@ -662,8 +661,8 @@ def test_other_forms_are_refused(given: Any) -> None:
     ],
     ids=str,
 )
-def test_refusals(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Checkpointing(**options)
 
 

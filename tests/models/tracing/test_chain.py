@@ -1,3 +1,5 @@
+"""The chain of layers that a model shows, and stages cut from it."""
+
 from __future__ import annotations
 
 import logging
@@ -45,31 +47,7 @@ def test_layers_that_return_tuples(family: str) -> None:
     pipe.verify_against(model.train(), ragged_batch())
 
 
-@pytest.mark.parametrize(
-    ("wire", "told"),
-    [
-        (
-            lambda layers, h: layers[2](layers[1](layers[0](h)) + h),
-            "layer 2 does not take what layer 1 returned",
-        ),
-        (lambda layers, h: layers[1](layers[0](layers[2](h))), r"the layers run in the order \[2, 0, 1\]"),
-        (lambda layers, h: layers[1](layers[0](h)), r"the order \[0, 1\]"),
-        (lambda layers, h: layers[2](layers[1](layers[0](layers[0](h)))), r"the order \[0, 0, 1, 2\]"),
-    ],
-)
-def test_what_is_no_chain(wire: Callable[[Any, Any], Any], told: str) -> None:
-    model = tiny_model("llama", layers=3)
-
-    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=wire(self.layers, self.embed_tokens(input_ids)))
-
-    inner = type(model.model)
-    model.model.__class__ = type("Rewired", (inner,), {"forward": forward})
-    with pytest.raises(ModelError, match=told):
-        find_chain(model)
-
-
-def test_refusals_by_name() -> None:
+def test_models_that_are_refused() -> None:
     auto = AutoPipeline(ranks=2, microbatches=2)
     with pytest.raises(ModelError, match="transformers builds no causal LM from it"):
         auto.build_plan(T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2))
@@ -83,35 +61,6 @@ def test_refusals_by_name() -> None:
         AutoPipeline(ranks=2, microbatches=2, dtype=torch.float64).build_plan(tiny_model("llama"))
     with pytest.raises(ModelError, match="attention=eager for a model object with sdpa"):
         AutoPipeline(ranks=2, microbatches=2, attention="eager").build_plan(tiny_model("llama"))
-
-
-def test_a_weight_that_is_used_without_a_gradient() -> None:
-    """0.3.0: roformer's table of positions was that of a dummy on later stages, and so were its gradients."""
-    model = tiny_model("llama")
-
-    class Table(torch.nn.Embedding):
-        @torch.no_grad()
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            return super().forward(input)
-
-    class Biased(type(model.model.layers[0])):  # type: ignore[misc]
-        def forward(self, hidden_states: torch.Tensor, bias: torch.Tensor, **kwargs: Any) -> Any:
-            return super().forward(hidden_states + bias, **kwargs)
-
-    def forward(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        places = torch.arange(input_ids.shape[1])
-        hidden, bias = self.embed_tokens(input_ids), self.table(places)
-        turned = self.rotary_emb(hidden, position_ids=places[None])
-        for layer in self.layers:
-            hidden = layer(hidden, bias, position_embeddings=turned, attention_mask=None)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
-
-    model.model.table = Table(64, 32)
-    for layer in model.model.layers:
-        layer.__class__ = Biased
-    model.model.__class__ = type("Rewired", (type(model.model),), {"forward": forward})
-    pipe = AutoPipeline(ranks=4, microbatches=2).build(model)
-    pipe.verify_against(model, ragged_batch())
 
 
 Forward = Callable[..., torch.Tensor]
@@ -144,13 +93,29 @@ def through(layers: Any, hidden: torch.Tensor, *more: Any) -> torch.Tensor:
     return hidden
 
 
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda layers, h: through(layers[2:], through(layers[:2], h) + h),
+         "layer 2 does not take what layer 1 returned"),
+        (lambda layers, h: through([*layers[2:], *layers[:2]], h),
+         r"the layers run in the order \[2, 3, 0, 1\]"),
+        (lambda layers, h: through(layers[:2], h), r"the order \[0, 1\]"),
+        (lambda layers, h: through([layers[0], *layers], h), r"the order \[0, 0, 1, 2, 3\]"),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_run_once_each_in_order(order: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        find_chain(rewired(lambda model, hidden: order([*model.layers], hidden)))
+
+
 def looked_up(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         bias = model.table(torch.arange(hidden.shape[1]))
     return through(model.layers, hidden, bias)
 
 
-def size_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+def magnitude(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return through(model.layers, hidden, hidden.detach().pow(2).mean(-1, keepdim=True))
 
 
@@ -158,8 +123,8 @@ def compared(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return through(model.layers, hidden, (hidden.sum(-1, keepdim=True) > 0).to(hidden.dtype))
 
 
-@pytest.mark.parametrize("forward", [looked_up, size_of, compared])
-def test_what_layers_take_without_a_gradient(forward: Forward) -> None:
+@pytest.mark.parametrize("forward", [looked_up, magnitude, compared])
+def test_early_values_without_a_gradient(forward: Forward) -> None:
     """0.3.0: made of a dummy on later stages (roformer's table of positions is such a one)."""
     model = rewired(forward)
     AutoPipeline(ranks=4, microbatches=2).build(model).verify_against(model, ragged_batch())
@@ -184,7 +149,7 @@ def left_on(box: Any, made: torch.Tensor) -> None:
     box.x = made
 
 
-def stored(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Callable[[Any], Any]) -> Any:
+def passed_in(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Callable[[Any], Any]) -> Any:
     def forward(model: Any, hidden: torch.Tensor) -> torch.Tensor:
         return through(model.layers, hidden, box())
 
@@ -197,7 +162,7 @@ def stored(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Callable
 
 
 @pytest.mark.parametrize(
-    ("forward", "told"),
+    ("forward", "message"),
     [
         (lambda model, h: through(model.layers, h) + h, "what comes before the layers reaches the head"),
         (skips, "what layer 0 returned reaches the head past the layers after it"),
@@ -210,23 +175,23 @@ def stored(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Callable
          "runs both before and after|another way in training|reaches the head"),
     ],
 )  # fmt: skip
-def test_values_that_go_other_ways(forward: Forward, told: str) -> None:
+def test_values_that_pass_the_layers_by(forward: Forward, message: str) -> None:
     """0.3.0: made of a dummy on the last stage, in silence."""
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=message):
         find_chain(rewired(forward))
 
 
 @pytest.mark.parametrize(
-    ("wires", "told"),
+    ("wires", "message"),
     [
-        (stored(dict, lambda box, made: box.update(x=made), lambda box: box.get("x")), "left in a dict"),
-        (stored(list, lambda box, made: box.append(made), lambda box: box[-1] if box else None), "in a list"),
-        (stored(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
+        (passed_in(dict, lambda box, new: box.update(x=new), lambda box: box.get("x")), "left in a dict"),
+        (passed_in(list, lambda box, new: box.append(new), lambda box: box[-1] if box else None), "in a list"),
+        (passed_in(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
          "layer 1 takes something of the embeddings that it is not given"),
     ],
 )  # fmt: skip
-def test_values_that_layers_leave_for_each_other(wires: tuple[Forward, Any], told: str) -> None:
-    with pytest.raises(ModelError, match=told):
+def test_values_that_layers_leave_for_each_other(wires: tuple[Forward, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
         find_chain(rewired(*wires))
 
 
@@ -265,16 +230,16 @@ def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "message"),
     [
         ({"use_cache": True}, "'use_cache' in a batch: the pipeline sets it itself"),
         ({"output_router_logits": True}, "the pipeline sets it itself, alike on every stage"),
     ],
 )
-def test_entries_that_are_the_pipelines_own(entry: dict[str, Any], told: str) -> None:
+def test_entries_that_the_pipeline_sets(entry: dict[str, Any], message: str) -> None:
     """0.4.0: a mixture's auxiliary loss was that of the last stage's routers alone."""
     pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("mixtral"))
-    with pytest.raises(BatchError, match=told):
+    with pytest.raises(BatchError, match=message):
         pipe.step({**ragged_batch(), **entry})
 
 
@@ -298,7 +263,7 @@ def test_a_model_without_anything_to_train() -> None:
         AutoPipeline(ranks=2, microbatches=2).build(model).step(ragged_batch())
 
 
-def test_positions_of_three_dimensions_are_cut_by_rows() -> None:
+def test_positions_of_three_dimensions_are_split_by_rows() -> None:
     model = zoo.tiny_model("qwen3_5_text")
     batch = zoo.tiny_batch("qwen3_5_text", rows=3)
     positions = torch.arange(batch["input_ids"].shape[1]).expand(3, 3, -1)
@@ -306,7 +271,7 @@ def test_positions_of_three_dimensions_are_cut_by_rows() -> None:
     pipe.verify_against(model, {**batch, "position_ids": positions})
 
 
-def test_a_rule_for_a_model_of_ones_own() -> None:
+def test_a_registered_rule_names_the_list_of_layers() -> None:
     """Where its config does not tell which list is the layers'."""
     model = tiny_model("llama")
     blocks = model.model.layers
@@ -332,7 +297,7 @@ def test_a_model_that_writes_into_its_embeddings() -> None:
 
 
 def test_layers_dropped_at_random_are_refused() -> None:
-    """0.1.0: a door that was passed by gave a loss without gradients."""
+    """0.1.0: a placeholder that was passed by gave a loss without gradients."""
     with pytest.raises(ModelError, match=r"layerdrop=0.3: .* Set layerdrop=0"):
         AutoPipeline(ranks=2, microbatches=2).build(tiny_config("opt", layerdrop=0.3))
     model = tiny_model("opt")
@@ -343,7 +308,7 @@ def test_layers_dropped_at_random_are_refused() -> None:
         pipe.step(ragged_batch())
 
 
-def test_bert_needs_no_table_of_names() -> None:
+def test_other_names_around_the_layers() -> None:
     """A model with other names around its layers."""
     config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
                         intermediate_size=48, is_decoder=True)  # fmt: skip
@@ -360,13 +325,13 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
     for stage, layers in enumerate((range(1), range(1, 3), range(3, 4))):
         part = cut(model, chain, layers, StageInfo(stage, 3))
         names.append({name for name, _ in part.named_parameters()})
-        doors = [type(module) for module in part.transformer.h]
+        kinds = [type(module) for module in part.transformer.h]
         own = [
             isinstance(module, BoundaryLayer)
             for module in part.transformer.h
             if not isinstance(module, BoundaryPlaceholder)
         ]
-        assert doors.count(BoundaryPlaceholder) == 4 - len(layers)
+        assert kinds.count(BoundaryPlaceholder) == 4 - len(layers)
         assert own == [[True], [False, True], [False]][stage]  # the last one ends the forward
     assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert not names[0] & names[1]
@@ -374,7 +339,7 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
-def test_activation_bytes_are_what_autograd_holds() -> None:
+def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
     """Counted without values, and counted in a real forward of the same stage."""
     model = tiny_model("llama", layers=2, hidden_size=64)
     chain, info = find_chain(model), StageInfo(0, 2)
@@ -398,15 +363,15 @@ def test_activation_bytes_are_what_autograd_holds() -> None:
     assert predicted.buffer == predicted.sent == output.nbytes
 
 
-def test_what_torch_has_to_say_of_ops_without_values_is_not_told() -> None:
+def test_torch_logs_nothing_for_ops_that_fail_without_values() -> None:
     """The grouped product of the default experts takes float32, but not in torch's rules for shapes."""
-    told: list[logging.LogRecord] = []
+    records: list[logging.LogRecord] = []
     handler, log = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
-    handler.emit = told.append  # type: ignore[assignment, method-assign]
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
     log.addHandler(handler)
     try:
         config = tiny_config("mixtral", num_local_experts=4, hidden_size=64)
         AutoPipeline(ranks=2, microbatches=2).build(AutoModelForCausalLM.from_config(config))
     finally:
         log.removeHandler(handler)
-    assert not told
+    assert not records

@@ -41,7 +41,7 @@ def test_initial_values_do_not_depend_on_the_split(family: str, tied: bool) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_initial_values_are_spread_as_transformers_spreads_them(family: str) -> None:
+def test_initial_values_have_the_deviation_of_transformers(family: str) -> None:
     """Not the same draws, but the same deviation of each weight; and what is not drawn is equal."""
     config = tiny_config(family, hidden_size=64, intermediate_size=96)
     reference = AutoModelForCausalLM.from_config(config)
@@ -60,7 +60,7 @@ def test_initial_values_are_spread_as_transformers_spreads_them(family: str) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_there_and_back(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_round_trip_keeps_every_bit(tmp_path: Path, family: str, tied: bool) -> None:
     """transformers writes, a pipeline reads, runs and writes, transformers reads: bit for bit."""
     model = tiny_model(family, tied=tied).eval()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
@@ -147,7 +147,7 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
         auto.build_plan(tmp_path)
 
 
-def test_weights_in_a_form_that_is_not_read(tmp_path: Path) -> None:
+def test_weights_in_other_formats_are_refused(tmp_path: Path) -> None:
     """0.1.0: a folder of pickled weights, or of shards without their index, gave random weights."""
     model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -161,7 +161,7 @@ def test_weights_in_a_form_that_is_not_read(tmp_path: Path) -> None:
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
 
 
-def test_weights_of_another_model(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     tiny_model("llama", layers=3).save_pretrained(tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text(tiny_config("llama", layers=4).to_json_string())
     with pytest.raises(CheckpointError, match=r"it lacks 9 of the model's weights: model.layers.3"):
@@ -174,7 +174,7 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "thin")
 
 
-def test_a_parameter_that_nobody_initialises() -> None:
+def test_a_parameter_without_an_initialisation_is_refused() -> None:
     model_class = type(tiny_model("llama"))
 
     class Extra(model_class):  # type: ignore[valid-type, misc]

@@ -106,19 +106,19 @@ def check(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
 
 
 @pytest.mark.parametrize("model_type", TYPICAL)
-def test_in_and_out(model_type: str, tmp_path: Path) -> None:
+def test_files_of_a_type(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("model_type", TAKEN)
-def test_every_type_in_and_out(model_type: str, tmp_path: Path) -> None:
+def test_files_of_every_type(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("model_type", [name for name in TAKEN if name not in NOT_RUN_IN_BFLOAT16])
-def test_every_type_in_and_out_in_bfloat16(model_type: str, tmp_path: Path) -> None:
+def test_files_of_every_type_in_bfloat16(model_type: str, tmp_path: Path) -> None:
     """Where some families keep a part of their weights in float32."""
     check(model_type, tmp_path, torch.bfloat16)
 
@@ -138,7 +138,7 @@ def test_weights_come_back_in_place(model_type: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, expected, held))
 
 
-def test_what_lies_beside_the_weights(tmp_path: Path) -> None:
+def test_other_files_of_the_folder_are_kept(tmp_path: Path) -> None:
     """A tokenizer's files, chat templates and generation config are those of the folder, byte for byte."""
     model = zoo.tiny_model("llama")
     model.save_pretrained(tmp_path / "theirs")
@@ -207,7 +207,7 @@ def stored_bytes(file: Path) -> list[int]:
         return [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118
 
 
-def test_a_file_is_one_of_safetensors(tmp_path: Path) -> None:
+def test_files_are_safetensors(tmp_path: Path) -> None:
     """Byte for byte, for every dtype, also of tensors without numbers or dimensions."""
     held: dict[str, Tensor] = {
         f"of {dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES.values()
