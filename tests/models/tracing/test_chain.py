@@ -185,7 +185,7 @@ def test_values_that_pass_the_layers_by(forward: Forward, message: str) -> None:
     ("wires", "message"),
     [
         (passed_in(dict, lambda box, new: box.update(x=new), lambda box: box.get("x")), "left in a dict"),
-        (passed_in(list, lambda box, new: box.append(new), lambda box: box[-1] if box else None), "in a list"),
+        (passed_in(list, lambda box, new: box.append(new), lambda box: box[-1] if box else None), "a list"),
         (passed_in(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
          "layer 1 takes something of the embeddings that it is not given"),
     ],
