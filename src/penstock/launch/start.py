@@ -22,7 +22,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from penstock.launch import failures
@@ -72,13 +71,9 @@ def relaunch(ranks: int) -> None:
     """
     if under_torchrun():
         follow_parent()
-        sys.excepthook = _fail_with
+        sys.excepthook = lambda _, error, __: fail(error)
         return
     sys.exit(launch(ranks, [sys.executable, *sys.orig_argv[1:]]))
-
-
-def _fail_with(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-    fail(error)
 
 
 def follow_parent() -> None:

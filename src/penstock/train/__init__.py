@@ -1,0 +1,1 @@
+"""`penstock train`: from a config to a trained model. Begin at run.py."""

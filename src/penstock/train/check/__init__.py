@@ -1,0 +1,1 @@
+"""Before the first step: the split model compared with the whole one."""

@@ -82,6 +82,19 @@ def _kind(value: object) -> str:
 
 # ---- pydantic's findings in the user's words
 
+_REMEDIES = {
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "Write a whole number, such as 8"),
+    **dict.fromkeys(("float_type", "float_parsing", "finite_number"), "Write a number, such as 0.1"),
+    **dict.fromkeys(("tuple_type", "too_short", "too_long"), "Write a list, such as [a, b]"),
+    "string_type": "Write text, in quotes where it looks like something else",
+    "bool_type": "Write true or false",
+    "literal_error": "Take {expected}",
+    "greater_than_equal": "Give {ge} or more",
+    "less_than_equal": "Give {le} or less",
+    "greater_than": "Give more than {gt}",
+    "less_than": "Give less than {lt}",
+}
+
 
 def _finding(entry: Any) -> tuple[str, str, str]:
     """Value, rule and remedy of one finding."""
@@ -96,32 +109,8 @@ def _finding(entry: Any) -> tuple[str, str, str]:
             remedy = remedy or "mend one of them"
             return name or "config", rule, remedy[0].upper() + remedy[1:]
     rule = entry["msg"].replace("Input should", "it should")
-    return f"{name}={_shown(entry['input'])}", rule, _remedy(entry["type"], entry.get("ctx", {}))
-
-
-def _remedy(kind: str, limits: dict[str, Any]) -> str:
-    match kind:
-        case "int_type" | "int_from_float" | "int_parsing":
-            return "Write a whole number, such as 8"
-        case "float_type" | "float_parsing" | "finite_number":
-            return "Write a number, such as 0.1"
-        case "string_type":
-            return "Write text, in quotes where it looks like something else"
-        case "bool_type":
-            return "Write true or false"
-        case "literal_error":
-            return f"Take {limits['expected']}"
-        case "greater_than_equal":
-            return f"Give {limits['ge']} or more"
-        case "less_than_equal":
-            return f"Give {limits['le']} or less"
-        case "greater_than":
-            return f"Give more than {limits['gt']}"
-        case "less_than":
-            return f"Give less than {limits['lt']}"
-        case "tuple_type" | "too_short" | "too_long":
-            return "Write a list, such as [a, b]"
-    return "See the keys and their types in penstock.train.config.sections"
+    remedy = _REMEDIES.get(entry["type"], "See the keys and their types in penstock.train.config.sections")
+    return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
 def _unknown_key(name: str, value: object) -> tuple[str, str, str]:
