@@ -34,9 +34,8 @@ from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.build_plan import BuildPlan, plan_stage, shared_weights
-from penstock.pipeline.checks import check_fits, check_options
-from penstock.pipeline.options import Options
+from penstock.pipeline.build_plan import BuildPlan, check_fits, plan_stage, shared_weights
+from penstock.pipeline.options import Options, check_options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.runtime.health.agreement import compare_values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,9 +27,13 @@ from penstock.models.tracing.chain import Chain
 from penstock.models.weights.files import Ties
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh import Axes
+from penstock.parallel.mesh_plan import ParallelOptions
+from penstock.parallel.tensor.plan import assigned
+from penstock.parallel.tensor.styles import COLUMNS
 from penstock.pipeline.options import recomputed_places
 from penstock.runtime.health.agreement import flat
 from penstock.runtime.memory import Sizes
+from penstock.runtime.rng import dropouts
 from penstock.runtime.shared_weights import SharedWeights, place, shared_by_replicas
 from penstock.schedule import Costs, Proof, Schedule, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
@@ -314,3 +318,59 @@ def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> M
     peak_live = [max(peaks[stage::depth]) for stage in range(depth)]  # the larger of a model's two copies
     hosted = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
     return stage_memory(plan.source.model, plan.chain, shape, limit / hosted, peak_live)
+
+
+# ---- models that the axes would train wrong
+
+# what models call the dropout of a block's whole output
+_AFTER_BLOCK = ("resid", "hidden_dropout")
+
+
+def check_fits(
+    model: PreTrainedModel, chain: Chain, axes: Axes, options: ParallelOptions, *, trains: bool
+) -> None:
+    """Raise ModelError or ConfigError for a model that the axes cannot train.
+
+    An axis of -1 passes until its size is known.
+    trains: whether the schedule has backwards; else no dropout is drawn
+    """
+    if axes.tp > 1 and options.sequence_parallel:
+        _check_layers(model, chain)
+    if not trains or max(axes.cp, axes.tp) < 2:
+        return
+    for name, key, probability in _sharded_dropouts(model, axes, options):
+        axis = "cp" if axes.cp > 1 else "sequence_parallel" if options.sequence_parallel else "tp"
+        raise ConfigError(
+            f"{key}={probability} of {name or type(model).__name__} with {axis}",
+            "each rank holds a part of these values, and would draw for it as if it were all of them",
+            "Set it to 0 in the model's config (model.config.to_dict() shows its name there), or leave out "
+            f"{axis}",
+        )
+
+
+def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
+    """Raise ModelError unless each layer needs only its own tokens."""
+    odd = not (chain.only_hidden_states or chain.more_crosses)
+    if odd or chain.has_early_inputs:
+        raise ModelError(
+            f"{type(model).__name__} with sequence_parallel",
+            "its hidden states are not (rows, tokens, width)"
+            if odd
+            else "its layers take values of all tokens in addition to sharded hidden states",
+            "Set sequence_parallel to False for this model",
+        )
+
+
+def _sharded_dropouts(
+    model: nn.Module, axes: Axes, options: ParallelOptions
+) -> Iterator[tuple[str, str, float]]:
+    """Module, key and probability of each dropout of sharded values; with tp, those between its matrices."""
+    if axes.cp > 1 or options.sequence_parallel:
+        yield from dropouts(model)
+        return
+    styles = assigned(model, axes.tp)
+    blocks = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}
+    for name, key, probability in dropouts(model):
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        if inside and not any(word in f"{name}.{key}" for word in _AFTER_BLOCK):
+            yield name, key, probability

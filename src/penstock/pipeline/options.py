@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import update_wrapper
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.batch.loss import Loss, LossLike, as_loss
+from penstock.batch.loss import Loss, LossLike, MeanOverRows, as_loss
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
+from penstock.models.stage import Provider
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
@@ -257,3 +261,61 @@ def recomputed_places(schedule: Schedule, how: Checkpointing | None) -> Places:
     if how is None or not schedule.trains:
         return frozenset()
     return first_in_flight(schedule, how.in_flight)
+
+
+def check_options(axes: Axes, sharded: Sharded, loss: Loss) -> None:
+    """Raise ConfigError for options that do not fit the axes; an axis of -1 passes until it is known."""
+    if sharded != Sharded() and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
+        raise ConfigError(
+            f"sharded={sharded} with the axes {axes}",
+            "`sharded` needs dp_shard, dp_replicate or cp above 1; here no weight is sharded",
+            "Set dp_shard to 2 or more, or leave sharded out",
+        )
+    if axes.cp > 1 and isinstance(loss, MeanOverRows):
+        raise ConfigError(
+            f"a loss_fn that is a function, with cp={axes.cp}",
+            "it returns the mean over whole rows, and each rank of cp holds a part of each row",
+            "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this rank's "
+            "part (penstock.batch.loss.Loss), or leave out cp",
+        )
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def takes_options(
+    make: Callable[P, Options],
+) -> Callable[
+    [Callable[[type[T], Provider, Options], T]],
+    Callable[Concatenate[type[T], Provider, P], T],
+]:
+    """Let a method of (provider, options) take the keywords of `make` in place of `options`.
+
+    So the options are stated once, and signature and types still name each of them. The method raises
+    TypeError for any other keyword, and names the nearest one.
+    """
+    known = list(signature(make).parameters.values())
+
+    def decorate(
+        method: Callable[[type[T], Provider, Options], T],
+    ) -> Callable[Concatenate[type[T], Provider, P], T]:
+        def with_keywords(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            name = f"{cls.__name__}.{method.__name__}()"
+            if args:
+                raise TypeError(f"{name} takes its options by keyword, such as {known[0].name}={args[0]!r}")
+            names = [option.name for option in known]
+            for key in kwargs.keys() - set(names):
+                near = get_close_matches(key, names, n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(names)}"
+                raise TypeError(f"{name} has no option {key!r}. {remedy}")
+            return method(cls, provider, make(*args, **kwargs))
+
+        update_wrapper(with_keywords, method)
+        *leading, _ = signature(method).parameters.values()
+        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known]
+        shown = signature(method).replace(parameters=[*leading, *keywords])
+        with_keywords.__signature__ = shown  # type: ignore[attr-defined]
+        return with_keywords
+
+    return decorate

@@ -16,11 +16,10 @@ from penstock.models.partition import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
-from penstock.pipeline.from_provider import stages_from_provider, takes_options
-from penstock.pipeline.options import Options
+from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_batch import BatchLike, RefusedBatch
 from penstock.pipeline.split_model import SplitModel
-from penstock.pipeline.stages import BuiltStages
+from penstock.pipeline.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
