@@ -84,7 +84,7 @@ MUTANTS = [
         "slots = 1 + trains",
         OF_VERIFY,
     ),
-    Mutant(VERIFY, "elif taken.intersection(pair):", "elif False:", OF_VERIFY),
+    Mutant(VERIFY, "elif kinds not in", "elif () and kinds not in", OF_VERIFY),
     Mutant(VERIFY, "if len(used) > 1:", "if len(used) > 2:", OF_VERIFY),
     # ---- simulate
     Mutant(SIMULATE, " and hosts[stage] != hosts[stage + 1]:", ":", OF_SIMULATE),

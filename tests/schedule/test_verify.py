@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ScheduleError
-from penstock.schedule import Op, Placement, Schedule, Violation, build, loop, verify
+from penstock.schedule import Op, Pair, Placement, Schedule, Violation, build, loop, verify
 
 op = Op.parse
 
@@ -71,6 +71,13 @@ def test_an_overlap_that_is_no_pair() -> None:
     assert found.rule.endswith("in overlaps is no Pair")
 
 
+def test_an_overlap_of_two_forwards() -> None:
+    program = tuple(map(op, ("0F0", "0F1", "0B0", "0B1")))
+    pair = Pair(op("0F0"), op("0F1"))
+    (found,) = violations(Schedule("mine", loop(1), 2, (program,), frozenset({pair})))
+    assert found.rule == f"{pair} overlaps other kinds than a forward and then a backward"
+
+
 def test_an_op_on_another_rank_than_its_stage() -> None:
     assert violations(schedule(1, "0F0 1F0", "1F0 0F0")) == (
         Violation("stage 1 is placed on rank 1", 0, 1, op("1F0")),
@@ -101,6 +108,19 @@ def test_an_input_gradient_that_is_missing() -> None:
     assert violations(schedule(1, "0F0 0W0")) == (
         Violation("it is in no program", 0, None, op("0I0"), op("0I0")),
     )
+
+
+def test_a_weight_gradient_that_is_missing() -> None:
+    assert violations(schedule(1, "0F0 0I0")) == (
+        Violation("it is in no program", 0, None, op("0W0"), op("0W0")),
+    )
+
+
+def test_a_microbatch_on_both_copies_of_the_model() -> None:
+    twice = Schedule("mine", Placement((0, 1), 2), 1, tuple(
+        tuple(map(op, program.split())) for program in ("0F0 0B0", "1F0 1B0")
+    ))  # fmt: skip
+    assert violations(twice) == (Violation("microbatch 0 runs on 2 copies of the model; it takes one"),)
 
 
 def test_a_backward_before_its_forward() -> None:
