@@ -50,6 +50,15 @@ def test_an_activation_that_three_products_share_is_counted_once() -> None:
     assert deferred.nbytes == 0
 
 
+def test_a_hook_that_is_registered_between_the_halves_sees_the_gradient() -> None:
+    one, seen = nn.Linear(WIDTH, WIDTH, bias=False), list[Tensor]()
+    one.weight.grad = torch.zeros_like(one.weight)
+    _, deferred = input_backward(forward(one, torch.randn(ROWS, WIDTH)), given())
+    one.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    deferred.run()
+    torch.testing.assert_close(seen, [one.weight.grad])
+
+
 def test_parameters_are_not_counted() -> None:
     table, one = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
     with deferring() as tape:
