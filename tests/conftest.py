@@ -10,7 +10,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support.pool import Pool
 
-CASES = 4  # of a test, in the inner loop
+CASES = 3  # of a test, in the inner loop
 
 
 @pytest.fixture(scope="session", autouse=True)

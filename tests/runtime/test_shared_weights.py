@@ -169,3 +169,16 @@ def test_over_gloo(pool: Pool) -> None:
         expected = [p.grad for p in whole[stage % 2].parameters() if p.grad is not None]
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
+
+
+def test_copies_begin_with_the_values_of_one_of_them() -> None:
+    values: list[Tensor] = []
+
+    def provider(info: StageInfo) -> nn.Module:
+        part = Part(info)
+        values.append(part.linear.weight.detach().clone())
+        return part
+
+    pipe = Pipeline.from_provider(provider, schedule=schedule(), loss_fn=mean_square)
+    for module in pipe.modules.values():
+        assert any(torch.equal(module.get_parameter("linear.weight"), value) for value in values)
