@@ -1,0 +1,67 @@
+"""docs/architecture.md and its picture are true of the code, and docs/api.txt of the public API."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def script(name: str, *arguments: str) -> str:
+    """What docs/`name`.py prints; fails with it where the script exits with an error."""
+    ran = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / f"{name}.py"), *arguments],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_picture_is_the_codes() -> None:
+    script("architecture", "--check")
+
+
+def test_the_page_of_the_public_api_is_the_codes() -> None:
+    script("api", "--check")
+
+
+def paths() -> list[str]:
+    """Every path in the page that looks like a file or a folder of the source or the tests."""
+    found = re.findall(r"`([a-z_/]+(?:\.py|/)?)`", PAGE.read_text(encoding="utf-8"))
+    return sorted({path for path in found if "/" in path or path.endswith(".py")})
+
+
+@pytest.mark.parametrize("path", paths())
+def test_every_path_of_the_page_exists(path: str) -> None:
+    places = [ROOT / "src" / "penstock" / path, ROOT / path, ROOT / "src/penstock/runtime/transport" / path]
+    assert any(place.exists() for place in places)
+
+
+def trips() -> list[tuple[str, list[str]]]:
+    """Each trip of the page: its heading, and the files of its numbered list."""
+    text = PAGE.read_text(encoding="utf-8")
+    sections = re.findall(r"^## (A [a-z]+)\n(.*?)(?=^## )", text, re.M | re.S)
+    return [(name.lower(), re.findall(r"^\d\. `([a-z_/]+)\.py`", body, re.M)) for name, body in sections]
+
+
+def test_the_trips_of_the_page_are_those_of_the_picture() -> None:
+    source = (ROOT / "docs" / "architecture.py").read_text(encoding="utf-8")
+    listing = source[source.index("TRIPS:") : source.index("class Folder")]
+    drawn = {
+        name: re.findall(r'"([a-z_/]+)"', files)
+        for name, files in re.findall(r'"(a [a-z]+)": \((.*?)\n    \)', listing, re.S)
+    }
+    assert dict(trips()) == drawn
+
+
+def test_every_layer_has_its_row_in_the_page() -> None:
+    from test_layers import LAYERS
+
+    rows = re.findall(r"^\| `([a-z]+)(?:\.py)?` \|", PAGE.read_text(encoding="utf-8"), re.M)
+    assert rows == list(LAYERS)
