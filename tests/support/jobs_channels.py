@@ -236,3 +236,36 @@ def slow_sends(
     wrong = differences(found, depth, microbatches) if last == "tanh" else []
     died = sum(slow.died for slow in sends)
     return Slow(wrong, len(sends), died, sum(early), only_sent, found.buffers)
+
+
+def ring_exchange(
+    *,
+    tensor_send_prev: Tensor | None,
+    tensor_recv_prev: Tensor | None,
+    tensor_send_next: Tensor | None,
+    tensor_recv_next: Tensor | None,
+    group: dist.ProcessGroup,
+) -> None:
+    """torch.distributed.ring_exchange as private builds have it, over gloo: it returns when it is over."""
+    rank, size = group.rank(), group.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    works = []
+    for tensor, peer in ((tensor_recv_prev, before), (tensor_recv_next, after)):
+        works += [] if tensor is None else [group.recv([tensor], peer, peer)]
+    for tensor, peer in ((tensor_send_prev, before), (tensor_send_next, after)):
+        works += [] if tensor is None else [group.send([tensor], peer, rank)]
+    for work in works:
+        work.wait()
+    RINGS.append(len(works))
+
+
+RINGS: list[int] = []  # how many transfers each exchange had
+
+
+def in_rings(ranks: int, cases: Sequence[Case]) -> tuple[list[str], int]:
+    """What went wrong with torch.distributed.ring_exchange there, and the transfers that went through it."""
+    RINGS.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ring_exchange", ring_exchange, raising=False)
+        wrong = compare(ranks, cases, "batched")
+    return wrong, sum(RINGS)

@@ -159,7 +159,7 @@ class Executor:
         self.transport.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
 
     def _exchange(self, action: Exchange, step: StepInput) -> None:
-        self.transport.start()
+        self.transport.start(action.in_line)
 
     def _free(self, action: Free, step: StepInput) -> None:
         self.transport.free(action.message)

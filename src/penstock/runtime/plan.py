@@ -104,9 +104,13 @@ class Send(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Start all that was posted and sent since the last exchange; do not wait."""
+    """Start all that was posted and sent since the last exchange; do not wait.
+
+    in_line: whether the rank may wait here until the exchange is over, without a deadlock
+    """
 
     messages: tuple[Message, ...]
+    in_line: bool
 
 
 class Free(NamedTuple):
@@ -187,7 +191,7 @@ def lower(
     else:
         assert exchanges.schedule == schedule
         actions = _Lowering(schedule, rank, exchanges.receives[rank], recomputed, reduced).actions()
-        actions = _with_exchanges(actions)
+        actions = _with_exchanges(actions, exchanges.in_line)
     if overlap and schedule.overlaps:
         actions = _overlapped(actions, {pair.forward: pair.backward for pair in schedule.overlaps})
     return Plan(rank, schedule, tuple(actions), proof.peak_live[rank])
@@ -280,18 +284,18 @@ class _Lowering:
         return self._schedule.gradient(message.target, message.op.microbatch)
 
 
-def _with_exchanges(actions: Iterable[Action]) -> Iterator[Action]:
+def _with_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action]:
     """The same actions, with an exchange after each run of sends and posts."""
     started: list[Message] = []
     for action in actions:
         if isinstance(action, Send | Post):
             started.append(action.message)
         elif started:
-            yield Exchange(tuple(started))
+            yield Exchange(tuple(started), in_line)
             started = []
         yield action
     if started:
-        yield Exchange(tuple(started))
+        yield Exchange(tuple(started), in_line)
 
 
 def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Action]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from penstock.errors import ConfigError
 from penstock.runtime.plan import Exchange, Post, Send, Wait, lower
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup
+from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup, ring_arguments
 from penstock.schedule import verify
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.order import exchanges
@@ -84,7 +84,7 @@ def test_all_that_is_posted_or_sent_is_in_the_next_exchange(name: str) -> None:
             match action:
                 case Post(message) | Send(message):
                     given.append(message)
-                case Exchange(messages):
+                case Exchange(messages, _):
                     assert list(messages) == given
                     begun |= set(given)
                     given = []
@@ -98,6 +98,62 @@ def test_what_cannot_go_in_batches_is_refused() -> None:
         jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
     with pytest.raises(ConfigError, match="exchange='ring'"):
         jobs.step("1f1b", 2, 2, exchange="ring")
+
+
+def test_a_ring_exchange_carries_what_fits_one(pool: Pool) -> None:
+    several: list[jobs.Case] = [
+        ("1f1b", 4, 6),
+        ("zb_h1", 4, 6),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8),
+    ]
+    found = pool.run(4, jobs.in_rings, 4, several)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    assert all(count > 0 for _, count in found)
+
+
+class Op:
+    """What ring_arguments reads of a torch.distributed.P2POp."""
+
+    def __init__(self, sends: bool, peer: int, tensor: torch.Tensor) -> None:
+        self.op = dist.isend if sends else dist.irecv
+        self.group_peer, self.tensor = peer, tensor
+
+
+def ring(*ops: tuple[bool, int, torch.Tensor], rank: int = 1, size: int = 4) -> Any:
+    made: Any = [Op(*each) for each in ops]
+    return ring_arguments(made, rank, size)
+
+
+def test_a_ring_exchange_names_the_neighbours() -> None:
+    to_next, from_next, from_previous = torch.zeros(3)
+    found = ring((True, 2, to_next), (False, 2, from_next), (False, 0, from_previous))
+    assert found == {
+        "tensor_send_prev": None,
+        "tensor_recv_prev": from_previous,
+        "tensor_send_next": to_next,
+        "tensor_recv_next": from_next,
+    }
+
+
+@pytest.mark.parametrize(
+    ("ops", "size"),
+    [
+        ([(True, 3)], 4),  # no neighbour of rank 1
+        ([(True, 2), (True, 2)], 4),  # two to one
+        ([(False, 0), (False, 0)], 2),  # in a ring of two the other is both neighbours, and is still one
+    ],
+)
+def test_other_exchanges_do_not_fit_a_ring(ops: list[tuple[bool, int]], size: int) -> None:
+    assert ring(*((*each, torch.zeros(1)) for each in ops), size=size) is None
+
+
+def test_in_a_ring_of_two_the_other_rank_is_the_previous_one() -> None:
+    there, back = torch.zeros(2)
+    found = ring((True, 0, there), (False, 0, back), size=2)
+    assert {name for name, tensor in found.items() if tensor is not None} == {
+        "tensor_send_prev",
+        "tensor_recv_prev",
+    }
 
 
 class Noted:
@@ -149,6 +205,6 @@ def test_batches_hold_no_tensor_once_begun(monkeypatch: pytest.MonkeyPatch) -> N
     batches = Batches(group)
     batches.send(P2PGroup(group, 1, 2, 5), [sent])
     assert held() is sent
-    batches.start()
+    batches.start(in_line=False)
     del sent
     assert held() is None

@@ -34,6 +34,7 @@ from penstock.runtime.transport.point_to_point import (
     SendCompletion,
     Sending,
     Work,
+    ring_exchange,
 )
 
 # ahead of a message whose receiver does not know its specs: their length, and the specs if they fit
@@ -111,7 +112,7 @@ class Channels:
         network: Network | None = None,
     ) -> None:
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
-        self._carrier: Carrier = Batches(groups.pipeline) if batched else OneByOne()
+        self._carrier: Carrier = Batches(groups.pipeline, ring_exchange()) if batched else OneByOne()
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)
         staged = groups.backend == "gloo" and device.type == "cuda"
@@ -252,9 +253,9 @@ class Channels:
     def _as_tensor(self, text: bytes) -> Tensor:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._at)
 
-    def start(self) -> None:
+    def start(self, in_line: bool) -> None:
         try:
-            self._carrier.start()
+            self._carrier.start(in_line)
         except RuntimeError as cause:
             self._watch.begin("an exchange", None)
             raise self._watch.error(cause) from cause

@@ -94,8 +94,8 @@ class DistributedTransport(Transport):
             self.settle()
         self._opened.send(message, payload, with_specs)
 
-    def start(self) -> None:
-        self._opened.start()
+    def start(self, in_line: bool) -> None:
+        self._opened.start(in_line)
 
     def free(self, message: Message) -> None:
         self._opened.free(message)

@@ -51,8 +51,11 @@ class Transport:
         """
         raise NotImplementedError
 
-    def start(self) -> None:
-        """Start what was posted and sent since the last call, where messages go in batches."""
+    def start(self, in_line: bool) -> None:
+        """Start what was posted and sent since the last call, where messages go in batches.
+
+        in_line: whether it may wait until these messages have arrived
+        """
 
     def free(self, message: Message) -> None:
         """Make sure that a sent message has left. The plan has proven its arrival."""

@@ -3,7 +3,9 @@
 A channel is addressed by a `P2PGroup`. `OneByOne` starts each tensor at once. `Batches` starts together
 what was posted and sent since the last `start`, as penstock.schedule.order has proven possible: NCCL moves
 a batch in one kernel, and batches one after the other; on gloo each tensor goes by itself, and waiting for
-one waits for all of its batch and of the batches before, so that what runs is what was proven.
+one waits for all of its batch and of the batches before, so that what runs is what was proven. Where torch
+is built with `ring_exchange` (a private build, as Megatron's `use_ring_exchange_p2p` needs), a batch goes
+through it if it fits and may be waited for.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ class Carrier(Protocol):
     def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
         """The works to wait for until the tensors are here."""
 
-    def start(self) -> None:
-        """Start, at the latest, what was sent and received since the last call."""
+    def start(self, in_line: bool) -> None:
+        """Start, at the latest, what was sent and received since the last call.
+
+        in_line: whether it may wait until that is over
+        """
 
 
 class OneByOne:
@@ -63,15 +68,24 @@ class OneByOne:
     def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
         return [p2p.group.recv([buffer], p2p.source, p2p.tag) for buffer in buffers]
 
-    def start(self) -> None:
+    def start(self, in_line: bool) -> None:
         """Nothing to do: everything has started."""
+
+
+# at most one tensor to and one from each of the two neighbours in a ring of ranks
+RingExchange = Callable[..., None]
+
+
+def ring_exchange() -> RingExchange | None:
+    """torch.distributed.ring_exchange, in a build of torch that has it."""
+    return getattr(dist, "ring_exchange", None)
 
 
 class Batches:
     """What was sent and received before a `start` goes together. All channels are in one group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, ring: RingExchange | None = None) -> None:
+        self._group, self._ring = group, ring
         self._ops: list[dist.P2POp] = []
         self._next = Batch(None)
 
@@ -86,10 +100,35 @@ class Batches:
         self._ops += [dist.P2POp(op, tensor, group=group, tag=tag, group_peer=peer) for tensor in tensors]
         return [self._next]
 
-    def start(self) -> None:
+    def start(self, in_line: bool) -> None:
         ops, self._ops = self._ops, []
         batch, self._next = self._next, Batch(self._next)
-        batch.begin(dist.batch_isend_irecv(ops) if ops else [])  # a message may hold no tensor
+        batch.begin(self._start(ops, in_line) if ops else [])  # a message may hold no tensor
+
+    def _start(self, ops: list[dist.P2POp], in_line: bool) -> Sequence[Work]:
+        if self._ring is not None and in_line:  # a ring exchange returns when it is over
+            sides = ring_arguments(ops, self._group.rank(), self._group.size())
+            if sides is not None:
+                self._ring(**sides, group=self._group)
+                return []
+        return dist.batch_isend_irecv(ops)
+
+
+def ring_arguments(ops: Sequence[dist.P2POp], rank: int, size: int) -> dict[str, Tensor | None] | None:
+    """The tensors of a ring exchange by argument; None where the ops do not fit one.
+
+    In a ring of two each rank is both neighbours of the other, and counts as the previous one.
+    """
+    sides = {(rank + 1) % size: "next", (rank - 1) % size: "prev"}
+    found: dict[str, Tensor | None] = {
+        f"tensor_{verb}_{side}": None for verb in ("send", "recv") for side in ("prev", "next")
+    }
+    for op in ops:
+        argument = f"tensor_{'send' if op.op is dist.isend else 'recv'}_{sides.get(op.group_peer)}"
+        if argument not in found or found[argument] is not None:
+            return None
+        found[argument] = op.tensor
+    return found
 
 
 class Batch:
