@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 PAGE = Path(__file__).resolve().parent / "api.txt"
+LONGEST = 90  # characters of a signature on one line
 PACKAGES = (
     "penstock",
     "penstock.schedule",
@@ -68,10 +69,38 @@ def _kind(member: object) -> str:
 
 
 def _signature(thing: object) -> str:
+    """Parameters as they are written in the code, one a line where they are many."""
     try:
-        return str(inspect.signature(thing))  # type: ignore[arg-type]
+        signature = inspect.signature(thing)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return ""
+    parameters = [_parameter(each) for each in signature.parameters.values()]
+    kinds = [each.kind for each in signature.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
+    returns = signature.return_annotation
+    end = "" if returns in (inspect.Signature.empty, None, "None") else f" -> {_annotation(returns)}"
+    line = f"({', '.join(parameters)}){end}"
+    if len(line) <= LONGEST:
+        return line
+    return "(" + "".join(f"\n                {each}," for each in parameters) + f"\n            ){end}"
+
+
+def _parameter(each: inspect.Parameter) -> str:
+    stars = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
+    text = f"{stars}{each.name}"
+    if each.annotation is not each.empty:
+        text += f": {_annotation(each.annotation)}"
+    if each.default is each.empty:
+        return text
+    shown = repr(each.default)
+    return f"{text} = {'...' if ' at 0x' in shown or shown.startswith('<') else shown}"
+
+
+def _annotation(annotation: object) -> str:
+    if isinstance(annotation, str):
+        return annotation
+    return str(getattr(annotation, "__forward_arg__", None) or inspect.formatannotation(annotation))
 
 
 def stale() -> bool:
