@@ -126,14 +126,14 @@ MUTANTS = [
         REDUCTIONS,
         "-self.max(-number)",
         "self.max(number)",
-        "parallel/test_bad_input.py parallel/test_refusals.py parallel/test_data.py",
+        "parallel/test_batches.py parallel/test_outputs.py",
     ),
-    Mutant(REDUCTIONS, "if len(numbers) > 1]", "if len(numbers) > 2]", "parallel/test_bad_input.py"),
+    Mutant(REDUCTIONS, "if len(numbers) > 1]", "if len(numbers) > 2]", "parallel/test_batches.py"),
     Mutant(
         REDUCTIONS,
         "self._sum(counts, self._batch,",
         "self._sum(counts, self._loss,",
-        "parallel/test_context.py parallel/test_axes.py",
+        "parallel/test_equivalence.py",
     ),
     Mutant(
         SHARED, "before if copy.grad is None else copy.grad.add_(before)", "before", f"{OF_SHARED} pipeline"
