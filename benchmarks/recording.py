@@ -65,7 +65,7 @@ def _nothing(*_: object) -> None:
 
 
 def _only_loss(executor: Executor, _: bool) -> Tensor:
-    loss = float(torch.stack(executor.ops.shares).double().sum()) if executor.ops.shares else 0.0
+    loss = float(torch.stack(executor.ops.loss_shares).double().sum()) if executor.ops.loss_shares else 0.0
     return torch.tensor([loss], dtype=torch.float64)
 
 

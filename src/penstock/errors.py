@@ -81,7 +81,7 @@ class ScheduleError(InputError):
 
 
 class PartitionError(InputError):
-    """Layers that cannot be dealt out to the stages asked for."""
+    """Layers that cannot be divided among the requested stages."""
 
 
 class BatchError(InputError):
@@ -143,13 +143,15 @@ class RunError(PenstockError):
 
 
 class PeerError(RunError):
-    """A wait for another rank that came to nothing.
+    """A wait for another rank that failed.
 
-    rank: the one that waited, None where no watch was kept; op: what for, an op or words; peer: for whom,
-        None for all others; waited: seconds
-    last_ops: the ops (penstock.schedule.Op) that the rank had done last
-    peer_report: what the rank that is to blame last told of itself
-    reports: the same of every other rank that told anything
+    rank: the rank that waited; None without a watch
+    op: the op whose result it waited for, or words
+    peer: the rank that it waited for; None for all others
+    waited: seconds
+    last_ops: the last ops (penstock.schedule.Op) that this rank completed
+    peer_report: the last report of the rank that caused the failure
+    reports: the last report of every other rank that sent one
     timeline: this rank's part of the step so far, a penstock.schedule.Timeline
     """
 
@@ -167,13 +169,13 @@ class PeerError(RunError):
 
     @property
     def brief(self) -> str:
-        """The message without what the ranks did last."""
+        """The message without the last reports of the ranks."""
         return super().__str__()
 
     def __str__(self) -> str:
         account = account_of(self)
-        own = "" if account is None else f"rank {self.rank} {account}"
-        return "\n  ".join(filter(None, (self.brief, self.peer_report, own)))
+        this_rank = "" if account is None else f"rank {self.rank} {account}"
+        return "\n  ".join(filter(None, (self.brief, self.peer_report, this_rank)))
 
 
 class PeerLostError(PeerError):
@@ -185,7 +187,7 @@ class StalledPeerError(PeerError):
 
 
 class Account(NamedTuple):
-    """What a rank did when it failed.
+    """What a rank was doing when it failed.
 
     where: e.g. ``in 2F3, steady phase``; done: e.g. ``5 of 12 ops done, the last 2F1 2F2 2B0``
     trace: the file with its timeline so far, or why there is none
@@ -200,7 +202,7 @@ class Account(NamedTuple):
 
 
 def give_account(error: BaseException, account: Account) -> None:
-    """Let `error`, one of anybody's, carry `account` to whoever reports it."""
+    """Attach `account` to `error`, of any type; whoever reports the error reads it with `account_of`."""
     error.penstock_account = account  # type: ignore[attr-defined]
 
 

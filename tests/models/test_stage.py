@@ -342,7 +342,9 @@ def test_declared_names_that_forward_does_not_take(split: Sequence[Sequence[int]
             return x
 
     for answer in agree(split, Strict, [batch()]):
-        assert answer.startswith("ModelError: what stages 0 and 1 declare of the edge between them: one of")
+        assert answer.startswith(
+            "ModelError: the shapes that stages 0 and 1 declare for the edge between them: a"
+        )
         assert "(hidden, stage) and the batch (x): got an unexpected keyword argument 'stage'" in answer
 
 

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import ModelError
-from penstock.models.tracing.meta import outlined
+from penstock.models.tracing.meta import write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights.initial import initialise
 from penstock.pipeline.auto_pipeline import fill
@@ -248,7 +248,7 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
     whole, part = plan.model_of(0), plan.model_of(0, values=False)
     fill(whole, plan.source, (), auto.seed)
     weights.check(part, plan.source.files, ())
-    given = outlined(part)
+    given = write_through(part)
     materialize(part, torch.device("cpu"))
     fill(given, plan.source, (), auto.seed)
     expected, found = dict(whole.named_parameters()), dict(part.named_parameters())
@@ -265,7 +265,7 @@ def check_pieces(family: str) -> None:
     for stage in range(2):
         whole, part = plan.model_of(stage), plan.model_of(stage)
         initialise(whole, model, ties, 3)
-        given = outlined(part)
+        given = write_through(part)
         materialize(part, torch.device("cpu"))
         initialise(given, model, ties, 3)
         for kind in ("parameters", "buffers"):

@@ -99,7 +99,9 @@ def disagreements_in_words(told: list[str]) -> None:
     assert "takes float64[4, 6, 3]. Make infer_outputs of the one agree" in shape
     assert gradient.startswith("ShapeError: stage 0 says that it gives")
     assert ", tensor 1 without a gradient: stage 1 says that it takes" in gradient
-    assert names.startswith("ModelError: what stages 0 and 1 declare of the edge between them: one of them")
+    assert names.startswith(
+        "ModelError: the shapes that stages 0 and 1 declare for the edge between them: a declaration"
+    )
     assert "OtherNames.forward(x): it cannot take what the stage before gives (hiden)" in names
 
 

@@ -2,7 +2,7 @@
 
 A loss gives the weight of a microbatch (its valid items) and the sum over them. All weights are known
 before the first backward, so each microbatch's sum is divided by the step's weight before it is
-differentiated. The gradients need no second pass, however unevenly the valid items are spread.
+differentiated. The gradients need no second pass, also if microbatches differ in their valid items.
 """
 
 from __future__ import annotations
@@ -59,16 +59,14 @@ class NextToken:
         return int((labels[:, 1:] != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """Half precision is summed in float32, as usual.
+        """The cross-entropy summed over the valid tokens. Half precision is summed in float32.
 
         Args:
             output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
-                "auxiliary_loss", a
-                mean that counts for as many items as the microbatch has.
-            microbatch: where a sequence is split into context shards, `shift_labels` replace the labels:
-                they give
-                the next token of each, which may be on another shard. Then `valid_items` tells how many
-                items the auxiliary loss, or this shard's part of it, counts for.
+                "auxiliary_loss", a mean that counts for as many items as the microbatch has.
+            microbatch: with context shards, `shift_labels` replaces the labels: it holds the next token of
+                each token, which may lie on another shard. Then `valid_items` is the number of items that
+                the auxiliary loss, or this shard's part of it, counts for.
         """
         outputs = output if isinstance(output, Mapping) else {"logits": output}
         logits, shifted = outputs["logits"], "shift_labels" in microbatch

@@ -197,7 +197,7 @@ def _shape(microbatch: Microbatch) -> tuple[int, int]:
     return shape
 
 
-# ---- Models in which packed documents would mix.
+# ---- Models in which packed documents would mix
 
 
 def refuse_packed(model: object) -> None:

@@ -56,17 +56,14 @@ class Padding:
     Args:
         length: always this length, and nothing may be longer; None takes the step's longest microbatch.
         multiple: round up to a multiple of this, as some attention kernels want it.
-        buckets: round up to the next of these first, so that a run meets few lengths. What is longer than
-            all of them
-            is rounded to `multiple` only: it costs one more length, and does not end the run; `length` is
-            the limit.
-        context_shards: parts that each row is split into afterwards. `multiple` and `buckets` are of one
-            part.
-        entries: how to pad entries of other names than transformers', or in another way; None leaves one as
-            it is.
-        needs_mask: whether a padded row must have an attention_mask: where the model counts each token that
-            no mask
-            hides, as routers' loss does. A pipeline sets it by itself.
+        buckets: first round up to the next of these lengths, so that a run meets few lengths. A row longer
+            than all of them is rounded to `multiple` only: it is no error. For a hard limit use `length`.
+        context_shards: the number of shards that each row is split into afterwards. `multiple` and `buckets`
+            apply to one shard.
+        entries: how to pad entries that transformers does not know, or pads differently; None leaves an
+            entry as it is.
+        needs_mask: whether a padded row must have an attention_mask. True for models whose routers' loss
+            counts every token that no mask hides; the pipeline sets it.
     """
 
     length: int | None = None
@@ -150,7 +147,7 @@ class Padding:
         if shape is None:
             raise BatchError(
                 f"a microbatch of {sorted(microbatch)}",
-                "none of it tells how long its rows are",
+                "no entry of it shows the length of its rows",
                 "Give input_ids or inputs_embeds, or name the sequence of another tensor in padding entries",
             )
         return shape

@@ -161,7 +161,7 @@ def prefixes(name: str) -> Iterator[str]:
     return accumulate(name.split("."), lambda prefix, last: f"{prefix}.{last}")
 
 
-# ---- The modules of a model that is no transformers model: in the order in which they were assigned.
+# ---- Models that are not from transformers: their modules in the order of assignment
 
 
 def names_in_order(model: nn.Module, layers: str | None) -> ModuleNames:

@@ -29,7 +29,7 @@ from penstock.runtime.transport.groups import Processes
 
 @dataclass(frozen=True)
 class StageInfo:
-    """The place of a stage: `stage` of `stages`, counted from 0 along the data's way."""
+    """The position of a stage: `stage` of `stages`, counted from 0 in the order of the forward."""
 
     stage: int
     stages: int
@@ -47,7 +47,7 @@ Provider = Callable[[StageInfo], nn.Module]
 
 
 def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: int = 1) -> range:
-    """The layers of one stage, where `layers` layers are dealt out as evenly as possible.
+    """The layers of one stage, if `layers` layers are divided as evenly as possible.
 
     before, after: how many layers the modules before the first layer (an embedding) and after the last one
         (a head) count for
@@ -256,7 +256,7 @@ class DeclaredEdges:
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], stages: int) -> None:
-        """modules: by stage within the copy of the model"""
+        """modules: those of this process, by stage within the copy of the model"""
         self._modules, self._stages = modules, stages
         self._known = Known(self._declare)
         self._agreed: set[object] = set()
@@ -323,12 +323,12 @@ def _described(specs: EdgeSpecs) -> str:
 
 
 def _compare(edge: int, ends: Sequence[Sequence[str | None]]) -> None:
-    """ends: by process, what DeclaredEdges._ends returned"""
+    """Raise where the two stages at `edge` declare different shapes. ends: by process, from `_ends`"""
     gives, takes, wrong = (next((each[i] for each in ends if each[i] is not None), None) for i in range(3))
     if wrong is not None:
         raise ModelError(
-            f"what stages {edge} and {edge + 1} declare of the edge between them",
-            f"one of them cannot tell, or its forward does not take it: {wrong}",
+            f"the shapes that stages {edge} and {edge + 1} declare for the edge between them",
+            f"a declaration fails, or forward does not take the declared inputs: {wrong}",
             "Mend infer_outputs of the one, or infer_inputs of the other",
         )
     if gives is not None and takes is not None and gives != takes:

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.models.huggingface.boundary import compute_in
-from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_what_would_not_show
+from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import LayerCosts, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
-from penstock.models.tracing.meta import outlined, placed, shadow
+from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.folder import MANIFEST, check_folder
@@ -100,7 +100,7 @@ class AutoPipeline(Options):
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
             check_folder(model)  # penstock wrote it: without this an altered file would load silently
         source = open_source(model, self.dtype, self.attention)
-        refuse_what_would_not_show(source.model)
+        refuse_unsupported_options(source.model)
         options = self.parallel_options()
         if self.axes is not None:
             check_model(source.model, self.axes, options)
@@ -181,7 +181,7 @@ class AutoPipeline(Options):
 
 
 def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:
-    """Give values to a stage's model on meta; an `outlined` one passes them on to the sharded weights."""
+    """Give values to a stage's model on meta, or to its sharded weights through a `write_through` twin."""
     if source.files:
         weights.load(model, source.files, ties)
     else:
@@ -282,7 +282,7 @@ class _Build:
         """
         mesh_plan, device = self._mesh_plan, self._world.device
         assert mesh_plan is not None
-        unsharded = outlined(model)
+        unsharded = write_through(model)
         placed(model, device)
         mesh_plan.parallelize(model)
         if mesh_plan.param_dtype is not None:

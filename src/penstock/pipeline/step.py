@@ -74,7 +74,10 @@ class StepRunner:
         self.draws: bool = any(world.processes.gather(bool(self._rngs)))
 
     def lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
-        """recomputed: the (stage, microbatch) whose layers run again in the backward"""
+        """Lower a proven schedule to an executor for each rank of this process.
+
+        recomputed: the (stage, microbatch) whose layers run again in the backward
+        """
         world, schedule = self._world, proof.schedule
         together = exchanges(schedule) if world.batched else None
         executors = []
@@ -126,7 +129,7 @@ class StepRunner:
                     stage.end_forwards()
             if collect and scored:
                 for executor in executors:
-                    _separate(executor, step.weight)
+                    _take_loss_out(executor, step.weight)
             vectors = transport.exchange([report.pack(executor, changed) for executor in executors])
             reports = report.unpack(schedule, vectors)
             loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
@@ -149,7 +152,7 @@ class StepRunner:
     def _prepare(
         self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None, scored: bool
     ) -> tuple[StepInput, AbstractContextManager[None]]:
-        """Split the batch and agree on it before anything is sent: the input, and the seeds to run with."""
+        """Split the batch, and agree on it before anything is sent. Returns the input, and `_seeds`."""
         schedule, executors, number = lowered
         world, transport, built = self._world, self._world.transport, self._built
         counts = scored or not collect
@@ -221,9 +224,10 @@ class StepRunner:
             return nullcontext()
         world = self._world
         training = any(inner.training for stage in self._stages.values() for inner in stage.module.modules())
-        own = torch.tensor([next_seed() if training else 0], dtype=torch.float64)
-        numbers = world.transport.exchange([own] * len(world.ranks))  # after all ranks took the batch
-        seed = world.reductions.max(int(max(numbers)))  # one for all, however each was seeded
+        local_seed = torch.tensor([next_seed() if training else 0], dtype=torch.float64)
+        # all ranks have accepted the batch; users may seed them differently, and a step takes one seed
+        seeds = world.transport.exchange([local_seed] * len(world.ranks))
+        seed = world.reductions.max(int(max(seeds)))
         if not seed:
             return nullcontext()
         draw_seed()
@@ -231,7 +235,7 @@ class StepRunner:
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
         """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
-        # found by all ranks alike before anything was sent: another batch may follow
+        # all ranks raised the same error before anything was sent, so that another batch may follow
         early = not begun or not any(executor.current for executor in executors)
         harmless = early and isinstance(error, BatchError)
         harmless |= not begun and isinstance(error, InputError)
@@ -262,7 +266,7 @@ def _progress_of(executor: Executor) -> Callable[[], Progress | None]:
 
 
 def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch]) -> Collect:
-    """Both the loss and what `collect` returns."""
+    """A function that returns the loss and what `collect` returns. `_take_loss_out` separates them."""
 
     def both(output: Any, number: int) -> tuple[Tensor, Any]:
         return loss.total(output, microbatches[number]), collect(output, number)
@@ -270,7 +274,7 @@ def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch])
     return both
 
 
-def _separate(executor: Executor, weight: int) -> None:
-    """Store the results of `_with_loss`: the loss as shares, the rest as results."""
-    executor.ops.shares = [total / weight for total, _ in executor.ops.results.values()]
+def _take_loss_out(executor: Executor, weight: int) -> None:
+    """Undo `_with_loss`: move the losses from `ops.results` to `ops.loss_shares`."""
+    executor.ops.loss_shares = [total / weight for total, _ in executor.ops.results.values()]
     executor.ops.results = {number: kept for number, (_, kept) in executor.ops.results.items()}

@@ -118,7 +118,7 @@ class Executor:
             if type(action) not in self.transport.needless:
                 yield effects[type(action)], action
 
-    # ---- the effects
+    # ---- effects of the actions
 
     def compute(self, compute: Compute, step: StepInput) -> None:
         op, takes = compute.op, compute.takes
@@ -134,7 +134,7 @@ class Executor:
             self.outbox[op] = result
 
     def _arrived(self, message: Message, began: Time) -> bool:
-        """Whether the message is here. Waits for it, unless another rank of this process has to send it.
+        """Receive the message into the inbox. Returns False if another rank of this process must run first.
 
         began: when this rank began to wait for it
         """
@@ -212,7 +212,7 @@ class Executor:
         if backward.gives:
             self.outbox[backward.op] = result
 
-    # ---- what others ask
+    # ---- state
 
     @property
     def progress(self) -> Progress:

@@ -58,7 +58,7 @@ class Ops:
 
     def begin_step(self) -> None:
         self.totals: list[Tensor] = []  # loss of each microbatch, on the last stage's rank
-        self.shares: list[Tensor] = []  # their shares of the step's loss, once the step has ended
+        self.loss_shares: list[Tensor] = []  # the totals over the step's weight, once the step has ended
         self.results: dict[int, Any] = {}  # what `collect` returned, by microbatch
         self.ledger, self.peak_live = Ledger(), 0
         self._seed: Tensor | None = None  # the gradient of the loss itself, 1 / weight
@@ -69,7 +69,7 @@ class Ops:
 
     def end_step(self, step: StepInput) -> None:
         if self.totals:
-            self.shares = list(torch._foreach_div(self.totals, step.weight))
+            self.loss_shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
 
     # ---- forward

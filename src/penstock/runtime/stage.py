@@ -266,7 +266,7 @@ class RoutedStage(Stage):
         self.routing.reset()
 
 
-# ---- The state of modules, set aside for a while.
+# ---- Context managers that change modules for a while
 
 
 @contextmanager

@@ -49,7 +49,7 @@ Reports = Sequence[StepReport]  # by rank
 def pack(executor: Executor, trained_changed: bool = False) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks."""
     ops, schedule = executor.ops, executor.plan.schedule
-    loss = float(torch.stack(ops.shares).double().sum()) if ops.shares else 0.0
+    loss = float(torch.stack(ops.loss_shares).double().sum()) if ops.loss_shares else 0.0
     times, found = executor.recorder.times(), executor.recorder.reductions()
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]

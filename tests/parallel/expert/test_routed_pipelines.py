@@ -419,21 +419,21 @@ def test_choices_that_no_router_can_make_are_refused(
         )
 
 
-def outlined(model: Any) -> None:
+def build_plan(model: Any) -> None:
     AutoPipeline(ranks=2, microbatches=2, replay_routing=True).build_plan(model)
 
 
 def test_models_that_cannot_be_replayed_are_refused() -> None:
     """Before anything is read or joined."""
     with pytest.raises(ConfigError, match="LlamaForCausalLM: it has no experts"):
-        outlined(tiny_model("llama"))
+        build_plan(tiny_model("llama"))
     with pytest.raises(ModelError, match=r"layers.0.* the one top-k"):
-        outlined(zoo.tiny_model("phimoe"))
+        build_plan(zoo.tiny_model("phimoe"))
     twice = tiny_model("mixtral", layers=2)
     twice.model.layers[1].mlp = twice.model.layers[0].mlp
     with pytest.raises(ModelError, match="called twice in one forward"):
-        outlined(twice)
-    outlined(tiny_model("mixtral").config)  # without values
+        build_plan(twice)
+    build_plan(tiny_model("mixtral").config)  # without values
 
 
 def test_the_trainer_passes_replay_routing_on(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ class MicrobatchCompleter:
             )
 
 
-def refuse_what_would_not_show(model: PreTrainedModel) -> None:
+def refuse_unsupported_options(model: PreTrainedModel) -> None:
     """Refuse options that would change loss or gradients in silence. Raises ModelError."""
     if model.config.return_dict is False:
         raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")

@@ -1,10 +1,10 @@
 """A model without values: its modules as they are, parameters and buffers on the meta device.
 
-outlined(stage)     a twin to fill tensor by tensor: what is put into it goes into the tensors of `stage`,
-                    into this rank's shards where they are spread over a mesh
-bare(model)         a twin that outlives the weights of `model`: for its config, its signature, a dry run
-hollow(model)       the memo for a deep copy without values
-shadow(model)       a copy with fake tensors, whose forward takes neither memory nor time
+write_through(stage)   a twin on the meta device: a tensor assigned to it is copied into `stage`, or into this
+                       rank's shard
+bare(model)            a twin that outlives the weights of `model`: for its config, its signature, a dry run
+hollow(model)          the memo for a deep copy without values
+shadow(model)          a copy with fake tensors, whose forward takes neither memory nor time
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from penstock.runtime.sharded_weights import meta_like, shard_like
 Table = dict[str, Any]
 
 
-class Passing(Table):
-    """A twin's table of tensors: a value that is put in is copied into the live tensor of that name.
+class WriteThrough(Table):
+    """A twin's table of tensors. An assigned value is copied into the live tensor of the same name.
 
-    live: the table of the module that has the tensors, as it is when a value comes
-    seen: collects the identities of all that is read from the table, and from others with the same set
+    live: the table of the module that holds the real tensors; it may change between assignments
+    seen: the ids of all tensors read so far from this table, and from the twin's other tables
     """
 
     def __init__(
@@ -60,13 +60,14 @@ class Passing(Table):
         return (self[name] for name in list(self))
 
 
-def outlined(module: PreTrainedModel) -> PreTrainedModel:
-    """A twin with parameters on the meta device; a value that is put in goes into those of `module`.
+def write_through(module: PreTrainedModel) -> PreTrainedModel:
+    """A twin with parameters on the meta device. A value assigned to one is copied into that of `module`.
 
-    Also into what axes or FSDP2 make of them later on, as long as the modules stay. Buffers are shared.
+    The parameters of `module` may become DTensors after this call; each process then copies its own shard.
+    Buffers are shared.
     """
     seen = set[int]()
-    return _twin(module, lambda live, held: Passing(live, held, seen), lambda buffer: buffer)
+    return _twin(module, lambda live, held: WriteThrough(live, held, seen), lambda buffer: buffer)
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:

@@ -123,7 +123,7 @@ def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
     """Fill the parameters of `stage` that are on the meta device with the values that `model` has.
 
-    One parameter after the other; `stage` is `outlined` and holds none of `model`'s.
+    One parameter at a time. `stage` may be a `write_through` twin; it shares no parameter with `model`.
     """
     for prefix, owner in stage.named_modules():
         for name, held in owner._parameters.items():

@@ -3,9 +3,8 @@
 The random numbers of a module follow from the seed and the module's name, so its values are the same whatever
 the split.
 
-A stage that is spread over a mesh (see `outlined`) is initialised in groups, so that beside its shards a
-rank holds one group at a time, most often one tensor. A run without values finds which tensors belong
-together:
+A stage that is sharded over a mesh (see `write_through`) is initialised in groups: a rank holds its shards
+plus one group at a time, usually one tensor. A run without values finds which tensors belong together:
 
     attention.c_proj      fills its weight        \\
     attention             fills that weight anew   }  one group: the weight is there until both have run
@@ -28,7 +27,7 @@ from transformers.initialization import guard_torch_init_functions
 
 from penstock.errors import ModelError
 from penstock.models.huggingface.boundary import Absent
-from penstock.models.tracing.meta import Passing, Table
+from penstock.models.tracing.meta import Table, WriteThrough
 from penstock.models.tracing.placeholder import Placeholder
 from penstock.models.weights.files import Ties
 from penstock.runtime.sharded_weights import shard_like
@@ -66,7 +65,7 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
     """Give values to what is still on the meta device, the same ones whatever else the stage holds.
 
     Args:
-        stage: where it is `outlined` it passes the values on, one group of tensors after the other.
+        stage: on the meta device, or a `write_through` twin, which is filled one group of tensors at a time.
         whole: the unsplit model. A tied weight gets the values of the module it is saved by.
 
     Raises ModelError where the model's own initialisation leaves something out.
@@ -76,7 +75,7 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
         return
     fresh = {place.full for places in empty.values() for place in places}
     calls = [Call(*each) for each in _inside_out(stage, stage, "")]
-    passing = stage._parameters if isinstance(stage._parameters, Passing) else None
+    passing = stage._parameters if isinstance(stage._parameters, WriteThrough) else None
     with torch.random.fork_rng(devices=[]), _marked_as_done(stage, fresh):
         with _without_placeholders(stage), guard_torch_init_functions():  # torch's own ignore the marks
             if passing is None:

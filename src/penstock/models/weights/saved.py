@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.errors import CheckpointError, ConfigError
-from penstock.models.tracing.meta import outlined
+from penstock.models.tracing.meta import write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES, INDEX, SINGLE, Ties
 from penstock.runtime.sharded_weights import meta_like
@@ -113,13 +113,13 @@ class SavedModel:
         """
         self.check(folder, stages)
         for stage in stages.values():
-            weights.load(outlined(stage.module), _weight_files(Path(folder)), self.ties)
+            weights.load(write_through(stage.module), _weight_files(Path(folder)), self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
         files = _weight_files(Path(folder))
         for stage in stages.values():
-            weights.check(outlined(stage.module), files, self.ties)
+            weights.check(write_through(stage.module), files, self.ties)
 
 
 def _weight_files(folder: Path) -> list[Path]:

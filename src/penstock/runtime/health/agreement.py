@@ -28,8 +28,8 @@ from penstock.schedule import Schedule
 Facts = Mapping[str, str]  # by name
 Words = Sequence[str] | None  # an error's type, value, rule and remedy; None: no error
 
-# ---- The same errors. A rank that raises alone leaves the others waiting. So before ranks communicate, each
-# gathers whether it has an error, and in what words.
+# ---- The same errors: a rank that raises alone would leave the others waiting. So before ranks communicate,
+# they exchange their errors, as text.
 
 
 def in_words(error: InputError | None) -> Words:
@@ -53,7 +53,7 @@ def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:
     return error(f"{value}{where}", rule, remedy)
 
 
-# ---- The same facts.
+# ---- The same facts
 
 
 def shake_hands(processes: Processes, facts: Facts) -> None:
@@ -134,7 +134,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-# ---- The same values.
+# ---- The same values
 
 
 def compare_values(
@@ -167,5 +167,5 @@ def compare_values(
         "copies and shards of one weight begin with the same values"
         + "".join(f"\n  sum of {line}" for line in lines[:5])
         + more,
-        "\nSeed every rank alike before the model is made, or give its config or folder",
+        "\nGive every rank the same seed before the model is made, or give its config or folder",
     )

@@ -163,7 +163,7 @@ class Batch:
         return self._works is not None and all(work.is_completed() for work in self._works)
 
 
-# ---- When a send is complete.
+# ---- Send completion
 #
 # A message is held until it has been sent, and no longer. gloo cannot be asked whether a send is complete;
 # it can only be waited for, and only once. So a thread waits, one for each channel: a slow channel must not
