@@ -194,6 +194,12 @@ def test_positions_are_added_where_they_are_missing() -> None:
     assert with_positions(of_three) is of_three
 
 
+def test_rows_are_as_long_as_labels_say_that_have_several_for_each_token() -> None:
+    labels = torch.ones(2, 4, 3, dtype=torch.long)
+    added = with_positions({"labels": labels, "cu_seq_lens_q": torch.tensor([0, 3, 4, 8])})
+    assert added["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+
+
 def test_a_mask_that_hides_the_documents_is_refused() -> None:
     ids, ones = torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4)
     packed = {"input_ids": ids, **metadata([2, 2])}

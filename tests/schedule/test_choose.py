@@ -82,6 +82,10 @@ def test_what_a_config_builds(config: dict[str, Any], name: str, options: dict[s
          "Did you mean zero_bubble?"),
         ({"schedule": "1f1b", "stages_per_rank": 0}, "stages_per_rank=0", "Give 1 or more"),
         ({"schedule": "1f1b", "stages_per_rank": "2"}, "stages_per_rank='2'", "Give 1 or more"),
+        ({"schedule": "1f1b", "num_stages_per_rank": 0}, "num_stages_per_rank=0", "Give 1 or more"),
+        ({"schedule": "1f1b", "stages_per_rank": 2, "num_stages_per_rank": 3},
+         "schedule option num_stages_per_rank=3", "Give it once"),
+        ({"schedule": "hanayo", "num_waves": 2, "waves": 1}, "schedule option waves=1", "Give it once"),
         ({"schedule": "1f1b", "zero_bubble": 1}, "zero_bubble=1", "takes stages_per_rank"),
         ({"schedule": "zb_v", "stages_per_rank": 3}, "stages_per_rank=3", "Give 2"),
         ({"schedule": "1f1b", "microbatch_group_size": 4}, "microbatch_group_size=4", "stages_per_rank=2"),
@@ -96,6 +100,11 @@ def test_what_is_wrong_is_said(config: dict[str, Any], value: str, remedy: str) 
         schedule_config(config)
     assert caught.value.value == value
     assert remedy in caught.value.remedy
+
+
+def test_a_config_can_be_the_key_of_a_mapping() -> None:
+    alike = [schedule_config({"schedule": "1f1b", "stages_per_rank": stages}) for stages in (2, 2, 3)]
+    assert len(set(alike)) == 2
 
 
 def test_the_public_search_is_a_function() -> None:

@@ -12,7 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,7 +132,7 @@ class ScheduleConfig:
     """
 
     schedule: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(hash=False)
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """Make the schedule. Raises ConfigError for sizes that it does not take."""
@@ -189,7 +189,10 @@ def schedule_config(choice: object) -> ScheduleConfig:
                 f"schedule {name!r} takes {', '.join(['ranks', 'microbatches', *known])}",
                 f"Did you mean {near[0]}?" if near else "Leave it out, or take a schedule that has it",
             )
-        checked[option] = _checked(name, option, value, known)
+        if option in checked:
+            again = f"schedule option {written}={value!r}"
+            raise ConfigError(again, f"{option} is given under its other name, too", "Give it once")
+        checked[option] = _checked(name, option, value, known, written)
     for option, default in known.items():
         if checked.setdefault(option, default) is NEEDED:
             raise ConfigError(f"schedule {name!r} without {option}", "it needs that", f"Give {option}")
@@ -215,13 +218,13 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _checked(name: str, option: str, value: Any, known: Mapping[str, Any]) -> Any:
-    """The value of an option, if it is of the right kind."""
+def _checked(name: str, option: str, value: Any, known: Mapping[str, Any], written: str) -> Any:
+    """The value of an option, if it is of the right kind. written: as the caller spells the option"""
     if value is None and known[option] is None:
         return None
     if option not in _VALUES:
         if type(value) is not int or value < 1:
-            raise not_a_count(option, value)
+            raise not_a_count(written, value)
         return value
     if option == "costs" and isinstance(value, Mapping):
         value = _read_costs(value)
@@ -233,7 +236,7 @@ def _checked(name: str, option: str, value: Any, known: Mapping[str, Any]) -> An
 
 
 def _read_costs(mapping: Mapping[Any, Any]) -> Costs:
-    known = [field.name for field in fields(Costs)]
+    known = [each.name for each in fields(Costs)]
     for name in mapping:
         if name not in known:
             raise ConfigError(f"costs with {name!r}", f"costs are {', '.join(known)}", "Leave it out")
