@@ -18,7 +18,7 @@ from penstock.models.stage import (
     ProvidedCall,
     StageInfo,
     distribute_layers,
-    own_layers,
+    numbered_layers,
     provided_edges,
 )
 from penstock.runtime.transport.groups import OneProcess, Processes
@@ -123,9 +123,9 @@ def test_layers_are_those_of_the_outermost_lists() -> None:
     module = nn.ModuleDict({"4": inner, "5": nn.Linear(2, 2), "last": nn.Linear(3, 3)})
     holder = nn.Module()
     holder.layers = module
-    assert list(own_layers(holder)) == [(4, module["4"]), (5, module["5"]), (2, module["last"])]
+    assert list(numbered_layers(holder)) == [(4, module["4"]), (5, module["5"]), (2, module["last"])]
     alone = nn.Linear(1, 1)
-    assert list(own_layers(alone)) == [(0, alone)]
+    assert list(numbered_layers(alone)) == [(0, alone)]
 
 
 def test_all_stages_declare_shapes_or_none() -> None:
@@ -353,7 +353,7 @@ def test_layers_in_a_list_within_a_dict_are_found() -> None:
     model = nn.Module()
     blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(3)])
     model.transformer = nn.ModuleDict({"wte": nn.Embedding(4, 2), "h": blocks, "ln_f": nn.LayerNorm(2)})
-    assert list(own_layers(model)) == list(enumerate(blocks))
+    assert list(numbered_layers(model)) == list(enumerate(blocks))
     experts = nn.ModuleDict({"4": nn.ModuleDict({"ffn": nn.Linear(2, 2)})})
-    assert [number for number, _ in own_layers(nn.Sequential(experts))] == [0]
-    assert [number for number, _ in own_layers(nn.ModuleDict({"5": nn.Linear(1, 1)}))] == [5]
+    assert [number for number, _ in numbered_layers(nn.Sequential(experts))] == [0]
+    assert [number for number, _ in numbered_layers(nn.ModuleDict({"5": nn.Linear(1, 1)}))] == [5]

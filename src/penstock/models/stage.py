@@ -56,11 +56,11 @@ def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: i
     return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]
 
 
-def own_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+def numbered_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """The layers of a stage with their numbers: the entries of its module lists and dicts.
 
-    Of lists within lists the innermost count, but none within a layer. The number is the name in the list, so
-    that a ModuleDict can go on where the stage before ended. A stage without such a list is one layer.
+    Of nested lists the innermost count; lists inside a layer do not. A layer's number is its key, so that a
+    ModuleDict can continue the count of the previous stage. A stage without a list is one layer.
     """
     lists = list(_layer_lists(module))
     if not lists:
@@ -75,30 +75,31 @@ def _layer_lists(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and not held:
         yield module
         return
-    # a dict that holds a list also holds modules that are no layers: nanoGPT keeps its embedding there
+    # a dict with a list in it also holds modules that are not layers: nanoGPT keeps its embedding there
     for child in held if isinstance(module, nn.ModuleDict) else module.children():
         yield from _layer_lists(child)
 
 
 class DeclaresShapes(Protocol):
-    """A stage's module that computes what crosses its edges; either all stages of a pipeline do, or none.
+    """A stage's module that declares the shapes on its edges. All stages of a pipeline declare them, or none.
 
-    Otherwise every rank builds the stages before its own on the meta device, to infer their outputs. Both
-    methods return what forward takes or returns, with meta tensors or TensorSpecs in place of the tensors.
+    Without declarations every rank builds all stages on the meta device, to infer the shapes. Both methods
+    return what forward takes or returns, with meta tensors or TensorSpecs in place of the tensors.
     """
 
     def infer_inputs(self, microbatch: Microbatch) -> Any:
-        """What arrives over the edge for `microbatch`, as it was given to step(). Not asked of stage 0."""
+        """The value that arrives over the edge. microbatch: as step() split it. Not called on stage 0."""
 
     def infer_outputs(self, microbatch: Microbatch) -> Any:
-        """What goes on to the next stage. Not asked of the last stage."""
+        """The value for the next stage. Not called on the last stage."""
 
 
 class ProvidedCall:
     """Calls a user's module as a stage.
 
-    A mapping from the stage before becomes keyword arguments, a tuple or list positional ones, anything else
-    the first argument. Each parameter that is still free and that the microbatch has an entry for gets it.
+    A mapping from the previous stage becomes keyword arguments, a tuple or list positional arguments,
+    anything else the first argument. Every other parameter takes the microbatch's entry of its name, if there
+    is one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -172,7 +173,7 @@ def _declares(module: nn.Module, info: StageInfo) -> bool:
 
 
 class InferredEdges:
-    """What crosses each edge, from running all stages on the meta device once for each shape."""
+    """The specs of each edge, from one run of all stages on the meta device for each shape."""
 
     def __init__(self, provider: Provider, stages: int) -> None:
         self._provider, self._stages = provider, stages
@@ -183,7 +184,7 @@ class InferredEdges:
         return self._known(stage, microbatch)
 
     def _infer(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        # a provider may seed torch: the step that happens to be the first draws what any other would
+        # a provider may draw random numbers or seed torch: this run must not change those of the step
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             return self._run_all(microbatch)
@@ -249,9 +250,9 @@ _REMEMBERED = 4096  # shapes
 
 
 class DeclaredEdges:
-    """What the modules of this process declare of their own edges.
+    """The specs of each edge, as the modules of this process declare them.
 
-    A rank knows the edge into its modules from their inputs, and the edge out of them from their outputs.
+    `infer_inputs` of a module gives the edge into it, `infer_outputs` the edge out of it.
     `agree` checks once for each shape that both ends of an edge declare the same.
     """
 
@@ -284,7 +285,7 @@ class DeclaredEdges:
         self._agreed.update(map(microbatch_key, microbatches))
 
     def _ends(self, edge: int, microbatch: Microbatch) -> tuple[str | None, str | None, str | None]:
-        """What this process knows of an edge: what goes in, what is taken out, and an error."""
+        """What this process's modules declare for an edge, as text: outputs, inputs, and an error."""
         before, after = self._modules.get(edge), self._modules.get(edge + 1)
         gives = takes = None
         try:

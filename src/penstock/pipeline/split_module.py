@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ModelError, PartitionError
 from penstock.models.module_names import ModuleNames, Names, check_names, names_in_order
 from penstock.models.partition import LayerCosts, partition
-from penstock.models.stage import Provider, StageInfo, own_layers
+from penstock.models.stage import Provider, StageInfo, numbered_layers
 from penstock.models.tracing.chain import find_chain
 
 
@@ -82,8 +82,8 @@ def names_per_stage(
     return names.per_stage(ranges)
 
 
-class Absent(nn.Module):
-    """Stands for a module of another stage: returns its first argument."""
+class SkippedModule(nn.Module):
+    """Takes the place of a module of another stage. Returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return next(iter((*args, *kwargs.values())), None)
@@ -115,7 +115,9 @@ def split(
     kept = set(names[stage])
     others = [name for of_stage in names for name in of_stage if name not in kept]
     modules = {name for name in others if _is_module(model, name)}
-    memo: dict[int, Any] = {id(model.get_submodule(name)): Absent() for name in others if name in modules}
+    memo: dict[int, Any] = {
+        id(model.get_submodule(name)): SkippedModule() for name in others if name in modules
+    }
     for name in others:
         if name not in modules:
             memo[id(model.get_parameter(name))] = nn.Parameter(torch.empty(0), requires_grad=False)
@@ -151,7 +153,9 @@ def provider_of(
 
 def layers_of(module: nn.Module) -> list[tuple[int, nn.Module]]:
     """The layers of a stage's module, with their numbers in the whole model."""
-    return [(number, layer) for number, layer in own_layers(module) if not isinstance(layer, Absent)]
+    return [
+        (number, layer) for number, layer in numbered_layers(module) if not isinstance(layer, SkippedModule)
+    ]
 
 
 def _is_module(model: nn.Module, name: str) -> bool:

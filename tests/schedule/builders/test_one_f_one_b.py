@@ -87,16 +87,16 @@ def test_no_send_needs_a_buffer() -> None:
             assert verify(one_f_one_b(ranks, microbatches, zero_bubble)).buffered_sends == 0
 
 
-@pytest.mark.parametrize("put_off", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("defer_by", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("warm_up", [0, 1, 3, 5])
-def test_turns_leave_nothing_out(warm_up: int, put_off: int) -> None:
+def test_turns_leave_nothing_out(warm_up: int, defer_by: int) -> None:
     forwards, gradients, weights = ([Op(0, kind, i) for i in range(3)] for kind in ("F", "I", "W"))
-    ops = turns(forwards, gradients, warm_up, weights, put_off)
+    ops = turns(forwards, gradients, warm_up, weights, defer_by)
     assert sorted(ops) == sorted([*forwards, *gradients, *weights])
     waiting = [
         sum(1 if op.kind == "I" else -1 if op.kind == "W" else 0 for op in ops[:at]) for at in range(10)
     ]
-    assert max(waiting) == min(put_off + 1, 3)
+    assert max(waiting) == min(defer_by + 1, 3)
 
 
 @pytest.mark.parametrize("zero_bubble", [False, True])

@@ -53,8 +53,8 @@ class Boundary:
 
         "hidden"      the hidden states
         "early"       values from before the layers that later layers take, by their number
-        "passed_on"   what a layer returns for the next one beside the hidden states
-        "shared"      what layers leave in a mapping that all get
+        "passed_on"   what a layer returns for the next one in addition to the hidden states
+        "shared"      values that layers leave in a mapping which all of them get
         "recorded"    what the head collects from the layers
     """
 
@@ -172,8 +172,8 @@ class BoundaryPlaceholder(Placeholder):
 class BoundaryLayer(nn.Module):
     """Mixed into the class of a real layer: its call asks the boundary for arguments and shows it the result.
 
-    Outside of everything else that the layer does, hooks too. So activation checkpointing, which stands
-    further in, holds what was received, and runs the layer's inside again, not this.
+    It wraps everything else that the layer does, hooks too. Activation checkpointing works inside of it: it
+    keeps the received arguments, and runs only the layer again.
     """
 
     boundary: Boundary
@@ -186,7 +186,7 @@ class BoundaryLayer(nn.Module):
 
 
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
-    """Make this layer, and no other of its class, a BoundaryLayer; all that it holds keeps its name."""
+    """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
     kind = type(layer)
     layer.__class__ = type(kind.__name__, (BoundaryLayer, kind), {"__module__": kind.__module__})
     layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
@@ -195,11 +195,11 @@ def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> Non
 # ---- Placeholders of the other modules: embeddings before the layers, norm and head after them
 
 
-class Absent(nn.Module):
-    """A placeholder of a module of another stage.
+class ModulePlaceholder(nn.Module):
+    """Takes the place of a module of another stage that is no layer.
 
-    The module itself, without values, answers questions such as for an embedding's width or its weight's
-    dtype; its weights show as zeros that take no memory.
+    It has the attributes of the real module, such as an embedding's width or its weight's dtype. Weights read
+    as zeros that take no memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -220,7 +220,7 @@ class Absent(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_module"], name)
         if isinstance(value, nn.Module):
-            value = Absent(value)
+            value = ModulePlaceholder(value)
             value.to(self._here.device)
         elif isinstance(value, Tensor):
             value = self._zeros((), value.dtype).expand(value.shape)
@@ -233,10 +233,11 @@ class Absent(nn.Module):
         return torch.zeros(shape, dtype=dtype, device=self._here.device)
 
 
-class Before(Absent):
-    """Of a module that runs before the layers, where its result is dropped: it returns zeros of its shape.
+class PlaceholderBefore(ModulePlaceholder):
+    """Takes the place of a module that runs before the layers. Returns zeros of the shape of its result.
 
-    The module itself, run without values once for each shape of its arguments, shows the shape.
+    The stage drops that result. One run of the real module without values finds the shape, for each shape of
+    the arguments.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -261,8 +262,8 @@ class Before(Absent):
             return tree_map_only(Tensor, TensorSpec.of, self.__dict__["_module"](*args, **kwargs))
 
 
-class After(Absent):
-    """Of a module that runs after the layers, or never, on a stage whose forward does not get there."""
+class PlaceholderAfter(ModulePlaceholder):
+    """Takes the place of a module that runs after the layers, or never: the forward ends before it."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
@@ -279,5 +280,5 @@ class After(Absent):
 def compute_in(stage: nn.Module, dtype: torch.dtype) -> None:
     """Let placeholders show weights in the dtype in which mixed precision computes with them."""
     for module in stage.modules():
-        if isinstance(module, Absent):
+        if isinstance(module, ModulePlaceholder):
             module.__dict__["_compute_dtype"] = dtype

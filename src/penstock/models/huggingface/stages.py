@@ -23,10 +23,10 @@ from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
 from penstock.models.huggingface.boundary import (
-    After,
-    Before,
     Boundary,
     BoundaryPlaceholder,
+    PlaceholderAfter,
+    PlaceholderBefore,
     StageDone,
     make_boundary_layer,
 )
@@ -53,7 +53,7 @@ def cut(
     if not info.is_last:
         for name in (*chain.after, *chain.buffers_after):
             module = model.get_submodule(name)
-            memo[id(module)] = After(module, name)
+            memo[id(module)] = PlaceholderAfter(module, name)
     dropped = [
         name
         for name, is_before in chain.direct_parameters.items()
@@ -87,9 +87,9 @@ def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequenc
     for name in names:
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if inner in called:
-                memo[id(module)] = Before(module)
+                memo[id(module)] = PlaceholderBefore(module)
             elif not any(_is_inside(inner, other) or _is_inside(other, inner) for other in called):
-                memo[id(module)] = After(module, inner)
+                memo[id(module)] = PlaceholderAfter(module, inner)
     return memo
 
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from penstock.errors import ModelError
-from penstock.models.huggingface.boundary import Absent
+from penstock.models.huggingface.boundary import ModulePlaceholder
 from penstock.models.tracing.meta import Table, WriteThrough
 from penstock.models.tracing.placeholder import Placeholder
 from penstock.models.weights.files import Ties
@@ -236,11 +236,11 @@ def _without_placeholders(stage: nn.Module) -> Iterator[None]:
     """
     changed = []
     for module in stage.modules():
-        if any(isinstance(child, Placeholder | Absent) for child in module._modules.values()):
+        if any(isinstance(child, Placeholder | ModulePlaceholder) for child in module._modules.values()):
             changed.append((module, module._modules))
             in_list = isinstance(module, nn.ModuleList)
             module._modules = {
-                name: child._module if isinstance(child, Absent) else child
+                name: child._module if isinstance(child, ModulePlaceholder) else child
                 for name, child in module._modules.items()
                 if not (in_list and isinstance(child, Placeholder))
             }

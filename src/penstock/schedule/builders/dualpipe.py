@@ -37,7 +37,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
         phase 1  F0             2 (P-1-r) times
         phase 2  F0 F1          r + 1 times
         phase 3  I1 W F1        P - 1 - r times
-        phase 4  F0&B1 F1&B0    m - 2P + r + 1 times; the first F0 and B1 of rank P-1 apart
+        phase 4  F0&B1 F1&B0    m - 2P + r + 1 times; on rank P-1 the first F0 and B1 apart
         phase 5  B1 F1&B0       P - 1 - r times
         phase 6  B1 B0          r + 1 times, the second half of them I
         phase 7  W I0           P - 1 - r times
@@ -97,7 +97,7 @@ def _in_full(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, .
         yield (w(),)
         yield (f(1),)
     for turn in range(microbatches - 2 * ranks + rank + 1):  # phase 4: F0&B1 F1&B0
-        if turn == 0 and after == 0:  # B1 waits for nobody there: apart, F0 is sent earlier
+        if turn == 0 and after == 0:  # B1 needs no other rank here; one after the other, F0 is sent earlier
             yield (f(0),)
             yield (b(1),)
         else:
@@ -160,14 +160,14 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         phase 1  F0             P - 2q - 2 times
         phase 2  F0 F1          q + 1 times
         phase 3  I1 W F1        P/2 - 1 - q times
-        phase 4  F0&B1 F1&B0    m/2 - P + q + 1 times; the first F0 and B1 of the two ranks in the middle
-        apart phase 5  B1 F1&B0       P/2 - 1 - q times
+        phase 4  F0&B1 F1&B0    m/2 - P + q + 1 times; on the two middle ranks the first F0 and B1 apart
+        phase 5  B1 F1&B0       P/2 - 1 - q times
         phase 6  B1 B0          q + 1 times, the second half of them I
         phase 7  W I0           P/2 - 1 - q times
         phase 8  W              q + 1 times
 
-    It is DualPipeV on P/2 ranks, unfolded: what turns on its last rank crosses the middle here. With fewer
-    than 2P microbatches the phases are those of 2P without the first ones of each copy.
+    It is DualPipeV on P/2 ranks, unfolded: the turn on its last rank becomes the crossing of the middle. With
+    fewer than 2P microbatches the phases are those of 2P without the first ones of each copy.
 
     With F, I and W of equal length and overlapped ops one after the other, the step takes 3m + P/2 - 1 for m
     >= 2P, a bubble of (P/2-1) / (3m+P/2-1); P - m/2 more than that for m from P+2, and 2m + 2P - 2 for m up

@@ -30,7 +30,7 @@ def hanayo(ranks: int, microbatches: int, waves: int = 1) -> Schedule:
     From m = 3P on the makespan in unit times is 6wm + 3(P-1), and so the bubble (P-1) / (2wm + P-1), that of
     `interleaved_1f1b` with 2w stages per rank. From 2P on it is up to P/6 longer, between P and 2P up to
     3P/2. A rank holds at most 2P - 1 + (2w-1) G live activations, with several waves up to P/3 more. A wave
-    saves sends: where it turns, a rank hands the data to itself.
+    saves sends: at each turn the data stays on its rank.
     """
     placement = wave(ranks, 2 * waves)
     groups = microbatch_groups(ranks, microbatches, size=None)

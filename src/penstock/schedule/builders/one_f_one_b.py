@@ -28,10 +28,11 @@ def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired
     weights, and holds the same activations. `zb_h1` defers W until every rank holds as much as rank 0;
     `zb_h2` holds twice that. Both are the same turns with other numbers.
 
-    paired: the two ops of a turn overlap, so that each hides what the other waits for within itself. Megatron
-    calls this combined 1F1B. A pair starts only when the inputs of both are there, so the forward that feeds
-    rank r + 1 must be a whole turn earlier. That takes twice the warm-up, w = min(2(P - 1 - r) + 1, m); with
-    one turn less, neighbouring ranks would alternate instead. P = 3, m = 6, one column a turn:
+    paired: the two ops of a turn overlap: while one waits for a collective inside its layers, the other
+    computes. Megatron calls this combined 1F1B. A pair starts only when the inputs of both are there, so the
+    forward that feeds rank r + 1 must be a whole turn earlier. That takes twice the warm-up,
+    w = min(2(P - 1 - r) + 1, m); with one turn less, neighbouring ranks would alternate instead. P = 3,
+    m = 6, one column a turn:
 
         r = 0 | F0 F1 F2 F3    F4    F5&B0 B1    B2    B3    B4    B5
         r = 1 |    F0 F1 F2    F3&B0 F4&B1 F5&B2 B3    B4    B5
@@ -46,7 +47,7 @@ def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired
 
     def program(rank: int) -> tuple[Op, ...]:
         if zero_bubble:
-            return split_turns(rank, microbatches, warm_ups[rank], put_off=0)
+            return split_turns(rank, microbatches, warm_ups[rank], defer_by=0)
         return turns(_row(rank, "F", microbatches), _row(rank, "B", microbatches), warm_ups[rank])
 
     programs = tuple(program(rank) for rank in range(ranks))
@@ -61,10 +62,10 @@ def _steady(program: tuple[Op, ...], warm_up: int) -> Iterator[Pair]:
             yield Pair(op, following)
 
 
-def split_turns(stage: int, microbatches: int, warm_up: int, put_off: int) -> tuple[Op, ...]:
+def split_turns(stage: int, microbatches: int, warm_up: int, defer_by: int) -> tuple[Op, ...]:
     """The program of a rank with one stage and split backwards, microbatches in order."""
     forwards, weights = _row(stage, "F", microbatches), _row(stage, "W", microbatches)
-    return turns(forwards, _row(stage, "I", microbatches), warm_up, weights, put_off)
+    return turns(forwards, _row(stage, "I", microbatches), warm_up, weights, defer_by)
 
 
 def turns(
@@ -72,19 +73,19 @@ def turns(
     gradients: Sequence[Op],
     warm_up: int,
     weights: Sequence[Op] = (),
-    put_off: int = 0,
+    defer_by: int = 0,
 ) -> tuple[Op, ...]:
     """`warm_up` forwards; then a forward and a gradient (B or I) in turn, until all are done.
 
-    weights: the W ops, one per turn; W_k runs `put_off` turns after its gradient, and the rest at the end
+    weights: the W ops, one per turn; W_k runs `defer_by` turns after its gradient, and the rest at the end
     """
     ops = [*forwards[:warm_up]]
     for turn, gradient in enumerate(gradients):
         ops += forwards[warm_up + turn : warm_up + turn + 1]
         ops.append(gradient)
-        if turn >= put_off:
-            ops += weights[turn - put_off : turn - put_off + 1]
-    ops += weights[max(0, len(gradients) - put_off) :]
+        if turn >= defer_by:
+            ops += weights[turn - defer_by : turn - defer_by + 1]
+    ops += weights[max(0, len(gradients) - defer_by) :]
     return tuple(ops)
 
 

@@ -34,7 +34,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     (P-1) / (3m + P-1); with m < P the makespan is P-m longer. Every rank holds min(P, m) live activations.
     """
     programs = (
-        split_turns(rank, microbatches, warm_up=ranks - 1 - rank, put_off=rank) for rank in range(ranks)
+        split_turns(rank, microbatches, warm_up=ranks - 1 - rank, defer_by=rank) for rank in range(ranks)
     )
     return Schedule("zb_h1", loop(ranks), microbatches, tuple(programs))
 
@@ -70,8 +70,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
 
     def program(rank: int) -> tuple[Op, ...]:
         warm_up = 2 * (ranks - 1 - rank)
-        put_off = max(rank, min(2 * rank, microbatches - 1 - warm_up))
-        return split_turns(rank, microbatches, warm_up, put_off)
+        defer_by = max(rank, min(2 * rank, microbatches - 1 - warm_up))
+        return split_turns(rank, microbatches, warm_up, defer_by)
 
     return Schedule("zb_h2", loop(ranks), microbatches, tuple(program(rank) for rank in range(ranks)))
 
@@ -114,7 +114,7 @@ def interleaved_zero_bubble(
         stages = placement.stages_of(rank)
         forwards, back = in_groups("F", stages, groups), stages[::-1]
         gradients, weights = in_groups("I", back, groups), in_groups("W", back, groups)
-        ops = turns(forwards, gradients, ranks - 1 - rank + laps_ahead, weights, put_off=rank)
+        ops = turns(forwards, gradients, ranks - 1 - rank + laps_ahead, weights, defer_by=rank)
         return existing(ops, microbatches)
 
     programs = tuple(program(rank) for rank in range(ranks))
