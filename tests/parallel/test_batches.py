@@ -187,7 +187,7 @@ def test_wrong_batches_on_one_rank_of_a_pipeline(pool: Pool, messages: dict[str,
 @pytest.mark.parametrize("axes", [Axes(cp=2), Axes(tp=2)])
 def test_cp_and_tp_ranks_with_other_data_are_refused(pool: Pool, axes: Axes) -> None:
     """On ranks of cp and of tp: rows in another order, which have the same sum, or one more entry."""
-    words = "BatchError: process 0: .*; process 3: .* those of cp and tp beside them, step on the same part"
+    words = "BatchError: process 0: .*; process 3: .* all ranks of pp, cp and tp step on the same part"
     messages = {"other order": words, "other mask": words}
     check(pool.run(4, refused, 2, axes, [*messages], [3], {}), messages)
 

@@ -145,13 +145,13 @@ def refused_meshes(cases: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes
 
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MESHES: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes, str]] = [
-    ((2, 2), ("pp", "dp_shard"), 2, Axes(dp_shard=2), "ConfigError: axes beside a mesh with the axes pp, dp"),
+    ((2, 2), ("pp", "dp_shard"), 2, Axes(dp_shard=2), "ConfigError: axes and a mesh with the axes pp, dp"),
     ((2, 1, 1, 2, 1), MESH, 2, Axes(dp_shard=2),
-     "WorldSizeError: dp_shard=2, cp=1 beside a mesh .* Set dp_shard to 1 and cp to 2, or leave mesh out"),
+     "WorldSizeError: dp_shard=2, cp=1 and a mesh .* Set dp_shard to 1 and cp to 2, or leave mesh out"),
     ((2, 1, 2, 1, 1), MESH, 1, Axes(),
-     "WorldSizeError: pp=1, dp_shard=1 beside .* Set ranks to 2 and dp_shard to 2"),
+     "WorldSizeError: pp=1, dp_shard=1 and a mesh .* Set ranks to 2 and dp_shard to 2"),
     ((1, 1, 2, 2, 1), ("dp_replicate", "tp", "pp", "dp_shard", "cp"), 2, Axes(dp_shard=2),
-     "ConfigError: axes beside a mesh .* in this order"),
+     "ConfigError: axes and a mesh .* in this order"),
 ]  # fmt: skip
 
 

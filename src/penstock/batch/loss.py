@@ -1,4 +1,4 @@
-"""What a step minimises: the mean of a loss over all valid items of the whole batch.
+"""Losses: a step minimises the mean over all valid items of the whole batch.
 
 A loss gives the weight of a microbatch (its valid items) and the sum over them. All weights are known
 before the first backward, so each microbatch's sum is divided by the step's weight before it is
@@ -115,7 +115,7 @@ LossLike = Loss | Callable[[Any, Microbatch], Tensor] | None
 
 
 def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
-    """The loss that `loss_fn` stands for; None is NextToken."""
+    """`loss_fn` as a Loss; None is NextToken."""
     if loss_fn is None:
         return NextToken()
     if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):

@@ -1,4 +1,4 @@
-"""A step's batch, split into microbatches, and what a step works on."""
+"""Split a step's batch into microbatches; the input of a step; fingerprints of batches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Collect = Callable[[Any, int], Any]
 
 @dataclass(frozen=True)
 class StepInput:
-    """What a step works on; every rank has all of it.
+    """The input of a step; every rank has all of it.
 
     weight: valid items over all microbatches, by which the loss is divided
     collect: replaces the loss where nothing is trained
@@ -43,7 +43,7 @@ class StepInput:
 
     @cached_property
     def keys(self) -> tuple[object, ...]:
-        """Of each microbatch, equal where all shapes and dtypes are."""
+        """A key of each microbatch, equal where all shapes and dtypes are."""
         return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
 
     @cached_property

@@ -33,7 +33,7 @@ _SEQUENCES = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -
 
 
 def metadata(lengths: Sequence[int]) -> dict[str, Any]:
-    """What transformers takes for one row of documents of these lengths.
+    """The arguments that transformers takes for one row of documents of these lengths.
 
     position_ids, int64 (1, total), from 0 on in each document; cu_seq_lens_q and _k, int32 (documents + 1,);
     max_length_q and _k, whole numbers. Raises BatchError for an empty document.
@@ -220,7 +220,7 @@ def _why_documents_mix(model: object, kind: type) -> str | None:
     if getattr(model, "_is_stateful", False):  # mamba, jamba, recurrent_gemma, ...
         return "its state runs over the whole row"
     if "position_ids" not in inspect.signature(getattr(kind, "forward", object)).parameters:
-        return "it takes no position_ids, by which documents are told apart"  # bloom, mpt, ...
+        return "it takes no position_ids, which separate documents"  # bloom, mpt, ...
     if not isinstance(model, nn.Module):
         return None
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):

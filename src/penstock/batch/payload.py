@@ -103,12 +103,12 @@ class EdgeSpecs:
 
     @cached_property
     def carrying(self) -> tuple[bool, ...]:
-        """Of each tensor, whether a gradient comes back for it."""
+        """For each tensor, whether a gradient comes back for it."""
         return tuple([spec.carries_gradient for spec in self.tensors])
 
     @cached_property
     def gradients(self) -> EdgeSpecs:
-        """What comes back over this edge: a tuple of tensors."""
+        """The specs of the gradients that come back over this edge, as a tuple of tensors."""
         return EdgeSpecs(tuple([spec for spec in self.tensors if spec.carries_gradient]))
 
 
@@ -150,7 +150,7 @@ def unflatten(tensors: Sequence[Tensor], form: Form) -> Any:
 
 
 def declared(value: Any) -> EdgeSpecs:
-    """The specs of a value in which TensorSpecs, or tensors without values, stand for the tensors to come.
+    """The specs of a value in which TensorSpecs, or meta tensors, take the place of tensors.
 
     A tensor of a floating-point dtype counts as differentiable; a TensorSpec can say otherwise. Raises
     ShapeError for what cannot cross an edge.

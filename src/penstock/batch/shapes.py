@@ -1,4 +1,4 @@
-"""Edge shapes: how a rank knows what comes over an edge before it comes."""
+"""Edge shapes: a rank knows what will cross an edge before it arrives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Microbatch = Mapping[str, Any]
 
 
 class EdgeShapes(Protocol):
-    """What each stage sends to the next one."""
+    """The shapes on each edge."""
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         """The output of `stage`, counted within its copy of the model, for `microbatch`."""

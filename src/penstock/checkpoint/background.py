@@ -66,7 +66,7 @@ class BackgroundWrite:
 
     @property
     def failure(self) -> str | None:
-        """What went wrong, as far as is known, in words."""
+        """The failure so far, in words; None without one."""
         if self._error is None:
             alive = self._thread.is_alive() and not self._written
             return "it was not written: it was given up before it was finished" if alive else None

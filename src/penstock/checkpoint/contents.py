@@ -1,4 +1,4 @@
-"""What one process adds to a checkpoint: weights, optimizer state, random state, and the loop's JSON.
+"""The contents that one process adds to a checkpoint: weights, optimizer and random state, the loop's JSON.
 
     model-*.safetensors, config.json ...      the weights, as save_pretrained writes them
     optimizer-*.safetensors, optimizer-*.json   see penstock.checkpoint.optimizer_state

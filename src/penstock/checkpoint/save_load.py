@@ -209,7 +209,7 @@ class CheckpointWriter:
         if self._write is not None:
             self._write.join()  # after Ctrl-C here it can still be waited for
         deed, write = f"write checkpoint {self._target}", self._write
-        self._target = self._write = None  # on all pipelines alike, also if it failed
+        self._target = self._write = None  # on all pipelines, also if it failed
 
         def raise_error() -> None:
             assert write is not None

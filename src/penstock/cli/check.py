@@ -158,7 +158,7 @@ def random_batch(model: PreTrainedModel, shape: tuple[int, int]) -> dict[str, Te
 
 
 def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) -> tuple[int, int | None]:
-    """Bytes of both models' weights and gradients, and of activations (None where only a run can tell).
+    """Bytes of both models' weights and gradients, and of activations (None where only a run can show it).
 
     The whole model runs one microbatch at a time.
     """

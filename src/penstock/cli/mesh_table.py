@@ -47,7 +47,7 @@ def mesh_table(plan: BuildPlan, axes: Axes, rows: int | None) -> Table:
     Args:
         plan: of the pipeline
         axes: the mesh's other axes, without -1
-        rows: of a whole batch where each pipeline reads a range of them; None where they are dealt by length
+        rows: of a whole batch, if each pipeline reads a range of them; None if they are divided by length
     """
     grid = Grid(plan.schedule.ranks, axes)
     long = [name for name in MESH if name == "pp" or grid.sizes[name] > 1]

@@ -95,7 +95,7 @@ class Memory(NamedTuple):
 
     Attributes:
         gathered: unsharded weights and their gradients, during a step
-        live: activations and buffers at their peak; None where only a run can tell
+        live: activations and buffers at their peak; None where only a run can show them
     """
 
     parameters: int

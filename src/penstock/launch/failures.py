@@ -60,7 +60,7 @@ def describe(error: BaseException, rank: int | None = None) -> str:
 
 
 def ending_file(error_file: str) -> Path:
-    """It exists once the launcher has told the rank to end; a later failure of that rank is no cause."""
+    """The file that the launcher writes when it ends the rank; a later failure of that rank is no cause."""
     return Path(error_file).with_name("ending")
 
 
@@ -101,14 +101,14 @@ def report(failures: Mapping[int, Any]) -> int:
 
 
 def _recorded(failure: Any) -> dict[str, Any]:
-    """What `record` wrote in the rank that failed; empty if it wrote nothing."""
+    """The record that `record` wrote in the rank that failed; empty if it wrote nothing."""
     data = failure.error_file_data.get("message", {})
     ours: dict[str, Any] = data.get("penstock", {}) if isinstance(data, dict) else {}
     return ours
 
 
 def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """What each rank did last: by its own account, else by the latest report that another rank had of it."""
+    """The last account of each rank: its own, else the latest one that another rank had of it."""
     accounts: dict[int, str] = {}
     for written in sorted(filter(None, records.values()), key=lambda written: float(written["time"])):
         accounts |= {int(other): text for other, text in written["reports"].items()}

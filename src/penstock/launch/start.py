@@ -1,7 +1,7 @@
 """Start every rank on this machine with torchrun's launcher, and report the first cause of a failure.
 
     launch             starts the ranks, waits, and prints one summary of their failures (failures.py)
-    follow_parent      in a rank: end when the launcher is gone, or tells this rank to end
+    follow_parent      in a rank: end when the launcher is gone, or ends this rank
     fail               in a rank: leave the error where the launcher looks for it, and end at once
 
 torchrun's own report lists every failed rank in the order in which it noticed them. Usually one rank has a

@@ -52,7 +52,7 @@ def stage_sizes(
         shape: rows and sequence of the microbatch.
         split: whether backwards are split, and something is held for W.
 
-    Returns None where the model's forward looks at values, so that only a real run can tell.
+    Returns None where the model's forward looks at values, so that only a real run can show it.
     """
     if not edges.known:
         return None

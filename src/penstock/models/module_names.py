@@ -208,9 +208,9 @@ def _has_place(module: nn.Module) -> bool:
 
 
 def _around(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What stands before and after the list, from the outermost module inwards and back.
+    """The modules before and after the list of layers, from the outermost module inwards and back.
 
-    A module without parameters, such as an activation, has a place too: else every stage would call it.
+    Modules without parameters, such as activations, count too: otherwise every stage would call them.
     """
     before: list[str] = []
     after: list[str] = []

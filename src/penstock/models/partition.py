@@ -241,13 +241,13 @@ def as_layer_costs(costs: LayerCosts | Sequence[float], layers: int) -> LayerCos
 
 @dataclass(frozen=True)
 class Memory:
-    """What stages hold and how much they may hold, all in one unit, e.g. bytes.
+    """The memory that layers take, and the limit of a stage, in one unit, e.g. bytes.
 
     limit: the most for one stage. Stages that share a rank divide the rank's memory.
     weights: of each layer, with gradients and optimizer state
     activations: of each layer, for one live microbatch; empty counts none
     live: for each stage, the microbatches that are live at its peak; empty counts one for all
-    embedding, head: weights and activations of what stands on the first and on the last stage
+    embedding, head: weights and activations of the modules before and after the layers
     """
 
     limit: float
@@ -335,7 +335,7 @@ def _as_integers(numbers: Sequence[float]) -> tuple[list[int], int]:
 
 
 def _stage_sums(numbers: Sequence[int], stages: int) -> _StageSum:
-    """numbers: of each layer, then of the embedding and of the head."""
+    """Sums over the layers of a stage. numbers: of each layer, then of the embedding and of the head"""
     *layers, embedding, head = numbers
     until = list(accumulate(layers, initial=0))
 

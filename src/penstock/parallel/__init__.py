@@ -1,1 +1,1 @@
-"""The axes beside the pipeline: data, context, experts and tensors, on one mesh."""
+"""The mesh and its axes other than `pp`: data, context, expert and tensor parallelism."""

@@ -72,7 +72,7 @@ class ExpertMeshes(NamedTuple):
 
 
 def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
-    """ep: divides dp_shard x cp. Neighbours hold different experts. Collective."""
+    """The meshes of experts; neighbouring ranks hold different ones. ep divides dp_shard x cp. Collective."""
     shards = flattened(mesh, ("dp_shard", "cp"))
     assert shards is not None
     backend: Any = dict.fromkeys(("ep_shard", "ep"), job_backend(mesh.device_type))

@@ -27,7 +27,7 @@ _NAMES = {"pp": "the pipeline's ranks"}
 
 @dataclass(frozen=True)
 class Axes:
-    """Number of ranks on each axis of the mesh beside `pp`; at most one may be -1, for all ranks left.
+    """Number of ranks on each axis of the mesh other than `pp`. At most one may be -1: all remaining ranks.
 
     dp_replicate: copies of everything below, each with its own data, whose gradients are summed
     dp_shard: ranks over which FSDP2 shards the weights of a stage; each has its own data as well
@@ -247,7 +247,7 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
 def pipeline_mesh(
     mesh: DeviceMesh | None, ranks: int, device: torch.device, axes: Axes | None = None
 ) -> DeviceMesh:
-    """`mesh`, checked, or a new one over all processes with `axes` beside the pipeline. Collective.
+    """`mesh`, checked, or a new one over all processes with `pp` and `axes`. Collective.
 
     Raises WorldSizeError where the `pp` axis has not `ranks` ranks or the sizes do not multiply to the number
     of processes; ConfigError for a mesh without these axes.
@@ -291,22 +291,22 @@ def pipeline_mesh(
 
 def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
     names, world = mesh.mesh_dim_names or (), dist.get_world_size()
-    remedy = "Leave out mesh, and it is made, or leave out axes"
+    remedy = "Leave out mesh, and one is made, or leave out axes"
     if names != MESH:  # torch takes several axes at once in the mesh's own order alone
         raise ConfigError(
-            f"axes beside a mesh with the axes {', '.join(map(str, names)) or 'without names'}",
+            f"axes and a mesh with the axes {', '.join(map(str, names)) or 'without names'}",
             f"such a mesh has the axes {', '.join(MESH)}, in this order",
             remedy,
         )
     if mesh.size() != world:
         rule = "such a mesh has all processes"
-        raise ConfigError(f"axes beside a mesh of {mesh.size()} of {world} processes", rule, remedy)
+        raise ConfigError(f"axes and a mesh of {mesh.size()} of {world} processes", rule, remedy)
     wanted = {"pp": ranks, **axes.sizes}
     found = dict(zip(names, mesh.shape, strict=True))
     if wrong := [name for name in names if wanted[name] not in (found[name], -1)]:
         changes = [f"{'ranks' if name == 'pp' else name} to {found[name]}" for name in wrong]
         raise WorldSizeError(
-            f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} beside a mesh of {found}",
+            f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} and a mesh of {found}",
             "the mesh's axes are as long as ranks and axes say",
-            f"Set {' and '.join(changes)}, or leave mesh out, and it is made",
+            f"Set {' and '.join(changes)}, or leave mesh out, and one is made",
         )

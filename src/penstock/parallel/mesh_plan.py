@@ -1,4 +1,4 @@
-"""What the axes beside the pipeline do to a stage and to a microbatch, in this order:
+"""How the axes other than `pp` change a stage and a microbatch, in this order:
 
 1. ep distributes experts, cp enters the attention functions, tp shards single matrices (`parallelize`, before
    anything of the user's is put around the stage)

@@ -95,7 +95,7 @@ class Reductions:
         shown = {rank: text for rank, (part, text) in descriptions.items() if part == differing[0]}
         raise BatchError(
             "; ".join(f"process {rank}: {text}" for rank, text in shown.items()),
-            "all ranks of a pipeline, and those of cp and tp beside them, step on the same part of the batch",
+            "all ranks of pp, cp and tp step on the same part of the batch",
             "Give each of them the part that pipe.batch_part names, from the same data",
         )
 

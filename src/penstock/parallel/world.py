@@ -58,7 +58,7 @@ class WorldOptions:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What has to be the same on all ranks."""
+        """The options that must be equal on all ranks, by name."""
         names = ("exchange", "network", "axes", "overlap")
         return {name: str(getattr(self, name)) for name in names}
 
@@ -126,7 +126,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     """Join the pipeline's other processes, or host all ranks in this one. Collective.
 
     Args:
-        facts: what has to be the same on all ranks, by name
+        facts: values that must be equal on all ranks, by name
 
     Raises WorldSizeError, ConfigError, HandshakeError.
     """

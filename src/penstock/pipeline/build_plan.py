@@ -58,7 +58,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """All that is known of a pipeline without its weights.
+    """A pipeline without its weights.
 
     source: the whole model, on the meta device unless the caller gave one with values
     chain: how the model's forward calls its layers
@@ -74,7 +74,7 @@ class BuildPlan:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What of the model must be equal on every rank."""
+        """Facts about the model that must be equal on every rank."""
         model = self.source.model
         return {
             "model": type(model).__name__,
@@ -320,7 +320,7 @@ def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> M
     return stage_memory(plan.source.model, plan.chain, shape, limit / hosted, peak_live)
 
 
-# ---- models that the axes would train wrong
+# ---- models that the axes cannot train
 
 # what models call the dropout of a block's whole output
 _AFTER_BLOCK = ("resid", "hidden_dropout")

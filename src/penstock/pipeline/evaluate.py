@@ -48,7 +48,7 @@ class Evaluations:
         return self._run(self._forwards(batch), batch)
 
     def results(self, batch: BatchLike, collect: Collect) -> dict[int, Any]:
-        """What `collect` returned by microbatch, on the rank where it ran."""
+        """The results of `collect` by microbatch, on the rank where it ran."""
         return self._results(self._forwards(batch), batch, collect, scored=False)[1]
 
     def _results(
@@ -62,7 +62,9 @@ class Evaluations:
         return result, dict(sorted(found.items()))
 
     def outputs(self, batch: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
-        """wanted: True for the last stage's outputs, or a function of (output, microbatch's number)
+        """Evaluate `batch`, and return outputs too.
+
+        wanted: True for the last stage's outputs, or a function of (output, microbatch's number)
 
         Raises ConfigError where each copy of the model has the outputs of half the batch.
         """

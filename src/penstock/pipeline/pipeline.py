@@ -210,11 +210,11 @@ class Pipeline(SplitModel):
         found.raise_if_wrong()
         return found
 
-    # ---- what is known of the pipeline and of its last step
+    # ---- measurements and facts
 
     @property
     def proof(self) -> Proof:
-        """What `verify` proved of the schedule."""
+        """The proof of the schedule, from `verify`."""
         return self._proof
 
     @property
@@ -227,7 +227,7 @@ class Pipeline(SplitModel):
 
     @property
     def timeline(self) -> Timeline:
-        """What the last step really did, on all ranks. Raises ConfigError before the first step."""
+        """The measured timeline of the last step, on all ranks. Raises ConfigError before the first step."""
         return report.measured(*self._last_step("timeline"))
 
     @property
@@ -245,7 +245,7 @@ class Pipeline(SplitModel):
         return tuple(each.peak_deferred for each in self._last[1])
 
     def costs(self) -> Costs:
-        """What the last step took, in seconds, and held, in bytes, to simulate other schedules. Collective.
+        """The measured costs of the last step, in seconds and bytes, to simulate other schedules. Collective.
 
         The median time of each stage's ops, without the exchanges within an op (`Costs.measured`); the
         bytes of each stage and microbatch. Raises ConfigError before the first step.

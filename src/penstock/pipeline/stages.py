@@ -1,4 +1,4 @@
-"""From a module to a stage that is ready to run, and all that a Pipeline is made of."""
+"""Make modules into stages that are ready to run, and collect all that a Pipeline needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Shard = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """What a build hands to Pipeline.
+    """The result of a build, which Pipeline takes.
 
     stages: those of this process
     edges: the shapes that cross each edge; None where messages carry them

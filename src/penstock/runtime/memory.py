@@ -23,7 +23,7 @@ Place = tuple[int, int]  # stage and microbatch
 
 
 class Footprint(NamedTuple):
-    """What one microbatch's forward on one stage leaves behind, in bytes.
+    """The bytes that a forward of one microbatch leaves in memory on one stage.
 
     activation: held until its backward: its input, and all that autograd saved
     output: bytes for the next stage that are held only to be sent
@@ -84,12 +84,12 @@ class Ledger:
         self._received -= payload.specs.nbytes
 
     def forward(self, op: Op, footprint: Footprint, result: int) -> None:
-        """result: bytes for another stage"""
+        """Count a forward. result: bytes for another stage"""
         self._forwards[op.stage, op.microbatch] = footprint, result
         self._activations += footprint.activation
 
     def backward(self, op: Op, deferred: int) -> None:
-        """deferred: bytes that are still held for W"""
+        """Count a backward. deferred: bytes still held for W"""
         place = op.stage, op.microbatch
         self._activations -= self._forwards[place][0].activation
         if deferred:
@@ -102,7 +102,7 @@ class Ledger:
 
     @property
     def sizes(self) -> dict[Place, Sizes]:
-        """What each microbatch held on each stage."""
+        """The bytes that each microbatch held on each stage."""
         return {
             place: Sizes(found.activation, found.output, result, self._for_weight.get(place, 0))
             for place, (found, result) in self._forwards.items()
@@ -171,7 +171,7 @@ def measuring(device: torch.device) -> Measured | MeasuredOnGPU:
 
 
 def footprint(nbytes: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
-    """nbytes: left behind by the forward, its outputs included; inputs: what the stage received"""
+    """The footprint of a forward that received `inputs`. nbytes: left in memory by it, outputs included"""
     only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
     received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])
     return Footprint(nbytes - only_sent + received, only_sent)

@@ -1,7 +1,7 @@
-"""What each op of one rank does: run its stage, and account for the memory that it holds or frees.
+"""The ops of one rank: each runs its stage, and counts the memory that it holds or frees.
 
-Short ops make every call count. So what is known before the first step is in the plan's `Compute`, and what
-is the same for all microbatches of one shape is looked up once a step.
+With short ops every Python call costs time. So the plan's `Compute` holds all that is known before the first
+step, and facts about a shape are looked up once a step for all of its microbatches.
 """
 
 from __future__ import annotations
@@ -105,15 +105,15 @@ class Ops:
         return None
 
     def footprint(self, compute: Compute, step: StepInput) -> Footprint | None:
-        """What the forward of this microbatch leaves behind; None until its shape has run once."""
-        short = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
-        known = self._known.get(short)
+        """The footprint of this microbatch's forward; None until its shape has run once."""
+        step_key = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
+        known = self._known.get(step_key)
         if known is None and (known := self._footprints.get(self._key(compute, step))) is not None:
-            self._known[short] = known
+            self._known[step_key] = known
         return known
 
     def _key(self, compute: Compute, step: StepInput) -> object:
-        """Equal where forwards leave the same behind."""
+        """Equal for forwards with the same footprint."""
         stage, _, number = compute.op
         training = self._stages[stage].module.training
         return stage, step.keys[number], compute.split, compute.recompute, training, self._autocast
@@ -188,10 +188,10 @@ class Ops:
         self._stages[compute.op.stage].weight_backward(compute.op.microbatch)
         self.ledger.weight_backward(compute.op)
 
-    # ---- what crosses an edge
+    # ---- edges
 
     def specs(self, message: Message, step: StepInput) -> EdgeSpecs | None:
-        """What the message holds; looked up once a step for all microbatches of one shape."""
+        """The specs of the message; looked up once a step for all microbatches of one shape."""
         if self._edges is None:
             return None
         stage, kind, number = message.op

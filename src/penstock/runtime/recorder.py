@@ -1,7 +1,6 @@
-"""What one rank does: how far it is in its program, and when each op ran.
+"""The record of one rank's step: how far it is in its program, and when each op ran.
 
-Everything that is said about a step starts here: the timeline, the bubble, the account in an error and the
-post-mortem.
+The timeline, the bubble, the account in an error and the post-mortem all come from it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ same loss on one process and on many:
 
     seed of the step --content--> seed of a microbatch --stage or layer--> seed of the generator
 
-A checkpointed layer that runs again draws the same numbers: torch restores the generator, whose seed tells
-which microbatch the layer works on. The step restores the generators too, and takes one number from each
+A checkpointed layer that runs again draws the same numbers: torch restores the generator, and its seed
+identifies the microbatch. The step restores the generators too, and takes one number from each
 rank's.
 """
 
@@ -69,8 +69,8 @@ class StageRNG:
     def enter(self, place: str) -> None:
         """A module is called.
 
-        The generator tells the microbatch, and not the latest forward: a backward may run a module of any
-        microbatch again, and torch restores the generator for that.
+        The generator's seed identifies the microbatch. The latest forward would be wrong: a backward may run
+        a module of any microbatch again, and torch restores the generator for that.
         """
         self._seed(self._origins.get(self.generator.initial_seed()), place)
 
@@ -129,7 +129,7 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
 
 
 def next_seed() -> int:
-    """What `draw_seed` will return, without advancing the generator."""
+    """The number that `draw_seed` will return; does not advance the generator."""
     return draw_seed(torch.default_generator.clone_state())
 
 

@@ -28,7 +28,7 @@ def param_groups(module: Any) -> list[Any]:
 
 
 class Sharding:
-    """What FSDP2 does with the gradients of `module`, if it was applied to any part of it."""
+    """How FSDP2 treats the gradients of `module`, if it was applied to any part of it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = sharded_modules(module)
@@ -87,7 +87,7 @@ def _without(hooks: OrderedDict[int, Any], handle: Any) -> OrderedDict[int, Any]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """What this rank holds of `tensor`; in-place changes are changes of the tensor."""
+    """This rank's shard of `tensor`; in-place changes change the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

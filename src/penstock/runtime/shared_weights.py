@@ -1,7 +1,7 @@
 """Shared weights: copies of one weight on several stages, such as a tied embedding, or a second model copy.
 
 All copies begin with the same values. After each step every copy gets the sum of all their gradients, so
-they stay equal under any optimizer. In the norm and in a checkpoint the first copy stands for all.
+they stay equal under any optimizer. The norm and checkpoints take the first copy only.
 """
 
 from __future__ import annotations
@@ -137,12 +137,12 @@ class SharedGradients:
         self._before = []
 
     def _sum(self, weights: list[tuple[nn.Parameter, ...]], ranks: tuple[int, ...]) -> None:
-        """A weight that no stage used keeps no gradient, as in a single process."""
+        """Sum the gradients of all copies. A weight that no stage used gets none, as in a single process."""
         if not weights:
             return
         used = torch.tensor([sum(copy.grad is not None for copy in copies) for copies in weights],
                             dtype=torch.float32, device=weights[0][0].device)  # fmt: skip
-        # copies are sharded alike, so that the shards of this rank and its peers belong together
+        # all copies are sharded in the same way, so the shards of this rank and its peers match
         gradients = [[local_shard(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
         for copies, count in zip(weights, used.tolist(), strict=True):
@@ -151,7 +151,7 @@ class SharedGradients:
 
 
 def _check_all_or_none(trained: Mapping[str, bool]) -> None:
-    """trained: whether each copy of one weight is trained, by place"""
+    """Raise ModelError if only some copies of a weight are trained. trained: by place"""
     if len(set(trained.values())) == 1:
         return
     frozen = [where for where in trained if not trained[where]]

@@ -195,7 +195,7 @@ def _value(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, .
 
 
 class Routing(Protocol):
-    """What a stage's routers choose: the same when a forward runs again, or what a microbatch prescribes."""
+    """Records and replays the experts that a stage's routers choose, or takes them from the microbatch."""
 
     def forward(self, number: int, microbatch: Microbatch) -> AbstractContextManager[None]:
         """Around a forward that a backward follows."""

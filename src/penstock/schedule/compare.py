@@ -191,14 +191,14 @@ def _works(build: Callable[[int, int], Schedule], ranks: int, microbatches: int)
 
 def _different(entries: Iterable[Entry]) -> Iterator[Entry]:
     """Drop schedules for inference; merge equal ones under the shortest name."""
-    alike: dict[object, list[Entry]] = {}
+    equal: dict[object, list[Entry]] = {}
     for entry in entries:
         schedule = entry.schedule
         if schedule is None:
             yield entry
         elif schedule.trains:
-            alike.setdefault((schedule.placement, schedule.programs, schedule.overlaps), []).append(entry)
-    for same in alike.values():
+            equal.setdefault((schedule.placement, schedule.programs, schedule.overlaps), []).append(entry)
+    for same in equal.values():
         first, *others = sorted(same, key=lambda entry: len(entry.options))
         yield replace(first, also=tuple(entry.label for entry in others))
 

@@ -5,7 +5,7 @@ posted in the order in which the sender sends, so first in, first out on a chann
 
     Walk             runs all ranks in an order that they can follow; `blocked` says who waits forever
     posts            when a rank posts each receive, so that it lands before its use
-    buffered_sends   how many sent results a channel must hold if a send blocks until its receive
+    buffered_sends   how many sent results a channel must hold if a send blocks until its receive is posted
     exchanges        the same schedule where everything sent and received between two ops is one call
 
 A schedule may have half a million ops, so `OpNumbers` gives each op an integer and computes what it needs.
@@ -60,7 +60,7 @@ class OpNumbers:
     def needed(self, number: int) -> int:
         """The op of the neighbouring stage whose result this op takes, or NOTHING.
 
-        What an op takes from its own stage comes earlier in the same program: `verify` checks that apart.
+        What it needs from its own stage comes earlier in the same program; `verify` checks that separately.
         """
         slot, stage = number % 3, number // self.row
         if slot == 0 and stage % self._depth:
@@ -277,7 +277,7 @@ def buffered_sends(schedule: Schedule) -> int:
 
 
 def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[Step]]]:
-    """What each rank posts, takes and hands over: 2n for the result of op n, 2n + 1 for its post."""
+    """The posts, receives and sends of each rank as steps: 2n is the result of op n, 2n + 1 its post."""
     numbers = OpNumbers(schedule)
     found = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
     taken = {(message.receiver, message.use): message for message in found}
@@ -364,7 +364,7 @@ class _Grouped:
     """
 
     def __init__(self, schedule: Schedule, soon: bool) -> None:
-        """soon: receive each result as soon as it is sent, by unit times; else as late as its use allows."""
+        """soon: receive each result as soon as it is sent, in unit times; else as late as its use allows"""
         self.schedule = schedule
         lengths = [len(program) for program in schedule.programs]
         self.transfers: list[list[list[Message]]] = [[[] for _ in range(n + 1)] for n in lengths]

@@ -1,4 +1,4 @@
-"""What ran when: the type of a step that `simulate` predicts and that the runtime measures."""
+"""The timeline of a step: when each op ran. `simulate` predicts one, the runtime measures one."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def covered(times: Iterable[tuple[float, float]]) -> float:
 
 
 def curve(changes: Iterable[tuple[float, float]]) -> Curve:
-    """What is held over time, from changes (time, amount) in order."""
+    """The amount held over time, from changes (time, amount) in order."""
     held = 0.0
     points: list[tuple[float, float]] = []
     for time, change in changes:

@@ -34,7 +34,7 @@ _COMPARED = 1000  # if this many ops are missing and nine in ten, they are not l
 
 @dataclass(frozen=True)
 class Proof:
-    """What `verify` has established.
+    """The facts that `verify` has proven.
 
     peak_live[r]: the most live activations that rank r holds at once, each from its F to the end of B or W
     peak_deferred[r]: the most of them whose I is done and whose W is not

@@ -34,7 +34,7 @@ from penstock.models.tracing.probe import (
 
 @dataclass(frozen=True)
 class Chain:
-    """What a stage has to know of the model to begin and end between two layers.
+    """A model as a chain of layers: everything that a stage needs to begin and end between two layers.
 
     layers: the name of the module list, and `count` how many it holds
     output_form: what a layer returns, one of probe.FORMS
@@ -43,7 +43,7 @@ class Chain:
     direct_parameters: parameters of the modules around the layers themselves: whether they are used before
     buffers_after: modules after the layers with buffers to save and no parameters
 
-    What crosses an edge beside the hidden states:
+    Values that cross an edge in addition to the hidden states:
     early_inputs: for each layer, which of its other arguments were made of weights before the layers: their
         place among the arguments, and the number of the value (several layers may take one)
     layer_outputs_passed_on: whether a layer takes more of the one before than its hidden states
@@ -75,7 +75,7 @@ class Chain:
 
     @property
     def more_crosses(self) -> bool:
-        """Whether anything beside hidden states crosses an edge."""
+        """Whether anything in addition to hidden states crosses an edge."""
         more = self.layer_outputs_passed_on or self.mappings_shared or bool(self.recorded)
         return more or self.has_early_inputs
 
@@ -91,7 +91,7 @@ _found: dict[object, Chain] = {}
 def find_chain(model: PreTrainedModel) -> Chain:
     """The chain of `model`, whose weights may be on the meta device. Raises ModelError where there is none.
 
-    Remembered for models that are built alike: trying several settings looks at the model once.
+    Cached for models that are built the same way, so that trying several settings probes the model once.
     """
     name, layers = layer_list(model)
     kind = _built(model, name)
@@ -105,7 +105,7 @@ def find_chain(model: PreTrainedModel) -> Chain:
 
 
 def _built(model: PreTrainedModel, layers: str) -> object | None:
-    """Equal for two models whose forwards run alike; None where hooks may change the forward."""
+    """A key, equal for models whose forwards run the same ops; None where hooks may change the forward."""
     facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
     for name, module in model.named_modules():
         held = vars(module)

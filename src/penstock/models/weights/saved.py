@@ -58,7 +58,7 @@ class SavedModel:
     def lay_out(
         self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
     ) -> dict[int, FileLayout]:
-        """What `write` takes, of this process's stages.
+        """The layouts of this process's stages, for `write`.
 
         states: by stage, the values to write in place of those that its module has then
         """
@@ -162,11 +162,11 @@ def _parsed_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How a stage's weights appear in the model's files, found out without values.
+    """The names and shapes under which a stage's weights are saved. Computed without values.
 
     state: the values under the stage's own names
     groups: these names in groups that are converted together, most often a layer's
-    files: for each group what becomes of it, on the meta device, under the names in the files
+    files: for each group its converted tensors, on the meta device, under the names in the files
     """
 
     stage: PreTrainedModel
@@ -178,7 +178,7 @@ class FileLayout:
     def of(
         cls, stage: PreTrainedModel, left_out: Collection[str], state: Mapping[str, Tensor] | None = None
     ) -> FileLayout:
-        """state: the values, where they are not those that the stage has now"""
+        """The layout of `stage`. state: the values to save; None takes the current ones"""
         values = stage.state_dict() if state is None else state
         left_out = {*left_out, *(stage._keys_to_ignore_on_save or ())}
         empty = {name: meta_like(value) for name, value in values.items() if name not in left_out}

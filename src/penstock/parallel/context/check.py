@@ -1,8 +1,8 @@
-"""Finds what in a model would not be exact with a split sequence, from the model object alone.
+"""Find the modules of a model that would be wrong on a split sequence, from the model object alone.
 
-There is no table of model names. These are checked: which modules ask transformers' registry for their
-attention function, what else a layer holds, the names that their code uses, and the config's own words for
-its layers. The first forward refuses the rest, alike on every rank (attention.py).
+There is no table of model names. The check looks at the modules that ask transformers' registry for
+their attention function, the other modules of a layer, the names in their code, and the layer types of the
+config. The first forward refuses the rest, with the same error on every rank (attention.py).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Mask:
         return keys <= queries and (self._window is None or nearest < self._window)
 
     def between(self, queries: int, keys: int) -> Tensor | None:
-        """Of two pieces: bool (rows or 1, 1, 1, piece, piece), by query and key; None: all is allowed."""
+        """The mask between two pieces: bool (rows or 1, 1, 1, piece, piece), query by key; None: all true."""
         plain = self.full.mask is None and self.full.documents is None and self._window is None
         return None if plain and keys < queries else self._allowed(queries, keys)[:, :, None]
 

@@ -36,8 +36,8 @@ class Call(NamedTuple):
     """One call of attention: the arguments that all of its blocks share.
 
     softcap: scores become softcap * tanh(score / softcap)
-    uniform: a query without any key attends to all keys alike, as where the mask is added as the least number
-        of the dtype; else to none, as where the mask is minus infinity
+    uniform: whether a query without any key attends equally to all keys, as with a mask of the dtype's least
+        number; else to none, as with a mask of minus infinity
     """
 
     group: ProcessGroup
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
     """A piece of the local queries and one of a block's keys.
 
     allowed: bool, by query and key; None for all
-    uniform: queries without any key, which attend to all keys alike
+    uniform: queries without any key, which attend equally to all keys
     """
 
     queries: slice

@@ -32,7 +32,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 @dataclass(frozen=True, eq=False)
 class FullSequence:
-    """What each rank knows of the full sequence; all but `index` is the same on all ranks.
+    """Facts about the full sequence; all but `index` are the same on all ranks.
 
     index, count: number of this rank on the axis, and number of ranks
     length: tokens per row before the split
@@ -115,7 +115,7 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     - context: a `FullSequence`, which a hook takes out before the model's forward
 
     Packed documents that `with_positions` finds (positions that restart at 0, in rows without a mask) stay
-    apart. Raises BatchError, alike on every rank, for entries that cannot be split.
+    apart. Raises BatchError, the same on every rank, for entries that cannot be split.
     """
     padded = padded_length(microbatch, count)
     microbatch = with_positions(microbatch)

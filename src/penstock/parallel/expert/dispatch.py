@@ -5,8 +5,8 @@
 
 A row is one token for one of its experts. Rows are sorted by expert, so those for one rank are contiguous.
 Ranks first exchange the number of rows for each expert, from which the receiver knows the expert of each row.
-All ranks of the group call alike, also with nothing to send: a collective that one rank leaves out never ends
-for the others.
+All ranks of the group make the same calls, also with nothing to send: if one rank leaves out a collective,
+the others wait forever.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
 
 @dataclass(frozen=True)
 class _Share:
-    """What a module of experts knows once it is parallel.
+    """Attributes of a module of experts once it is parallel.
 
     experts, local: number of experts over all ranks, and on this rank
     plain: the class of the module before

@@ -44,8 +44,8 @@ class ModelRouting:
     Args:
         shadow: a copy of the model for this alone, of fake tensors (torch's FakeTensorMode is on)
 
-    Raises ConfigError for a model without mixtures, ModelError for routers whose choice is not one top-k:
-    found by a forward without values, on all ranks alike, before anything is sent.
+    Raises ConfigError for a model without mixtures, ModelError for routers whose choice is not one top-k. A
+    forward without values finds these, so every rank raises the same error before anything is sent.
     """
 
     def __init__(self, shadow: PreTrainedModel) -> None:
@@ -101,7 +101,7 @@ class ModelRouting:
     def _common_top_k(self) -> int:
         found = {self._top_k.get(name) for name in self._experts}
         top_k = found.pop()
-        if found or top_k is None:  # None where only a real forward tells
+        if found or top_k is None:  # None: only a real forward would show it
             raise ModelError(
                 f"{ROUTED} for {self._name}",
                 "its mixtures are known to choose as many experts each, so that one tensor holds all choices",
@@ -174,7 +174,7 @@ class Recorded(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What is kept of a microbatch until its last backward."""
+    """The choices of a microbatch, kept until its last backward."""
 
     rows: int
     tokens: int
@@ -186,8 +186,8 @@ class StageRouting:
     """Records and replays the choices in one stage, for its ops (penstock.runtime.stage.Routing).
 
     A forward and a backward may run side by side in two threads. Forwards outside of any op, in evaluation
-    mode or of shapes only are left alone. A router whose choice is not one top-k is found out in its first
-    forward, which raises ModelError.
+    mode or of shapes only are left alone. A router whose choice is not one top-k raises ModelError in its
+    first forward.
 
     Args:
         module: a stage, before activation checkpointing is put into its layers; changed in place

@@ -166,7 +166,7 @@ class Router:
             self._thread.running = None
 
     def _experts_called(self, chosen: Tensor) -> None:
-        """chosen: (tokens, top_k), with which the experts are called"""
+        """Called when the experts are. chosen: their argument, (tokens, top_k)"""
         running: tuple[TopKs, Callable[[Tensor], None] | None] | None
         if (running := getattr(self._thread, "running", None)) is None:
             return
@@ -183,7 +183,7 @@ class Router:
     def _learn_choice(self, block: nn.Module, forward: Callable[[], Any]) -> None:
         """Find out once which top-k of the block is the choice.
 
-        The forward ends where the experts are called: before anything is sent, and on every rank alike.
+        The forward ends where the experts are called, on every rank, before anything is sent.
         """
 
         def stop(_: Tensor) -> None:
@@ -232,6 +232,6 @@ def one_too_many(name: str, why: str) -> ModelError:
     """The error for a mixture that shares its block, or that a forward calls twice."""
     return ModelError(
         f"{name}, {why}",
-        "choices are told apart by the block that makes them, one in each forward",
+        "a choice is identified by its block, which makes one in each forward",
         "Train this model without routing replay",
     )

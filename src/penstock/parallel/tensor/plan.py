@@ -50,8 +50,8 @@ def plan_of(model: nn.Module) -> Plan:
 def assigned(model: nn.Module, tp: int) -> Plan:
     """The style of every module and parameter of `model` that the plan names, by its full name.
 
-    Left out, as they stay whole and equal on every rank: mixtures' experts, and modules that take and return
-    whole values but do not divide by `tp`, or are tied to a weight that is not sharded alike.
+    Left out, as they stay whole and equal on every rank: experts, and modules that take and return whole
+    values but do not divide by `tp`, or are tied to a weight that is sharded in another way.
     """
     plan = plan_of(model)
     found = dict(_planned(model, plan))
@@ -154,7 +154,7 @@ def _config(model: nn.Module) -> object:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-# ---- what would not be exact
+# ---- refusals of models that would train wrongly
 
 
 def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None:
@@ -262,7 +262,7 @@ def _check_neighbours(model: nn.Module, path: str, plan: Plan) -> None:
         if name not in plan:
             raise ModelError(
                 f"{name}, which the plan of {type(model).__name__} does not name",
-                "it stands beside projections of which each rank has some heads, and may work on those",
+                "it is a sibling of projections whose heads are split over the ranks, and may work on heads",
                 f"Add {_pattern(name)!r} to model.tp_plan: {PARTIAL!r} where it works on each head by "
                 f"itself, 'replicate' where it works on what is whole",
             )

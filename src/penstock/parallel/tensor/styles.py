@@ -32,7 +32,9 @@ from penstock.errors import BatchError, ModelError
 
 
 class Style(NamedTuple):
-    """dimension: of a weight, that ranks shard; a bias goes with dimension 0, and is whole beside 1
+    """How tensor parallelism treats one module.
+
+    dimension: that of the weight which ranks shard. A bias is sharded with dimension 0, and whole with 1
     kind: the module that it is exact for; None for any
     closed: takes and returns whole values, so that leaving the module whole is exact as well
     """

@@ -38,9 +38,9 @@ def write_post_mortem(error: BaseException, executors: Sequence[Executor], folde
 
 
 def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
-    """What this process's ranks have done of their step, on the clock that all processes share.
+    """The ops that this process's ranks have completed, on the clock that all processes share.
 
-    So the traces of several processes can be put together.
+    The shared clock makes the traces of several processes fit together.
     """
     schedule = executors[0].plan.schedule
     by_rank = {executor.plan.rank: executor for executor in executors}

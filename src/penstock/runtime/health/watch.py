@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 
 
 class FailureNote(NamedTuple):
-    """What one rank says of itself. at: its wall clock; the ranks' machines are trusted to agree on it"""
+    """A rank's report of itself. at: its wall clock, which the machines are trusted to agree on"""
 
     at: float
     account: str
@@ -265,7 +265,7 @@ class Watch:
         return self._notes.leave(str(account(self._progress(), words)), wait)
 
     def _waits(self, rank: int) -> Wait | None:
-        """What `rank` waits for; None where its notes have ceased: then it is stuck itself."""
+        """The wait that `rank` reports; None if its reports have stopped: then it is stuck itself."""
         note = self._notes.read(rank)
         return None if note is None or note.age > _CEASED * self._period else note.wait
 

@@ -66,7 +66,7 @@ class Product(NamedTuple):
 
 
 class Deferred:
-    """What W has to do after an I.
+    """The work that an I leaves for its W.
 
     nbytes: bytes held only for W, each storage counted once, parameters left out; 0 after `run`
     """

@@ -34,7 +34,7 @@ def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    """transposed: whether the weight is a transposed view; then its gradient is one too"""
+    """The weight gradient of a grouped product. transposed: weight and gradient are transposed views"""
     if transposed:
         return torch._grouped_mm(dy.t(), x, offs).transpose(-2, -1)
     return torch._grouped_mm(x.t(), dy, offs)

@@ -36,7 +36,7 @@ VIEWS = frozenset(
 
 
 class Tape:
-    """What the products of one forward have in common, and what its backward defers.
+    """The products of one forward, and those that its backward defers.
 
     An object rather than a thread variable: on a GPU the engine's threads run the backward.
     """
@@ -62,7 +62,7 @@ class Tape:
         return result
 
     def _lower(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """What autocast would do, outside of the product, where autograd sees it."""
+        """Apply autocast's casts before the product, where autograd records them."""
         if tensor.dtype == torch.float64:
             return tensor
         if self._casts is None or not tensor.is_leaf:

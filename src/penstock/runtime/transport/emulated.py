@@ -22,7 +22,7 @@ STAMP = TensorSpec((1,), torch.float64)
 
 @dataclass(frozen=True)
 class Network:
-    """latency: seconds; bandwidth: bytes a second, None for no limit. Raises ConfigError."""
+    """A slower network. latency: seconds; bandwidth: bytes a second, None: no limit. Raises ConfigError."""
 
     latency: float = 0.0
     bandwidth: float | None = None

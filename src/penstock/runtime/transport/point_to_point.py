@@ -82,7 +82,7 @@ def ring_exchange() -> RingExchange | None:
 
 
 class Batches:
-    """What was sent and received before a `start` goes together. All channels are in one group."""
+    """Starts all messages since the last `start` in one call. All channels are in one group."""
 
     def __init__(self, group: dist.ProcessGroup, ring: RingExchange | None = None) -> None:
         self._group, self._ring = group, ring

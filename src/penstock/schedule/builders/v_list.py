@@ -34,7 +34,7 @@ _KINDS: tuple[Kind, ...] = ("F", "F", "I", "I", "W", "W")
 
 @dataclass(frozen=True)
 class Work:
-    """What each op takes on a V.
+    """The durations of ops and messages on a V.
 
     takes[r][slot][microbatch]: durations
     delays[r][leg][microbatch]: until the next rank has the result

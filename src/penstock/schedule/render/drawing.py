@@ -1,4 +1,4 @@
-"""What all formats of a drawing share: panels on one time scale, colours, names and numbers."""
+"""The parts that all formats of a drawing share: panels on one time scale, colours, names and numbers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def in_order(used: set[Shade]) -> list[Shade]:
 
 
 def meaning(panels: tuple[Panel, ...]) -> str:
-    """What light and dark mean; empty if they only tell neighbours apart."""
+    """The legend of light and dark shades; empty if they only separate neighbours."""
     stages = max(len(hosted) for panel in panels for hosted in panel.hosted)
     copies = max(panel.copies for panel in panels)
     if stages <= 1:
@@ -130,12 +130,12 @@ class Panel:
     @cached_property
     def copies(self) -> int:
         """The number of copies of the model: sets of stages that share no microbatch."""
-        ways: dict[int, set[int]] = defaultdict(set)
+        stages_of: dict[int, set[int]] = defaultdict(set)  # by microbatch
         for span in self.timeline.spans:
-            ways[span.op.microbatch].add(span.op.stage)
-        distinct = {frozenset(way) for way in ways.values()}
-        apart = sum(map(len, distinct)) == len(set().union(*distinct))
-        return max(1, len(distinct)) if apart else 1
+            stages_of[span.op.microbatch].add(span.op.stage)
+        distinct = {frozenset(stages) for stages in stages_of.values()}
+        disjoint = sum(map(len, distinct)) == len(set().union(*distinct))
+        return max(1, len(distinct)) if disjoint else 1
 
     @cached_property
     def place_of(self) -> dict[Op, int]:
@@ -184,11 +184,11 @@ class Drawing:
 
     @property
     def held(self) -> str:
-        """What the curves show; the same in all panels, so that they compare."""
+        """The quantity of the curves; the same in all panels, so that they compare."""
         return "memory" if self.knows_memory else "live activations"
 
     def curves(self, panel: Panel) -> tuple[tuple[Curve, ...], tuple[float, ...]]:
-        """What each rank holds over time, and its peak."""
+        """The curve of each rank, and its peak."""
         timeline = panel.timeline
         if self.knows_memory:
             return timeline.memory, timeline.peak_memory

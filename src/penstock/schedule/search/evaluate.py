@@ -12,7 +12,7 @@ from penstock.schedule.search.problem import NOTHING, Problem, Programs
 
 
 class Key(NamedTuple):
-    """What a search minimizes: first the time that counts, then the sum of the ranks' ends."""
+    """The objective of a search: first the time that counts, then the sum of the ranks' ends."""
 
     value: int
     ends: int
@@ -111,7 +111,7 @@ def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
 
 
 def levels(problem: Problem, program: list[int]) -> list[int]:
-    """What the rank holds while each op of its program runs."""
+    """The memory that the rank holds while each op of its program runs."""
     take, give, held = problem.take, problem.give, 0
     found: list[int] = []
     for number in program:

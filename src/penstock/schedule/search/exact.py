@@ -40,7 +40,7 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Solved:
-    """programs: the best found; bound: if all else stays, nothing has a smaller value; proven: optimal"""
+    """The best programs found. bound: no value is smaller, with all else fixed; proven: they are optimal"""
 
     programs: Programs
     bound: int

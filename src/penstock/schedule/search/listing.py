@@ -23,7 +23,7 @@ _KEPT = 6  # policies that are varied
 
 @dataclass(frozen=True)
 class Policy:
-    """base, slope: by line; wait: see above; patience: how far a rank looks ahead, in quanta.
+    """How ops are scored. base, slope: by line; wait: see above; patience: quanta that a rank looks ahead.
 
     A policy fits any number of microbatches.
     """

@@ -65,7 +65,7 @@ class Problem:
 
     @cached_property
     def count(self) -> int:
-        """Of numbers, with those that are no op because the microbatch goes through another copy."""
+        """The count of numbers, including those without an op: their microbatch goes through another copy."""
         return self.row * self.placement.stages
 
     @cached_property
@@ -135,7 +135,7 @@ class Problem:
         return Schedule(name, self.placement, self.microbatches, tuple(tuple(map(op, p)) for p in programs))
 
     def programs(self, schedule: Schedule) -> Programs:
-        """Of a schedule, with each whole backward as I and W."""
+        """The programs of a schedule, with each whole backward as I and W."""
         found: Programs = []
         for program in schedule.programs:
             numbers: list[int] = []

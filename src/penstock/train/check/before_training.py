@@ -81,7 +81,7 @@ class Reference:
 
     @property
     def bytes(self) -> int:
-        """Of its weights and their gradients."""
+        """Bytes of its weights and their gradients."""
         total: int = sum(p.numel() * p.itemsize for p in self.source.model.parameters())
         return 2 * total
 

@@ -29,7 +29,7 @@ Digest = Sequence[float]  # the norm, then the projections; a list after a trip 
 
 
 class Digests(NamedTuple):
-    """Of one parameter. gradient: None where it has none"""
+    """The digests of one parameter and of its gradient, None where it has none."""
 
     weight: Digest
     gradient: Digest | None

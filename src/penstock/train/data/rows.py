@@ -35,7 +35,7 @@ class Fill:
 
 
 class Batch(NamedTuple):
-    """content: as Pipeline.step takes it, one batch to split or a list of microbatches"""
+    """A step's batch. content: for Pipeline.step, one batch to split or a list of microbatches"""
 
     content: dict[str, Tensor] | list[dict[str, Any]]
     fill: Fill
@@ -47,7 +47,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """The rows of one batch, dealt out to the pipelines of a mesh."""
+        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
 
     def batch(self, chosen: Sequence[int]) -> Batch:
         """One batch of these rows."""
@@ -58,7 +58,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class StreamRows:
-    """tokens: (rows, sequence); padding: how the pipeline will pad them, if it does"""
+    """Rows of one stream of tokens. tokens: (rows, sequence); padding: the pipeline's, if any"""
 
     tokens: Ids
     padding: Padding | None = None
@@ -113,7 +113,7 @@ class DocumentRows:
         return any(len(row) > 1 for row in self.packing)
 
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Deal microbatches out by length, back and forth, so that no pipeline has all the long ones."""
+        """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
         order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
         for number, group in enumerate(self._groups(chosen, self.microbatches * parts)):
