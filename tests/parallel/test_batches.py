@@ -244,7 +244,10 @@ def refused_edges(declared: bool) -> tuple[str, float]:
     ("declared", "message"),
     [
         (False, "BatchError: rows of 9, given to process 1, 3: they hold 8 numbers at most. Cut them"),
-        (True, "ModelError: what stages 0 and 1 declare .*, given to process 1, 3: .*a declared row"),
+        (
+            True,
+            "ModelError: the shapes that stages 0 and 1 declare .*, given to process 1, 3: .*a declared row",
+        ),
     ],
 )
 def test_a_shape_error_of_one_part_is_raised_by_all(pool: Pool, declared: bool, message: str) -> None:

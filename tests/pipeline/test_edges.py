@@ -163,7 +163,7 @@ class Spreading(Part):
         (OtherKeys, "declared", ShapeError, r"0F0 gave .* 'more': tensor\}: the next rank expects "),
         (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage expects none"),
         (Strange, "learnt", ShapeError, "a StageInfo in a stage's output"),
-        (Strange, "declared", ModelError, "the shapes that stages 0 and 1 declare .*: a StageInfo in a stage's output"),
+        (Strange, "declared", ModelError, "stages 0 and 1 declare .*: a StageInfo in a stage's output"),
         (Strange, "exchanged", ShapeError, "a StageInfo in a stage's output"),
         (Asking, "learnt", ModelError, r"Asking.forward\(hidden, x, needed\): .*argument: .needed."),
         (Asking, "exchanged", ModelError, r"Asking.forward\(hidden, x, needed\): .*argument: .needed."),
