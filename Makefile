@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: help env train test lint types tests test-fast mutants sweep parallel bench docs pictures clean
+.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel bench docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 env: .venv/ready  ## Make .venv with everything that the other targets need
 
@@ -16,7 +16,7 @@ env: .venv/ready  ## Make .venv with everything that the other targets need
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 	touch $@
 
 train: env  ## Train a small Qwen3 on the Python standard library's source, over two ranks
@@ -37,8 +37,14 @@ tests: env  ## The test suite, on two processes
 test-fast: env  ## The inner loop: in one process each, some cases of each test; under 90 s on two quiet cores
 	$(BIN)/pytest --fast --numprocesses 2
 
-mutants: env  ## Break the code in 40 places, one at a time: a test must notice each; about an hour
+mutants: env  ## Break the code in one place at a time: a test must notice each; about an hour
 	$(BIN)/python tests/mutants.py
+
+coverage: env  ## Branch coverage of the test suite, in all its processes
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 sweep: env  ## The whole equivalence matrix over real processes: some minutes
 	$(BIN)/pytest -m sweep --timeout 900 --numprocesses 2 --dist loadgroup
@@ -49,9 +55,15 @@ parallel: env  ## The pipeline beside every other axis, on eight processes: some
 bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
 	$(BIN)/python -m benchmarks
 
-docs: env  ## Write docs/config.md and docs/schedules.md from the source, docs/models.md from the installed transformers
+docs: env  ## Write the pages that come from the source, then build the site into site/, strictly
 	$(BIN)/python docs/config.py
 	$(BIN)/python docs/schedules.py
+	$(BIN)/python docs/architecture.py
+	$(BIN)/python docs/api.py
+	$(BIN)/python -m benchmarks.page
+	$(BIN)/mkdocs build --strict
+
+docs-pages: env  ## Write docs/models.md by cutting every model of the installed transformers
 	PYTHONPATH=tests $(BIN)/python docs/models.py
 
 pictures: env  ## Draw the README's pictures and check the HTML page in Chromium; `make train` draws the first
@@ -63,4 +75,4 @@ pictures: env  ## Draw the README's pictures and check the HTML page in Chromium
 	$(BIN)/python docs/draw.py docs/pictures --measured runs/measured.html
 
 clean:  ## Remove what the other targets made
-	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs site build .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

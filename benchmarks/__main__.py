@@ -1,4 +1,7 @@
-"""Run the benchmarks: ``python -m benchmarks [--only NAME ...] [--repeats N]``."""
+"""Run the benchmarks: ``python -m benchmarks [--only NAME ...] [--repeats N]``.
+
+Writes benchmarks/results/NAME.json, and docs/benchmarks.md from all of them.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from benchmarks import (
     meshes,
     networks,
     overhead,
+    page,
     paired,
     ragged,
     recording,
@@ -57,9 +61,9 @@ def main() -> None:
     for name in options.only or BENCHMARKS:
         found = BENCHMARKS[name](options.repeats)
         report.show(found, console)
-        report.write(found)
+        report.write(found, options.repeats)
         missed += found.missed
-    report.summarise()
+    page.write()
     console.print(f"{missed} bars missed" if missed else "every bar met")
 
 

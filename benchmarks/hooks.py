@@ -110,4 +110,4 @@ def measure(repeats: int) -> Found:
         "pairs' ratios",
         "under torch: the stage by hand, a loop over the same layers; same executor, weights and loss",
     )
-    return Found("hooks", "The price of placeholders and doors", rows, notes, raw)
+    return Found("hooks", "Cost of placeholders and boundaries", rows, notes, raw)

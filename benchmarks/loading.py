@@ -142,7 +142,7 @@ def _found(parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list
     ]
     return Found(
         "loading",
-        f"Loading and saving, P={RANKS}, beside the whole model in one process by transformers",
+        f"Loading and saving, P={RANKS}, and the whole model in one process by transformers",
         rows,
         (
             "Llama, 8 layers of 1024, float32, in shards of 100 MB; ranks at the same time, one thread each; "

@@ -143,4 +143,4 @@ def measure(repeats: int) -> Found:
         "ranks on its fake process group (sends and receives do nothing)",
         "P=1: one stage, no message; P=2 over gloo: whole step per op of one rank, with messages and waiting",
     ]
-    return Found("overhead", "The library's own cost per op, empty compute", rows, notes, raw)
+    return Found("overhead", "Cost of the runtime per op, empty compute", rows, notes, raw)

@@ -135,7 +135,7 @@ def measure(repeats: int) -> Found:
         "nothing: the more microbatches, the nearer to that",
         f"the least of {repeats}, the two in turn: what else runs can only add to what is slept",
     ]
-    return Found("paired", f"Pairs side by side, P={RANKS}, exchanges within ops emulated", rows, notes, raw)
+    return Found("paired", f"Overlapped pairs, P={RANKS}, exchanges within ops emulated", rows, notes, raw)
 
 
 def _rows(name: str, case: Case, built: dict[str, Schedule], raw: dict[str, list[float]]) -> list[Row]:

@@ -220,7 +220,7 @@ def measure(repeats: int) -> Found:
         "behind what it does before its first message",
         f"padding: a list of {MICROBATCHES} ragged microbatches made ready; to the longest asks all ranks",
     ]
-    return Found("recording", "The cost of recording, and of agreeing", rows, notes, raw)
+    return Found("recording", "Cost of recording and of the handshake", rows, notes, raw)
 
 
 def _slowest(times: Any) -> list[float]:

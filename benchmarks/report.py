@@ -1,4 +1,7 @@
-"""What a benchmark found, as a table, as JSON and in the summary."""
+"""What a benchmark found: as a table on the terminal, and as JSON in benchmarks/results/.
+
+`benchmarks.page` makes docs/benchmarks.md from those files.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,19 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+import penstock
+
 RESULTS = Path(__file__).parent / "results"
-HEADER = ("case", "what", "penstock", "torch", "penstock / torch", "bar", "")
+HEADER = ("case", "quantity", "penstock", "torch", "penstock / torch", "bar", "")
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Found:
 def show(found: Found, console: Console) -> None:
     table = Table(title=found.title, title_justify="left")
     for column in HEADER:
-        table.add_column(column, justify="left" if column in ("case", "what", "bar", "") else "right")
+        table.add_column(column, justify="left" if column in ("case", "quantity", "bar", "") else "right")
     for row in found.rows:
         style = {True: "green", False: "bold red", None: None}[row.met]
         table.add_row(*row.cells(), style=style)
@@ -68,35 +73,20 @@ def show(found: Found, console: Console) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def write(found: Found, folder: Path = RESULTS) -> None:
+def write(found: Found, repeats: int, folder: Path = RESULTS) -> None:
+    """Write `found` with what a reader needs to repeat it: machine, version, commit and command."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {
-        "name": found.name, "title": found.title, "machine": machine(),
+        "name": found.name, "title": found.title, "version": penstock.__version__, "commit": _commit(),
+        "command": f"python -m benchmarks --only {found.name} --repeats {repeats}", "machine": machine(),
         "rows": [vars(row) for row in found.rows], "notes": list(found.notes), "raw": dict(found.raw),
     }  # fmt: skip
     (folder / f"{found.name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def summarise(folder: Path = RESULTS) -> Path:
-    """One page over every result in `folder`, also of earlier runs."""
-    lines = ["# Benchmark results", "", "Written by `make bench`. Ratios are of medians within one run.", ""]
-    for file in sorted(folder.glob("*.json")):
-        content = json.loads(file.read_text())
-        lines += [
-            f"## {content['title']}",
-            "",
-            "; ".join(f"{k} {v}" for k, v in content["machine"].items()),
-            "",
-        ]
-        lines += [f"| {' | '.join(HEADER)} |", "|" + " --- |" * len(HEADER)]
-        lines += [f"| {' | '.join(Row(**row).cells())} |" for row in content["rows"]]
-        lines += ["", *(f"- {note}" for note in content["notes"]), ""]
-    path = folder / "summary.md"
-    path.write_text("\n".join(lines))
-    return path
-
-
 def machine() -> dict[str, str]:
+    import torch  # here, as the page is made without it
+
     return {
         "cpu": _cpu(),
         "cores": str(os.cpu_count()),
@@ -105,6 +95,16 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _commit() -> str:
+    """The commit that is checked out, with "-dirty" where files differ from it; "" without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        ran = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return ran.stdout.strip()
 
 
 def _cpu() -> str:

@@ -104,4 +104,4 @@ def measure(repeats: int) -> Found:
         "bubble: inside, from a rank's first op to its last; beside it the best published order that fits",
         "longest rank: from its first op to its last, in times of an F, and the least that is possible",
     ]
-    return Found("searched", "Searched schedules beside the published ones", rows, notes, raw)
+    return Found("searched", "Searched and published schedules", rows, notes, raw)

@@ -222,7 +222,7 @@ def measure(repeats: int) -> Found:
         "walk: a walk over autograd's graph at I, which needs nothing in the forward; torch: "
         "stage_backward_input and stage_backward_weight of torch.distributed.pipelining",
     ]
-    return Found("split", "A backward split into I and W", rows, notes, raw)
+    return Found("split", "Split backward: I and W", rows, notes, raw)
 
 
 def judge(
@@ -252,9 +252,10 @@ def judge(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
     parser.add_argument("--repeats", type=int, default=7, help=f"times {ROUNDS} rounds of each way")
-    found = measure(parser.parse_args().repeats)
+    repeats = parser.parse_args().repeats
+    found = measure(repeats)
     show(found, Console(width=150))
-    write(found)
+    write(found, repeats)
 
 
 if __name__ == "__main__":

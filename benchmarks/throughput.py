@@ -106,5 +106,5 @@ def measure(repeats: int) -> Found:
         f"forward and backward, no optimizer; median of {repeats}, in turn; losses differ by {apart:.0e}",
         "processes apart: two single processes at once, each with a batch of its own: the machine's ceiling",
     ]
-    title = "Real compute: two ranks with a thread each, beside one process with one"
+    title = "Real compute: two ranks and one process, one thread each"
     return Found("throughput", title, rows, notes, times)

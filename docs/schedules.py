@@ -130,7 +130,7 @@ _SEARCHED = """## searched
 
 `penstock.schedule.search` forms a schedule for the lengths and sizes that were measured, where the ones above
 are formed for equal ones. It begins with every schedule above that fits, and never gives anything worse.
-benchmarks/results/searched.json and the README have its figures beside theirs.
+[Benchmarks](benchmarks.md#searched) has its figures beside theirs.
 """
 
 if __name__ == "__main__":
