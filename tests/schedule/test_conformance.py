@@ -92,7 +92,7 @@ def unlucky(ranks: int, microbatches: int) -> Schedule:
 @pytest.mark.parametrize(
     ("builder", "rule"),
     [
-        (crossed, "deadlock: rank 0 stands at 0B0, which waits for 1B0"),
+        (crossed, "deadlock: rank 0 is at 0B0, which waits for 1B0"),
         (forgetful, "verify refuses it: rank 0: 0B2: it is in no program"),
         (idle, "rank 1 has an empty program"),
         (too_few_ranks, "its schedule is for 1 ranks"),

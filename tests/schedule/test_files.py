@@ -281,11 +281,11 @@ HOSTILE_CSV = [
     (b"0F0,(0F1;0B0)\n", r"'\(0F1;0B0\)' is no op"),
     (b"0F0,(0F1;0B0;0W0)OVERLAP_F_B\n", "is no op"),
     (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
-    (b"0F0,0B0,,0F0\n", "row 1, column 4: 0F0 stands already at row 1, column 1"),
-    (b"0F0,(0F1;0B0)OVERLAP_F_B,0B0\n", "row 1, column 3: 0B0 stands already at row 1, column 2"),
+    (b"0F0,0B0,,0F0\n", "row 1, column 4: 0F0 is already at row 1, column 1"),
+    (b"0F0,(0F1;0B0)OVERLAP_F_B,0B0\n", "row 1, column 3: 0B0 is already at row 1, column 2"),
     (
         b"0F0,1F0\n,2F0,,1B0\n",
-        "row 2, column 4: 1B0 is of stage 1, which stands at row 1, column 2 on rank 0; a stage is on one",
+        "row 2, column 4: 1B0 is of stage 1, which is at row 1, column 2 on rank 0; a stage is on one",
     ),
     (b"0F0\n2F0\n", "row 2, column 1: 2F0 is of stage 2, and stage 1 is nowhere"),
     (b"0F0\n999999999F0\n", "stage 999999998 is nowhere"),
@@ -328,7 +328,7 @@ HOSTILE_JSON = [
     ({"programs": [["0F0"], ["1F0", "1Q0"]]}, r"programs\[1\]\[1\]: '1Q0' is no op"),
     (
         {"programs": [["0F0"], ["1F0", "0F0"]]},
-        r"programs\[1\]\[1\]: 0F0 stands already at programs\[0\]\[0\]",
+        r"programs\[1\]\[1\]: 0F0 is already at programs\[0\]\[0\]",
     ),
     ({"programs": [["0SEND_F0"], []]}, "'0SEND_F0' is no op"),
 ]

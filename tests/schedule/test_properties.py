@@ -46,7 +46,7 @@ def test_reordering_a_program_hangs_or_not_as_proven(schedule: Schedule, data: s
     schedule = replace(schedule, programs=shuffled)
     found = violations(schedule)
     assert (not found) == can_finish(schedule), str(schedule)
-    assert all("stands later" in violation.rule or violation.cycle for violation in found)
+    assert all("comes later" in violation.rule or violation.cycle for violation in found)
 
 
 @modest

@@ -87,7 +87,7 @@ def test_an_op_on_another_rank_than_its_stage() -> None:
 
 def test_an_op_that_stands_twice() -> None:
     assert violations(schedule(1, "0F0 0B0 0F0", "1F0 1B0")) == (
-        Violation("it stands already at position 0", 0, 2, op("0F0")),
+        Violation("it is already at position 0", 0, 2, op("0F0")),
     )
 
 
@@ -125,13 +125,13 @@ def test_a_microbatch_on_both_copies_of_the_model() -> None:
 
 def test_a_backward_before_its_forward() -> None:
     assert violations(schedule(1, "0F0 0B0", "1B0 1F0")) == (
-        Violation("it needs 1F0, which stands later, at position 1", 1, 0, op("1B0"), op("1F0")),
+        Violation("it needs 1F0, which comes later, at position 1", 1, 0, op("1B0"), op("1F0")),
     )
 
 
 def test_a_stage_before_the_one_that_feeds_it_on_the_same_rank() -> None:
     assert violations(schedule(1, "1F0 0F0", rank_of=(0, 0))) == (
-        Violation("it needs 0F0, which stands later, at position 1", 0, 0, op("1F0"), op("0F0")),
+        Violation("it needs 0F0, which comes later, at position 1", 0, 0, op("1F0"), op("0F0")),
     )
 
 
@@ -145,13 +145,13 @@ def test_more_live_activations_than_allowed() -> None:
 def test_all_violations_come_at_once() -> None:
     wrong = schedule(2, "0B0 0F0 0F1 0F1", "1F0 1B0 1F7 2F0")
     assert violations(wrong, memory_limit=1) == (
-        Violation("it stands already at position 2", 0, 3, op("0F1")),
+        Violation("it is already at position 2", 0, 3, op("0F1")),
         Violation("there are only microbatches 0 to 1", 1, 2, op("1F7")),
         Violation("there are only stages 0 to 1", 1, 3, op("2F0")),
         Violation("it is in no program", 0, None, op("0B1"), op("0B1")),
         Violation("it is in no program", 1, None, op("1F1"), op("1F1")),
         Violation("it is in no program", 1, None, op("1B1"), op("1B1")),
-        Violation("it needs 0F0, which stands later, at position 1", 0, 0, op("0B0"), op("0F0")),
+        Violation("it needs 0F0, which comes later, at position 1", 0, 0, op("0B0"), op("0F0")),
         Violation("it holds 2 live activations at its peak, and 1 are allowed", 0),
         Violation("it holds 2 live activations at its peak, and 1 are allowed", 1),
     )
@@ -163,8 +163,8 @@ def test_a_deadlock_of_two_ranks() -> None:
     assert (found.rank, found.position, found.op, found.missing) == (0, 1, op("0B0"), op("1B0"))
     assert found.cycle == (op("0B0"), op("1B0"), op("1F1"), op("0F1"))
     assert str(found) == (
-        "rank 0, position 1: 0B0: deadlock: rank 0 stands at 0B0, which waits for 1B0; "
-        "rank 1 stands at 1F1, which waits for 0F1; and 1B0 comes only later on its rank"
+        "rank 0, position 1: 0B0: deadlock: rank 0 is at 0B0, which waits for 1B0; "
+        "rank 1 is at 1F1, which waits for 0F1; and 1B0 comes only later on its rank"
     )
 
 
@@ -199,7 +199,7 @@ def test_two_deadlocks_are_two_violations() -> None:
 
 def test_a_deadlock_beside_another_violation_is_still_found() -> None:
     found = violations(schedule(2, "0F0 0B0 0F1 0B1 0F0", "1F0 1F1 1B0 1B1"))
-    assert [each.rule.split(":")[0] for each in found] == ["it stands already at position 0", "deadlock"]
+    assert [each.rule.split(":")[0] for each in found] == ["it is already at position 0", "deadlock"]
 
 
 def test_the_error_lists_the_first_twenty() -> None:

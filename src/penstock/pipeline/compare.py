@@ -185,8 +185,8 @@ def whole_backward(
 ) -> float:
     """Add the whole model's gradients to `.grad` and return its loss, one microbatch after the other.
 
-    The sums are the pipeline's, in the same order where autograd leaves a choice, so that models that round
-    inside (a norm in float32 under float64 weights) round alike.
+    It adds in the same order as the pipeline, where autograd leaves a choice, so that models that round
+    inside (a norm in float32 under float64 weights) round in the same way.
 
     Args:
         reductions: sum over the parts of a batch that the ranks of a mesh step on: then collective

@@ -113,7 +113,7 @@ class Evaluations:
         if isinstance(batch, Mapping):
             try:
                 rows = batch_rows(batch, self._built.splitter.sharding)
-            except BatchError:  # raised again where the batch is split, there on all ranks alike
+            except BatchError:  # splitting the batch raises it again, on all ranks
                 rows = 1
             count = min(self._built.schedule.microbatches, rows)
         else:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class SplitModel:
-    """This process's stages of a model, and what is done with them apart from running them."""
+    """This process's stages of a model: parameters, gradients and files. Pipeline adds the steps."""
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -90,7 +90,7 @@ class SplitModel:
 
         Args:
             remove_duplicate: give a tied weight the first of its names on every stage, so that parameter
-                groups made by name treat its copies alike; False gives the name that each stage has for it
+                groups made by name treat its copies equally; False gives the name that each stage has for it
         """
         ties = self._saved.ties if self._saved and remove_duplicate else ()
         first = {name: names[0] for names in ties for name in names}

@@ -318,7 +318,7 @@ def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Acti
             else:
                 yield between
         assert isinstance(between, Compute)
-        assert between.op == pairs[action.op], f"{between.op} stands between the two ops of a pair"
+        assert between.op == pairs[action.op], f"{between.op} is between the two ops of a pair"
         yield Begin(between, action)
         yield action
         yield from after

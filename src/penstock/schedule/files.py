@@ -1,7 +1,7 @@
 """Schedules as files: PyTorch's CSV, read and written, and a JSON format of our own.
 
 A CSV file has a row per rank and an op per cell. Empty cells are bubbles and mean nothing. The schedule is
-named after its file, and its placement follows from where the ops stand. Communication in PyTorch's files is
+named after its file, and its placement follows from the rows of the ops. Communication in PyTorch's files is
 skipped: what a rank sends and receives follows from what it computes.
 
 JSON has all of a schedule, one line per rank:
@@ -83,7 +83,7 @@ class Cells:
         for op in ops:
             first = self.places.setdefault(op, place)
             if first is not place:
-                self.complain(place, f"{op} stands already at {self.name_place(first)}")
+                self.complain(place, f"{op} is already at {self.name_place(first)}")
         return ops
 
     def _pair(self, text: str, place: Place) -> list[Op]:
@@ -116,7 +116,7 @@ class Cells:
 
 
 def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
-    """The placement with each stage where its ops stand. Raises ConfigError if there is none."""
+    """The placement that puts each stage on the rank of its ops. Raises ConfigError if there is none."""
     rank_of: dict[int, int] = {}
     first: dict[int, Op] = {}
     on_two_ranks: set[int] = set()
@@ -127,7 +127,7 @@ def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
             if rank_of.setdefault(op.stage, rank) != rank and op.stage not in on_two_ranks:
                 on_two_ranks.add(op.stage)
                 there = cells.name_place(cells.places[first[op.stage]])
-                what = f"{op} is of stage {op.stage}, which stands at {there} on rank {rank_of[op.stage]}"
+                what = f"{op} is of stage {op.stage}, which is at {there} on rank {rank_of[op.stage]}"
                 cells.complain(cells.places[op], f"{what}; a stage is on one rank")
             first.setdefault(op.stage, op)
     for stage in sorted(rank_of):

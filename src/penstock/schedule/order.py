@@ -431,7 +431,7 @@ class _Grouped:
     def circle(self, blocked: Mapping[int, int]) -> str:
         """Describe the first cycle among ranks that are left waiting."""
         ranks = len(self.transfers)
-        stuck: dict[int, tuple[int, Message]] = {}  # rank -> the place and the message where it stands
+        stuck: dict[int, tuple[int, Message]] = {}  # rank -> the place and the message at which it is blocked
         for rank, row in enumerate(self.transfers):
             for place, here in enumerate(row if rank + ranks in blocked else ()):
                 for message in here:

@@ -1,14 +1,14 @@
 """The proof that a schedule can run: complete, in its place, in order, free of deadlock, within memory.
 
-    rank 0 | 0F0 0B0 0F1 0B1        rank 0 stands at 0B0, which waits for 1B0;
-    rank 1 | 1F0 1F1 1B0 1B1        rank 1 stands at 1F1, which waits for 0F1: a deadlock
+    rank 0 | 0F0 0B0 0F1 0B1        rank 0 is at 0B0, which waits for 1B0;
+    rank 1 | 1F0 1F1 1B0 1B1        rank 1 is at 1F1, which waits for 0F1: a deadlock
 
 `verify` checks every rule and reports all violations at once:
 
     form        one program per rank, made of ops
-    index       each op exists, stands on the rank of its stage, and stands once
+    index       each op exists, is on the rank of its stage, and is there once
     missing     each microbatch goes through all stages of one copy of the model, and back
-    order       an op stands behind those that it needs on its rank
+    order       an op comes after those that it needs on its rank
     pairs       an overlapped pair is a forward and, next to it, a backward
     deadlocks   no ranks wait for one another in a cycle
     memory      no rank holds more live activations than the limit
@@ -109,10 +109,10 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
 
 
 class OpIndex:
-    """Where each op stands: `rank_at` and `position_at` by its number; rank NOTHING if no program has it.
+    """The place of each op: `rank_at` and `position_at` by its number; rank NOTHING if no program has it.
 
-    programs: the numbers of each rank's ops, NOTHING for what is no op of this schedule
-    violations: ops that do not exist, stand on another rank than their stage, or stand twice
+    programs: the numbers of each rank's ops, NOTHING for an op that this schedule cannot have
+    violations: ops that do not exist, are on another rank than their stage, or occur twice
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -129,7 +129,7 @@ class OpIndex:
                 self.rank_at[number], self.position_at[number] = rank, position
 
     def _add(self, op: Op, rank: int, position: int) -> int:
-        """Note where the op stands; returns its number."""
+        """Note the place of the op. Returns its number."""
         schedule = self.schedule
         if not 0 <= op.stage < schedule.stages:
             wrong = f"there are only stages 0 to {schedule.stages - 1}"
@@ -156,11 +156,11 @@ class OpIndex:
     def _twice(self, op: Op, number: int) -> str:
         other, position = self.at(number), self.position_at[number]
         if other == op:
-            return f"it stands already at position {position}"
-        return f"a backward is whole or split, and {other} stands at position {position}"
+            return f"it is already at position {position}"
+        return f"a backward is whole or split, and {other} is at position {position}"
 
     def at(self, number: int) -> Op:
-        """The op that stands where this number does."""
+        """The op in the place of this number: B or I, which share a number, as the program has it."""
         return self.schedule.programs[self.rank_at[number]][self.position_at[number]]
 
     def op(self, number: int) -> Op:
@@ -203,7 +203,7 @@ def _missing(index: OpIndex) -> Iterator[Violation]:
 
 
 def _order(index: OpIndex) -> Iterator[Violation]:
-    """No op stands before one of its rank that it needs, and no W follows a whole backward."""
+    """No op comes before one of its rank that it needs, and no W follows a whole backward."""
     rank_at, position_at, needed_by = index.rank_at, index.position_at, index.numbers.needed
     for number, rank in enumerate(rank_at):
         if rank == NOTHING:
@@ -212,7 +212,7 @@ def _order(index: OpIndex) -> Iterator[Violation]:
         for needed in (needed_by(number), number - 1 if slot else NOTHING):
             if needed != NOTHING and rank_at[needed] == rank and position_at[needed] > position:
                 op = index.op(needed)
-                rule = f"it needs {op}, which stands later, at position {position_at[needed]}"
+                rule = f"it needs {op}, which comes later, at position {position_at[needed]}"
                 yield Violation(rule, rank, position, index.op(number), op)
         if slot == 2 and rank_at[number - 1] != NOTHING and (before := index.at(number - 1)).kind == "B":
             yield Violation(f"{before} has computed it already", rank, position, index.op(number))
@@ -239,7 +239,7 @@ def _pairs(schedule: Schedule) -> Iterator[Violation]:
 def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
     """One violation for each cycle of ranks; the ops of a pair wait together.
 
-    late: ops that stand behind an op of their rank that needs them. These and missing ops are reported
+    late: ops that come after an op of their rank that needs them. These and missing ops are reported
         already and count as done here, so that a deadlock is reported only if it has no other cause.
     """
     numbers, rank_at, overlaps = index.numbers, index.rank_at, index.schedule.overlaps
@@ -254,16 +254,16 @@ def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
     walk = Walk(numbers.count, index.programs, needs, absent | late, also_needs)
     walk.run()
     for ring in cycles({rank: rank_at[needed] for rank, needed in walk.blocked.items()}):
-        stands = [index.schedule.programs[rank][walk.reached[rank]] for rank in ring]
+        reached = [index.schedule.programs[rank][walk.reached[rank]] for rank in ring]
         awaited = [index.op(walk.blocked[rank]) for rank in ring]
         steps = "; ".join(
-            f"rank {rank} stands at {op}, which waits for {needed}"
-            for rank, op, needed in zip(ring, stands, awaited, strict=True)
+            f"rank {rank} is at {op}, which waits for {needed}"
+            for rank, op, needed in zip(ring, reached, awaited, strict=True)
         )
-        ops = [op for both in zip(stands, awaited, strict=True) for op in both]
+        ops = [op for both in zip(reached, awaited, strict=True) for op in both]
         each_once = tuple(op for at, op in enumerate(ops) if op != ops[at - 1])  # one may be awaited and next
         rule = f"deadlock: {steps}; and {awaited[0]} comes only later on its rank"
-        yield Violation(rule, ring[0], walk.reached[ring[0]], stands[0], awaited[0], each_once)
+        yield Violation(rule, ring[0], walk.reached[ring[0]], reached[0], awaited[0], each_once)
 
 
 _LIVE = {"F": 1, "B": -1, "W": -1}

@@ -187,7 +187,7 @@ def test_values_that_pass_the_layers_by(forward: Forward, message: str) -> None:
         (passed_in(dict, lambda box, new: box.update(x=new), lambda box: box.get("x")), "left in a dict"),
         (passed_in(list, lambda box, new: box.append(new), lambda box: box[-1] if box else None), "a list"),
         (passed_in(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
-         "layer 1 takes something of the embeddings that it is not given"),
+         "layer 1 uses something of the embeddings that is not among its arguments"),
     ],
 )  # fmt: skip
 def test_values_that_layers_leave_for_each_other(wires: tuple[Forward, Any], message: str) -> None:
@@ -233,7 +233,7 @@ def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:
     ("entry", "message"),
     [
         ({"use_cache": True}, "'use_cache' in a batch: the pipeline sets it itself"),
-        ({"output_router_logits": True}, "the pipeline sets it itself, alike on every stage"),
+        ({"output_router_logits": True}, "the pipeline sets it, to the same value on every stage"),
     ],
 )
 def test_entries_that_the_pipeline_sets(entry: dict[str, Any], message: str) -> None:

@@ -211,7 +211,7 @@ class ModulePlaceholder(nn.Module):
         self.__dict__["_here"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy.copy(self)  # nothing in it ever changes but what is known
+        return copy.copy(self)  # nothing in it changes except the known shapes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.__dict__["_here"] = fn(self._here)  # of `to`: it goes where the model goes

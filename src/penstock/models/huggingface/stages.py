@@ -1,7 +1,7 @@
 """A Hugging Face model as stages that run the model's own forward.
 
-`cut` copies the model object with the parameters of one stage only; boundary.py has what stands in the place
-of the rest. Every stage gets the microbatch, so masks, positions, rotary tables and per-layer arguments come
+`cut` copies the model object with the parameters of one stage only; boundary.py has the placeholders of
+the rest. Every stage gets the microbatch, so masks, positions, rotary tables and per-layer arguments come
 from the model itself. A stage with nothing of the model passes on what it received.
 """
 
@@ -126,7 +126,7 @@ class HFCall:
 def outcome(model: PreTrainedModel, result: Any) -> Any:
     """The loss function's input: logits, or a mapping with "logits" and "auxiliary_loss".
 
-    The latter is the routers' loss times its coefficient, where the config asks for router logits.
+    The auxiliary loss is the routers' loss times its coefficient, if the config asks for router logits.
     """
     if getattr(result, "aux_loss", None) is None:
         return result.logits
@@ -149,7 +149,7 @@ class HFEdges:
     """Shape and dtype on the edges of a Hugging Face model: hidden states of (rows, sequence, width)."""
 
     def __init__(self, model: PreTrainedModel, chain: Chain, computed: torch.dtype | None = None) -> None:
-        """computed: the dtype of mixed precision; None where the model computes in its weights' dtype"""
+        """computed: the dtype of mixed precision; None if the model computes in the dtype of its weights"""
         self._hidden, self._dtype = chain.width, chain.dtype
         if computed is not None and chain.dtype == model.dtype:  # else the model fixes its stream's dtype
             self._dtype = computed
@@ -170,14 +170,14 @@ class MicrobatchCompleter:
     """Adds positions to a microbatch, by which the model keeps packed documents apart.
 
     Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
-    an entry that the model's forward does not take, or that has to be alike on every stage.
+    an entry that the model's forward does not take, or that must be the same on every stage.
     """
 
     def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
         """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
         self._model, self._routed = bare(model), routed
-        self._keeps_apart = False  # not known before it is asked
+        self._keeps_apart = False  # until `refuse_packed` has accepted the model
         taken = inspect.signature(model.forward).parameters.values()
         self._takes = {parameter.name for parameter in taken} | {"labels"}
         self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
@@ -195,11 +195,11 @@ class MicrobatchCompleter:
 
     def _check(self, name: str) -> None:
         if name in _SET_BY_PIPELINE:
-            rule = "the pipeline sets it itself, alike on every stage"
+            rule = "the pipeline sets it, to the same value on every stage"
             raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
         if name == ROUTED:
             if self._routed is None:
-                rule = "this pipeline does not tell routers what to choose"
+                rule = "this pipeline does not replay the choices of routers"
                 raise BatchError(f"{name!r} in a batch", rule, "Build it with replay_routing=True")
         elif name not in self._takes and not self._takes_any:
             near = difflib.get_close_matches(name, self._takes, n=1)

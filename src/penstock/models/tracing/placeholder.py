@@ -1,4 +1,4 @@
-"""What stands in the place of a layer, and the arguments of a layer's call."""
+"""The placeholder of a layer, and the arguments of a layer's call."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
-    """The arguments with other values in some places."""
+    """The arguments with the `values` in the places of these names."""
     leaves, tree = tree_flatten_with_path((args, kwargs))
     args, kwargs = tree_unflatten([values.get(keystr(path), leaf) for path, leaf in leaves], tree)
     return args, kwargs
@@ -48,7 +48,7 @@ def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[MutableM
 
 
 def is_shared(value: object) -> bool:
-    """A mapping that pytrees take for a leaf: an object of the model's own, which every layer gets."""
+    """Whether `value` is a mapping of the model's own class, which all layers share. Pytrees see a leaf."""
     return isinstance(value, MutableMapping) and not isinstance(value, dict)
 
 
@@ -64,12 +64,12 @@ class Placeholder(nn.Module):
                 setattr(self, name, copy.copy(value))
 
     def __getattr__(self, name: str) -> Any:
-        """Properties of the layer's class."""
+        """Read a property of the layer's class."""
         found = getattr(self.__dict__.get("_kind"), name, None)
         return found.fget(self) if isinstance(found, property) and found.fget else super().__getattr__(name)
 
     def give(self, hidden: Tensor, more: tuple[Any, ...] = (None,)) -> Any:
-        """What a layer returns. more: the entries after the hidden states, where it returns several"""
+        """A result in the form of the layer's. more: the entries after the hidden states, in a tuple"""
         if self._form == "tensor":
             return hidden
         return (hidden,) if self._form == "tuple" else (hidden, *more)

@@ -1,12 +1,13 @@
 """Two forwards of a model without values, which show its chain of layers.
 
-In the first every layer is a placeholder. What placeholders return gets a mark, and so do the model's weights
-and what modules before the layers return; marks follow values (provenance.py). The hidden states of a layer
-may depend on the layer just before and on nothing else; a layer's other arguments were made before all
-layers, or of no weight.
+In the first, every layer is a placeholder. Three kinds of tensors get marks: results of placeholders, weights
+and results of modules before the layers. Marks follow values through every op (provenance.py). In a chain the
+hidden states of a layer depend only on the layer before it. Its other arguments come from modules before the
+layers, or depend on no weight.
 
-The second runs the real layers. It shows what layers hand to each other outside of their arguments, and the
-dtype of their hidden states. It is left out where layers look at values, as some experts do.
+The second runs the real layers. It finds values that layers pass to each other outside of their arguments,
+and the dtype of the hidden states. Layers that read values, as some experts do, cannot run without any; then the
+dtype stays unknown.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ _RULES: dict[type[PreTrainedModel], Rule] = {}
 
 
 def register_chain(model: type[PreTrainedModel], rule: Rule) -> None:
-    """Let `rule` name the module list of the layers, e.g. "model.blocks", for models of this class.
+    """Let `rule` return the name of the list of layers, e.g. "model.blocks", for models of this class.
 
-    Only needed where it is not the outermost list with as many entries as the config names layers. The
-    model's own forward still shows everything else, and a model that is no chain is refused.
+    Needed only if that is not the outermost module list of `config.num_hidden_layers` entries. The rest of
+    the chain still comes from the model's forward, and a model without a chain raises ModelError.
     """
     _RULES[model] = rule
 
@@ -104,16 +105,16 @@ def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 @dataclass
 class Seen:
-    """What placeholders and hooks saw.
+    """The findings of placeholders and hooks.
 
-    provenance: what a tensor was made of: a number stands for the layer that returned it, -1 for modules
-        before the layers, a name for that parameter
+    provenance: the origins of tensors: a number is the layer that returned it, -1 the modules before the
+        layers, a name that parameter
     calls: the layers in the order in which they ran
     before, after: the modules that ran before the first layer, and from then on
     used_before, used_after: the parameters that layers' arguments, and that the logits, were made of
     early_inputs: for each layer by place, its other arguments that were made of weights before the layers;
         the tensors are kept, so that their ids stay theirs
-    passed_on: what placeholders returned beside the hidden states
+    passed_on: what placeholders returned in addition to the hidden states
     """
 
     provenance: Provenance = field(default_factory=Provenance)
@@ -199,7 +200,7 @@ class _Probe(Placeholder):
                 made_by, names = seen.origins(value)
                 if later := made_by - {-1}:
                     layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
-                    raise NoChainError(f"{layer} and what it hands to the next")
+                    raise NoChainError(f"{layer} and what it passes to the next")
                 seen.used_before |= names
                 yield place, value
 
@@ -217,7 +218,7 @@ def _used_by_head(logits: Tensor, seen: Seen, count: int) -> set[str]:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each place a parameter of its own, so that the provenance tells where it is used."""
+    """Give each place a parameter of its own, so that the provenance shows which one is used."""
     met: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -276,7 +277,7 @@ class _Identity(Placeholder):
 def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
     """The dtype of the hidden states that the real layers return; None where it varies or is unknown.
 
-    Of layers that are built alike only the first few run: a deep model would take seconds.
+    Of layers with the same modules only the first few run: all of a deep model would take seconds.
     Raises NoChainError where a layer takes something of another one that is not among its arguments.
     """
     provenance, dtypes, met = Provenance(), set[torch.dtype](), Counter[object]()
@@ -299,7 +300,7 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
 
 
 def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: set[torch.dtype]) -> None:
-    """Compare what the layer's result was made of with its arguments, then mark the result as its own."""
+    """Check that the layer's result depends on its arguments only, then mark it as this layer's."""
     arguments: set[int] = set()  # the layers that they were made of
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -307,14 +308,14 @@ def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: s
             provenance.mark(hidden_of(args, kwargs), {-1})
         for value in (*args, *kwargs.values()):
             if isinstance(value, list | dict) and layers_in(provenance.marks(value)) - {-1}:
-                raise NoChainError(f"layer {index} takes what others left in a {type(value).__name__}")
+                raise NoChainError(f"layer {index} takes values that others left in a {type(value).__name__}")
             shared = dict(value) if isinstance(value, MutableMapping) else value
             arguments.update(layers_in(provenance.marks(shared)))
 
     def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         if unseen := layers_in(provenance.marks(result)) - arguments:
             whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
-            raise NoChainError(f"layer {index} takes something of {whose} that it is not given")
+            raise NoChainError(f"layer {index} uses something of {whose} that is not among its arguments")
         if not isinstance(module, _Identity):
             dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
         return tree_map_only(Tensor, marked, result)

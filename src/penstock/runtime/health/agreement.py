@@ -147,7 +147,7 @@ def compare_values(
     Args:
         part: which part of the model this process has.
         values: the weights of that part, by name.
-        shared: the names that stand in several parts: a tied weight, or all where there are two copies of
+        shared: the names that occur in several parts: a tied weight, or all where there are two copies of
             the model.
     """
     sums = {name: f"{int(checksum(value.detach())) % (1 << 64):016x}" for name, value in values.items()}
