@@ -139,7 +139,7 @@ def test_absent_modules_may_be_none() -> None:
     [
         (
             [FIRST, LAST],
-            r"modules_per_stage without layers.1.up.weight, .* and 3 more: each parameter stands on one",
+            r"modules_per_stage without layers.1.up.weight, .* and 3 more: each parameter is on one",
         ),
         ([(*FIRST, "layer.1"), LAST], "with 'layer.1': the model has no such module. Did you mean"),
         ([FIRST, ("layers.1", "layers.2", "layers.0", *LAST)], "stage 0 has it already"),

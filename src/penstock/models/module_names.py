@@ -47,7 +47,7 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
 
     Args:
         named: for each stage the names, such as model.embed_tokens, model.layers.0, lm_head. Every module
-            with parameters stands there once, a later layer on no earlier stage.
+            with parameters is there once, a later layer on no earlier stage.
         stages: how many the schedule has.
         modules: those of the model that have to be placed.
         known: every module of the model, and whether it has parameters. Modules without (rotary tables) are
@@ -65,7 +65,7 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
     everywhere = {name for name in known if name not in order}
     where = _stage_of_each([[name for name in names if name not in everywhere] for names in named], order)
     if missing := [name for name in order if name not in where]:
-        raise _without(missing, "each module with parameters stands on one stage")
+        raise _without(missing, "each module with parameters is on one stage")
     for at_the_end, stage, rule in (
         (before, 0, "it runs before the layers, so the first stage holds it"),
         (after, stages - 1, "it runs after the layers, so the last stage holds it"),
@@ -104,7 +104,7 @@ def check_names(model: nn.Module, named: Names) -> None:
                 "Put both on one stage, or untie them",
             )
     if missing:
-        raise _without(missing, "each parameter stands on one stage")
+        raise _without(missing, "each parameter is on one stage")
 
 
 def _stage_of_each(named: Names, known: Collection[str]) -> dict[str, int]:
@@ -124,7 +124,7 @@ def _stage_of_each(named: Names, known: Collection[str]) -> dict[str, int]:
             for other, place in where.items():
                 if name == other or is_inside(name, other) or is_inside(other, name):
                     already = "it" if other == name else repr(other)
-                    rule = f"stage {place} has {already} already, and each module stands on one stage"
+                    rule = f"stage {place} has {already} already, and each module is on one stage"
                     raise PartitionError(value, rule, "Take one of them away")
             where[name] = stage
     return where
@@ -200,7 +200,7 @@ def _only_list(model: nn.Module) -> str:
 
 
 def _has_place(module: nn.Module) -> bool:
-    """Whether a module stands on one stage. Tables, which every stage may read, and empty lists do not."""
+    """Whether a module is on one stage. Tables, which every stage may read, and empty lists do not."""
     if next(module.parameters(), None) is not None:
         return True
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict

@@ -6,8 +6,8 @@ hidden states of a layer depend only on the layer before it. Its other arguments
 layers, or depend on no weight.
 
 The second runs the real layers. It finds values that layers pass to each other outside of their arguments,
-and the dtype of the hidden states. Layers that read values, as some experts do, cannot run without any; then the
-dtype stays unknown.
+and the dtype of the hidden states. Layers that read values, as some experts do, cannot run without any; then
+the dtype stays unknown.
 """
 
 from __future__ import annotations
