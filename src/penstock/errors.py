@@ -1,8 +1,7 @@
-"""Typed errors: each says the value that was met, the rule that it breaks, and what to do.
+"""Typed errors: each gives the value that was found, the rule that it breaks, and the remedy.
 
-`InputError` and its children are the user's to mend and end a command with exit code 2;
-`RunError` and its children are failures of a run under way and end it with exit code 1, and so does
-`DifferenceError`.
+The user can fix an `InputError`; a command then ends with exit code 2. A `RunError` is the failure of a running
+job; the command ends with exit code 1, as for a `DifferenceError`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
 class PenstockError(Exception):
     """Base of every error that penstock raises on purpose.
 
-    value: what was met, named as the user named it, e.g. ``pipeline.ranks=9``
+    value: the value that was found, named as the user named it, e.g. ``pipeline.ranks=9``
     rule: the rule that the value breaks
     remedy: what to change
     """

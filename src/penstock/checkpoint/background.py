@@ -61,7 +61,7 @@ class BackgroundWrite:
         raise RunError(
             f"checkpoint {self.path}",
             f"it could not be written in the background: {type(self._error).__name__}: {self._error}",
-            "Mend that; the checkpoint before it stands",
+            "Fix that; the checkpoint before it is still complete",
         ) from self._error
 
     @property

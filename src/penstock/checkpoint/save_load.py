@@ -177,11 +177,11 @@ class CheckpointWriter:
         self._check_usable()
         self.wait()
         pipe._saved_model  # noqa: B018  raises for a pipeline without files
-        deed = f"collect what goes into checkpoint {target}"
-        pipe._all_or_none(deed, pipe._check_savable)
+        action = f"collect what goes into checkpoint {target}"
+        pipe._all_or_none(action, pipe._check_savable)
         copied = self._background
-        collect = _agreed(pipe, deed, lambda: collector(pipe, optimizer, state, extra, copied=copied))
-        publish = _agreed(pipe, deed, collect)
+        collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copied=copied))
+        publish = _agreed(pipe, action, collect)
         if not self._background:
 
             def write() -> None:
@@ -208,14 +208,14 @@ class CheckpointWriter:
             return
         if self._write is not None:
             self._write.join()  # after Ctrl-C here it can still be waited for
-        deed, write = f"write checkpoint {self._target}", self._write
+        action, write = f"write checkpoint {self._target}", self._write
         self._target = self._write = None  # on all pipelines, also if it failed
 
         def raise_error() -> None:
             assert write is not None
-            together(self._pipe.processes, deed, write.raise_error)
+            together(self._pipe.processes, action, write.raise_error)
 
-        self._pipe._first_alone(deed, raise_error)
+        self._pipe._first_alone(action, raise_error)
 
     def drop(self, linger: float = _NOTICE) -> None:
         """Abandon the write under way: it leaves no checkpoint. Not collective.
@@ -275,13 +275,15 @@ def _follow(path: Path, processes: Processes, then: Then | None) -> None:
             raise
         except Exception as error:
             rule = f"it was written, and what was to follow it failed: {type(error).__name__}: {error}"
-            raise RunError(f"checkpoint {path}", rule, "Mend that; the checkpoint stands") from error
+            raise RunError(
+                f"checkpoint {path}", rule, "Fix that; the checkpoint itself is complete"
+            ) from error
 
     together(processes, f"do what follows checkpoint {path}, which was written", follow)
 
 
-def _agreed(pipe: Pipeline, deed: str, work: Callable[[], T]) -> T:
+def _agreed(pipe: Pipeline, action: str, work: Callable[[], T]) -> T:
     """Return this process's result of `work`; raise on every process of the mesh if it fails on any."""
     results: list[T] = []
-    pipe._all_or_none(deed, lambda: together(pipe.processes, deed, lambda: results.append(work())))
+    pipe._all_or_none(action, lambda: together(pipe.processes, action, lambda: results.append(work())))
     return results[0]

@@ -112,7 +112,7 @@ def _refuse_what_fails_whole(model: PreTrainedModel, batch: dict[str, Tensor], d
         raise ModelError(
             f"{type(model).__name__} in {dtype}",
             f"the whole model itself fails on the CPU: {(str(cause) or repr(cause)).splitlines()[0]}",
-            "Take another --dtype, or mend its config",
+            "Take another --dtype, or fix its config",
         ) from cause
 
 

@@ -120,6 +120,6 @@ def _config_of(folder: Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, OSError, KeyError) as cause:
         raise ModelError(
-            str(folder / "config.json"), f"transformers cannot read it: {cause}", "Mend or replace the file"
+            str(folder / "config.json"), f"transformers cannot read it: {cause}", "Fix or replace the file"
         ) from cause
     return config

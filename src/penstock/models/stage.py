@@ -330,7 +330,7 @@ def _compare(edge: int, ends: Sequence[Sequence[str | None]]) -> None:
         raise ModelError(
             f"the shapes that stages {edge} and {edge + 1} declare for the edge between them",
             f"a declaration fails, or forward does not take the declared inputs: {wrong}",
-            "Mend infer_outputs of the one, or infer_inputs of the other",
+            "Fix infer_outputs of the one, or infer_inputs of the other",
         )
     if gives is not None and takes is not None and gives != takes:
         raise ShapeError(

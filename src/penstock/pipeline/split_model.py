@@ -152,8 +152,8 @@ class SplitModel:
         Raises ModelError for weights that are not under the model's names, CheckpointError for weights of
         another mesh; RunError on all ranks but the one that failed.
         """
-        deed = f"write {path}"
-        self._all_or_none(deed, self._check_savable)
+        action = f"write {path}"
+        self._all_or_none(action, self._check_savable)
         write = self._weights_writer(copied=False)
 
         def write_all() -> None:
@@ -161,7 +161,7 @@ class SplitModel:
                 Path(path), lambda folder: write(folder, self.processes, max_shard_size), self.processes
             )
 
-        self._first_alone(deed, write_all)
+        self._first_alone(action, write_all)
 
     def _weights_writer(self, *, copied: bool) -> Callable[..., None]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
@@ -223,14 +223,14 @@ class SplitModel:
         """Whether this process's pipeline is the one of the mesh that writes files."""
         return self._world.reductions.is_first
 
-    def _first_alone(self, deed: str, work: Callable[[], None]) -> None:
+    def _first_alone(self, action: str, work: Callable[[], None]) -> None:
         """Let the first pipeline of the mesh do `work` while the others wait. Collective.
 
         Raises the error of `work` there; RunError on the other pipelines.
         """
-        self._all_or_none(deed, lambda: work() if self._writes else None)
+        self._all_or_none(action, lambda: work() if self._writes else None)
 
-    def _all_or_none(self, deed: str, work: Callable[[], T]) -> T:
+    def _all_or_none(self, action: str, work: Callable[[], T]) -> T:
         """Return the result of `work`, or raise on all pipelines of the mesh if it fails on one. Collective.
 
         work: fails on all processes of a pipeline or on none
@@ -248,7 +248,9 @@ class SplitModel:
         if failure is not None:
             raise failure
         if words is not None:
-            raise RunError("another pipeline of the mesh", f"it could not {deed}: {words}", "Mend that first")
+            raise RunError(
+                "another pipeline of the mesh", f"it could not {action}: {words}", "Fix that first"
+            )
         return results[0]
 
 

@@ -375,7 +375,7 @@ def _placement(rank_of: list[Any], replicas: int, path: Path) -> Placement:
 
 def _malformed(path: Path, rule: str) -> ConfigError:
     return ConfigError(
-        f"schedule file {str(path)!r}", rule, "Mend it, or write it anew with penstock.schedule.dump"
+        f"schedule file {str(path)!r}", rule, "Fix it, or write it again with penstock.schedule.dump"
     )
 
 

@@ -61,7 +61,7 @@ def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # each config class checks its keys in its own way
         rule = f"transformers refuses it: {' '.join(str(error).split())}"
-        raise ConfigError(f"model.config of type {model_type}", rule, "Mend the key that it names") from error
+        raise ConfigError(f"model.config of type {model_type}", rule, "Fix the key that it names") from error
     return config
 
 

@@ -169,7 +169,7 @@ def together(processes: Processes, action: str, work: Callable[[], Any]) -> list
         raise failure
     for index, (_, message) in enumerate(gathered):
         if message is not None:
-            raise RunError(f"process {index}", f"it could not {action}: {message}", "Mend that first")
+            raise RunError(f"process {index}", f"it could not {action}: {message}", "Fix that first")
     return [value for value, _ in gathered]
 
 

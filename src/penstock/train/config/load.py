@@ -37,7 +37,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     if len(found) == 1:
         raise ConfigError(*found[0])
     lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in found)
-    raise ConfigError(f"config {path}", f"{len(found)} things are wrong with it:{lines}", "Mend each of them")
+    raise ConfigError(f"config {path}", f"{len(found)} things are wrong with it:{lines}", "Fix each of them")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config {path}", rule, "Give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         rule = f"it is not YAML: {' '.join(str(error).split())}"
-        raise ConfigError(f"config {path}", rule, "Mend that line") from None
+        raise ConfigError(f"config {path}", rule, "Fix that line") from None
     if not isinstance(tree, dict):
         rule = f"it holds sections of keys, and here is {_kind(tree)}"
         remedy = f"Write sections like model: and data: ({', '.join(TrainConfig.model_fields)})"
@@ -106,7 +106,7 @@ def _finding(entry: Any) -> tuple[str, str, str]:
             return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
         case "value_error":  # a validator of ours: "rule; remedy"
             rule, _, remedy = str(entry["ctx"]["error"]).partition("; ")
-            remedy = remedy or "mend one of them"
+            remedy = remedy or "fix one of them"
             return name or "config", rule, remedy[0].upper() + remedy[1:]
     rule = entry["msg"].replace("Input should", "it should")
     remedy = _REMEDIES.get(entry["type"], "See the keys and their types in penstock.train.config.sections")

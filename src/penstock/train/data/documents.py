@@ -46,7 +46,7 @@ def _folder(path: Path, section: DataSection) -> Iterator[Document]:
         raise DataError(
             f"data.path={section.path}",
             f"no file below it matches data.include={list(section.include)} and none of data.exclude",
-            "Mend the patterns, or give another folder",
+            "Fix the patterns, or give another folder",
         )
     return ((str(path / name), _read(path / name)) for name in chosen)
 
@@ -70,7 +70,7 @@ def _field(name: str, line: bytes, field: str) -> bytes:
             )
         return _encoded(name, row, field)
     except ValueError as error:  # json's own, and Unicode's
-        raise DataError(f"data file {name}", f"it is not JSON: {error}", "Mend or remove the line") from None
+        raise DataError(f"data file {name}", f"it is not JSON: {error}", "Fix or remove the line") from None
 
 
 def _dataset(path: Path, field: str) -> Iterator[Document]:
@@ -123,4 +123,4 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         rule = f"it cannot be read ({error.strerror})"
-        raise DataError(f"data file {path}", rule, "Mend its permissions, or exclude it") from None
+        raise DataError(f"data file {path}", rule, "Fix its permissions, or exclude it") from None
