@@ -1,7 +1,7 @@
 """Typed errors: each gives the value that was found, the rule that it breaks, and the remedy.
 
-The user can fix an `InputError`; a command then ends with exit code 2. A `RunError` is the failure of a running
-job; the command ends with exit code 1, as for a `DifferenceError`.
+The user can fix an `InputError`; a command then ends with exit code 2. A `RunError` is the failure of a
+running job; the command ends with exit code 1, as for a `DifferenceError`.
 """
 
 from __future__ import annotations
