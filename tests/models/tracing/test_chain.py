@@ -232,7 +232,7 @@ def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"use_cache": True}, "'use_cache' in a batch: the pipeline sets it itself"),
+        ({"use_cache": True}, "'use_cache' in a batch: the pipeline sets it"),
         ({"output_router_logits": True}, "the pipeline sets it, to the same value on every stage"),
     ],
 )
