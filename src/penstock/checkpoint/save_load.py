@@ -166,7 +166,9 @@ class CheckpointWriter:
         next call starts afresh.
 
         Args:
-            path, optimizer, state: as for save_checkpoint
+            path: as for save_checkpoint
+            optimizer: as for save_checkpoint
+            state: as for save_checkpoint
             extra: function of the folder being written, to add files; process 0 calls it
             then: process 0 calls it when the checkpoint has its name. If it fails the checkpoint stays, and
                 the RunError says so. Both are called in the writer's thread.

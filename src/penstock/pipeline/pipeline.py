@@ -131,7 +131,8 @@ class Pipeline(SplitModel):
         (`batch_part`), and each rank of cp has the outputs of whole sequences.
 
         Args:
-            batch, entries: as for `step`
+            batch: as for `step`
+            entries: as for `step`
             outputs: True also returns the last stage's outputs: one tensor with all rows in order, or a list
                 by microbatch if they are no tensors or their rows differ in shape. A function of (output,
                 number of the microbatch) returns a list of its results instead, so that logits need not be
@@ -151,7 +152,8 @@ class Pipeline(SplitModel):
         """Run the forward in evaluation mode and return the last stage's outputs by microbatch, on its rank.
 
         Args:
-            batch, entries: as for `step`
+            batch: as for `step`
+            entries: as for `step`
             collect: called with (output, number of the microbatch) as soon as it is there, with whole
                 sequences under cp; its results are returned in place of the outputs
 
@@ -258,7 +260,8 @@ class Pipeline(SplitModel):
         The result is for AutoPipeline(balance=...). Parameters and gradients stay as they are.
 
         Args:
-            batch, entries: as for `step`
+            batch: as for `step`
+            entries: as for `step`
             repeats: number of measured steps
         """
 
