@@ -69,7 +69,7 @@ def _fast(items: list[pytest.Item]) -> list[pytest.Item]:
     """Tests of this process alone; of a test with many cases some, evenly spread over them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        fixtures = {"pool", "eight"} & set(getattr(item, "fixturenames", ()))
+        fixtures = {"pool", "eight", "executed_notebook"} & set(getattr(item, "fixturenames", ()))
         marks = {mark.name for mark in item.iter_markers()} & {"sweep", "parallel"}
         starts_processes = fixtures or hasattr(getattr(item, "module", None), "subprocess")
         if not starts_processes and not marks:
