@@ -74,7 +74,7 @@ class BackgroundWrite:
         return f"it was written, but then {why}" if self._written else f"it was not written: {why}"
 
     def _end(self) -> None:
-        """Python ends, and nobody waited."""
+        """Called when Python exits before the write has ended."""
         self.join(0 if self._dropped.is_set() else _AT_EXIT)
         self._dropped.set()
         if self._thread.is_alive() or self._error is not None:

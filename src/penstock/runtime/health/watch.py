@@ -2,10 +2,10 @@
 
     every period, each rank's thread:   store["note/<rank>"] = time, account, the wait that has lasted
     the first rank that fails:          store["failed"] = rank, reason
-    a wait that breaks off:             follow the notes -> PeerLostError or StalledPeerError
+    a wait that fails:                  follow the notes -> PeerLostError or StalledPeerError
 
-When a wait times out, the notes lead to the rank that stalled: it waits for no other rank, or its notes
-have ceased. A step itself sends nothing to the store: the thread reads what the executor records.
+When a wait times out, the notes lead to the rank that stalled: it waits for no other rank, or it writes no
+notes any more. A step itself sends nothing to the store: the thread reads the executor's records.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FailureNotes:
             return
 
     def first_failure(self, *ends: End, patience: float = 0.0) -> tuple[int, str] | None:
-        """The first rank that ended so, and the reason; waits up to `patience` seconds for a record."""
+        """The first rank that ended in one of these ways, and the reason. Waits up to `patience` seconds."""
         until = time.monotonic() + patience
         while (text := next(filter(None, map(self._read, ends)), None)) is None:
             if time.monotonic() >= until:
@@ -156,7 +156,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, what: Message | str, peer: int | None) -> Iterator[None]:
-        """A wait. Raises the typed error where it breaks off."""
+        """A wait. Raises the typed error if it fails."""
         self.begin(what, peer)
         try:
             yield
@@ -181,7 +181,7 @@ class Watch:
             self._mesh_notes.fail(self._mesh_notes.rank, reason, end)
 
     def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
-        """The typed error for a wait that broke off with `cause`."""
+        """The typed error for a wait that failed with `cause`."""
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
         notes = filter(None, (self._notes, self._mesh_notes))
         # a rank may have failed while its process lives on: then waits time out too
@@ -247,7 +247,7 @@ class Watch:
         give_account(error, account(progress, waiting.words))
 
     def _freeze(self) -> None:
-        """Publish how far this rank came, and keep that: its executor will forget the step."""
+        """Publish the progress of this rank, and keep it: its executor will forget the step."""
         last = self._progress()
         self._progress = lambda: last
         self._leave_note()

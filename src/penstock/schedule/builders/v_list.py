@@ -1,4 +1,4 @@
-"""List scheduling on the V placement: each rank runs what comes next as soon as it can, within its memory.
+"""List scheduling on the V placement: each rank runs its next op as soon as it can, within its memory.
 
 A microbatch crosses the V four times and so meets each rank four times. Each crossing is a leg:
 
@@ -101,7 +101,7 @@ class Rank:
         return leg > 1 or (self.live < self.limit and (leg == 1 or self.outward < self.limit - 1))
 
 
-# Which slot a rank begins now; or WAIT, and when an input that it has room for is expected.
+# Returns the slot that a rank begins now; or WAIT, and when the next input that it has room for arrives.
 Rule = Callable[[Rank, float], tuple[int, float]]
 
 
@@ -128,11 +128,11 @@ def in_order(orders: Sequence[Sequence[int]]) -> Rule:
 def by_block(work: Work, spread: float, gap: float, lead: float) -> Rule:
     """A repeating block: microbatch i reaches leg l of rank r at ``starts[r][l] + i * interval``.
 
-    The block is the way of one microbatch. Blocks may overlap on a rank: of the ready ops it takes the
-    one that comes first in its block, but none more than `lead` before an op that is not ready.
+    A block is the path of one microbatch. Blocks may overlap on a rank. Of the ready ops, the rank takes the
+    one that is due first, unless an op that is not ready yet is due more than `lead` earlier.
 
-    spread: how many times slower than possible the way away from rank 0 is
-    gap: the rest between its last forward and its first gradient, in intervals
+    spread: how many times slower than possible the two legs away from rank 0 are
+    gap: the pause between the last forward and the first gradient, in intervals
     """
     interval, starts, start = work.interval, [[0.0] * 4 for _ in range(work.ranks)], 0.0
     for leg in range(4):

@@ -83,20 +83,22 @@ def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedul
         rank 2 | .   .   2F0 2F1 .   5F0 .   5F1 2F2 .   5I0 5F2 5I1 2I0 5W0 2I1 5I2 5W1 2W0 2I2 2W1 5W2 2W2
         rank 3 | .   .   .   3F0 4F0 3F1 4F1 .   .   3F2 4F2 4I0 3I0 4I1 3I1 4W0 3W0 4I2 3I2 4W1 3W1 4W2 3W2
 
-    Each microbatch follows the same block, one interval T = 6 after the one before. On rank r, with F and I
-    of stage r, F' and I' of stage 2P-1-r, the block begins
+    All microbatches follow one pattern, the block. Each starts one interval, T = 6, after the previous one.
+    On rank r, with F and I of stage r, F' and I' of stage 2P-1-r, the ops of the block start
 
         F   at 2r
         F'  at 3P - 1 - r
         I'  at 3P + 2 + 2r
         I   at 6P + 1 - r
 
-    A rank's two activations of a microbatch live equally long together, so that all ranks hold the same. Of
-    the ops that are ready, a rank takes the one whose block comes first, at most T/6 before an op that is not
-    ready; a W runs where its rank would wait otherwise, or where it must free memory.
+    The lifetimes of a rank's two activations of a microbatch add up to the same on every rank, so all ranks
+    hold the same. Of the ops that are ready, a rank takes the one with the earliest time in its block,
+    unless another op that is not ready yet is more than T/6 earlier. A W runs where its rank would wait
+    otherwise, or where it must free memory.
 
-    With `costs`, the block and T follow from them, and other blocks are tried: the rest in the middle, the
-    pace outwards, how far to look ahead, how long to defer a W. The result is never slower than this program.
+    With `costs`, the block and T follow from them. Other blocks are tried too, with another pause in the
+    middle, another pace outwards, another look-ahead, and later W. The result is never slower than this
+    program.
 
     A rank holds at most min(2m, 2 floor(P/2) + 2) live activations, for any costs, and exactly that from
     m = P on: P+2 for even P and P+1 for odd P, where 1F1B holds 2P of this size. With equal lengths and
@@ -120,17 +122,17 @@ def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule
         rank 1 | .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 .
         rank 2 | .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 .
 
-    Each microbatch follows the same block, one interval T = 6 after the one before. On rank r, with F and I
-    of stage r, F' and I' of stage 2P-1-r, the block begins
+    All microbatches follow one pattern, the block. Each starts one interval, T = 6, after the previous one.
+    On rank r, with F and I of stage r, F' and I' of stage 2P-1-r, the ops of the block start
 
         F   at r
         F'  at 2P - 1 - r
         I'  at 2P + 7/2 + r
         I   at 4P + 5/2 - r
 
-    A microbatch can hardly be through sooner, so no program without a bubble inside holds much less. Of the
-    ops that are ready, a rank takes the one whose block comes first, at most T/2 before an op that is not
-    ready; a W runs where its rank would wait otherwise, or where it must free memory.
+    Hardly any block is shorter, so no program without a bubble inside holds much less. Of the ops that are
+    ready, a rank takes the one with the earliest time in its block, unless another op that is not ready yet
+    is more than T/2 earlier. A W runs where its rank would wait otherwise, or where it must free memory.
 
     With `costs`, the block and T follow from them and other blocks are tried, as for `v_half`; the result is
     never slower than this program. With so little memory, lengths that differ much still cost time: `v_half`
