@@ -61,7 +61,7 @@ docs: env  ## Write the pages that come from the source, then build the site int
 	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/api.py
 	$(BIN)/python -m benchmarks.page
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs-pages: env  ## Write docs/models.md by cutting every model of the installed transformers
 	PYTHONPATH=tests $(BIN)/python docs/models.py

@@ -112,19 +112,17 @@ def _opening(results: Sequence[Result]) -> Iterator[str]:
             f'!!! warning "Results of {len(versions)} versions: {", ".join(versions)}"',
             "",
             "    Each benchmark was last run with the version in its row. Later versions may be faster or "
-            "slower. A commit is the one that was measured, or the one that added the result.",
+            "slower. The commit in its section is the one that was measured, or the one that added the result.",
             "",
         )
-    yield "| benchmark | version | commit | date | bars met | bars missed |"
-    yield "| --- | --- | --- | --- | ---: | ---: |"
+    yield "| benchmark | version | date | bars met | bars missed |"
+    yield "| --- | --- | --- | ---: | ---: |"
     for result in results:
         met = len(result.bars) - result.missed
         bold = f"**{result.missed}**" if result.missed else str(result.missed)
         counts = f"{met} | {bold}" if result.bars else " | "
-        yield (
-            f"| [{result.title}](#{result.name}) | {result.version} | {result.commit} "
-            f"| {result.machine['date']} | {counts} |"
-        )
+        date = result.machine["date"]
+        yield f"| [{result.title}](#{result.name}) | {result.version} | {date} | {counts} |"
     yield ""
 
 

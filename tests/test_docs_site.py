@@ -1,0 +1,20 @@
+"""The documentation site builds, and every link and anchor of it leads somewhere: a warning is an error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (tmp_path / "site" / "index.html").is_file()
