@@ -112,7 +112,7 @@ def _opening(results: Sequence[Result]) -> Iterator[str]:
             f'!!! warning "Results of {len(versions)} versions: {", ".join(versions)}"',
             "",
             "    Each benchmark was last run with the version in its row. Later versions may be faster or "
-            "slower. The commit in its section is the one that was measured, or the one that added the result.",
+            "slower. The commit in its section is the one measured, or the one that added the result.",
             "",
         )
     yield "| benchmark | version | date | bars met | bars missed |"

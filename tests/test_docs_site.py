@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")],
         cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
