@@ -76,8 +76,8 @@ def _key(value: Any) -> Any:
     return repr(tree), tuple(map(_key, leaves))
 
 
-class Known:
-    """Edge shapes by the microbatch's key: a shape that was seen before costs one look-up.
+class CachedEdges:
+    """Edge shapes with a cache by the microbatch's key: a known shape costs one look-up.
 
     infer: returns all edges of one microbatch, in order
     """

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
-from penstock.batch.shapes import Known, Microbatch, microbatch_key
+from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
 from penstock.runtime.transport.groups import Processes
@@ -178,7 +178,7 @@ class InferredEdges:
     def __init__(self, provider: Provider, stages: int) -> None:
         self._provider, self._stages = provider, stages
         self._calls: list[ProvidedCall] = []
-        self._known = Known(self._infer)
+        self._known = CachedEdges(self._infer)
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         return self._known(stage, microbatch)
@@ -259,7 +259,7 @@ class DeclaredEdges:
     def __init__(self, modules: Mapping[int, nn.Module], stages: int) -> None:
         """modules: those of this process, by stage within the copy of the model"""
         self._modules, self._stages = modules, stages
-        self._known = Known(self._declare)
+        self._known = CachedEdges(self._declare)
         self._agreed: set[object] = set()
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:

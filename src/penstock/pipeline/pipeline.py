@@ -204,7 +204,7 @@ class Pipeline(SplitModel):
         return compare(self, self.step, self.microbatches, model, batch, self._built.loss, tolerance)
 
     def verify_against(self, model: nn.Module, batch: BatchLike) -> Report:
-        """As `compare`, and raise EquivalenceError, which names every difference, unless all is equal.
+        """Compare, and raise EquivalenceError, which names every difference, unless all is equal.
 
         The error's `report` is the whole comparison. Collective.
         """

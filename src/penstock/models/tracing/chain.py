@@ -21,8 +21,8 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from penstock.models.tracing.probe import (
     FORMS,
+    Findings,
     NoChainError,
-    Seen,
     layer_list,
     no_chain,
     path_to,
@@ -138,7 +138,7 @@ def _find(model: PreTrainedModel, name: str, count: int) -> Chain:
     raise no_chain(model, f"a pipeline cuts a chain of layers, and in this model {reason}")
 
 
-def _chain(model: PreTrainedModel, layers: str, form: str, seen: Seen) -> Chain:
+def _chain(model: PreTrainedModel, layers: str, form: str, seen: Findings) -> Chain:
     before, after, buffers_after = _sides(model, layers, seen)
     chain = Chain(
         layers=layers,
@@ -163,7 +163,7 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Seen) -> Chain:
     return replace(chain, only_hidden_states=seen.rows_and_sequence_kept and not chain.more_crosses)
 
 
-def _sides(model: nn.Module, layers: str, seen: Seen) -> tuple[tuple[str, ...], ...]:
+def _sides(model: nn.Module, layers: str, seen: Findings) -> tuple[tuple[str, ...], ...]:
     """The siblings of the layer list: with parameters and before it, after it, and after it with buffers."""
     before: list[str] = []
     after: list[str] = []

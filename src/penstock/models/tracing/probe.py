@@ -104,7 +104,7 @@ def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 @dataclass
-class Seen:
+class Findings:
     """The findings of placeholders and hooks.
 
     provenance: the origins of tensors: a number is the layer that returned it, -1 the modules before the
@@ -142,12 +142,12 @@ class Seen:
         return layers_in(marks), names_in(marks)
 
 
-def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Seen:
+def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Findings:
     """Run a forward in which `count` placeholders return `form`.
 
     Raises NoChainError, or whatever the model raises.
     """
-    seen = Seen()
+    seen = Findings()
     children = enumerate(model.get_submodule(layers).children())
     probes = {id(layer): _Probe(layer, form, index, seen) for index, layer in children}
     with _without_values(model, training, probes) as whole:
@@ -166,7 +166,7 @@ def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, trainin
 class _Probe(Placeholder):
     """A placeholder that looks at its arguments."""
 
-    def __init__(self, layer: nn.Module, form: str, index: int, seen: Seen) -> None:
+    def __init__(self, layer: nn.Module, form: str, index: int, seen: Findings) -> None:
         super().__init__(layer, form)
         self._seen, self._index = seen, index
 
@@ -205,7 +205,7 @@ class _Probe(Placeholder):
                 yield place, value
 
 
-def _used_by_head(logits: Tensor, seen: Seen, count: int) -> set[str]:
+def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
     """The parameters that logits are made of, beyond the last layer. Raises NoChainError."""
     made_by, names = seen.origins(logits)
     if -1 in made_by:
@@ -227,7 +227,7 @@ def _untie(model: nn.Module) -> None:
             met.add(id(parameter))
 
 
-def _watch_siblings(model: nn.Module, layers: str, seen: Seen) -> None:
+def _watch_siblings(model: nn.Module, layers: str, seen: Findings) -> None:
     """Note when the other modules run, and mark what those before the layers return."""
 
     def note(name: str) -> Callable[..., None]:
