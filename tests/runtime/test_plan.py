@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.runtime.plan import Compute, Free, Message, Plan, Post, Send, Wait, lower
@@ -96,6 +96,7 @@ any_proof = st.one_of(proofs(), valid().map(verify))
 depths = st.sampled_from([0.0, 1.0, AHEAD, 9.0])
 
 
+@settings(deadline=None)
 @given(any_proof, depths)
 def test_every_plan_pairs_up(proof: Proof, ahead: float) -> None:
     plans = [lower(proof, rank, ahead=ahead) for rank in range(proof.schedule.ranks)]
@@ -116,6 +117,7 @@ def test_every_plan_pairs_up(proof: Proof, ahead: float) -> None:
         assert [m for m in sent if m.channel == channel] == [m for m in posted if m.channel == channel]
 
 
+@settings(deadline=None)
 @given(any_proof, depths)
 def test_nothing_is_waited_for_before_it_is_posted(proof: Proof, ahead: float) -> None:
     for rank in range(proof.schedule.ranks):
@@ -133,6 +135,7 @@ def test_nothing_is_waited_for_before_it_is_posted(proof: Proof, ahead: float) -
         assert plan.peak_posted == most
 
 
+@settings(deadline=None)
 @given(proofs())
 def test_few_receives_are_posted_at_once(proof: Proof) -> None:
     """What this op and the two after it need."""
@@ -164,6 +167,7 @@ class Machine:
         return True
 
 
+@settings(deadline=None)
 @given(any_proof)
 def test_a_send_is_freed_only_once_its_receiver_took_it(proof: Proof) -> None:
     """Whichever rank runs as far ahead as it can, while the others dawdle."""
