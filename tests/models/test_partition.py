@@ -101,16 +101,16 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
 @pytest.mark.parametrize(
     ("layers", "stages", "said", "message"),
     [
-        (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Describe 3, or change ranks"),
+        (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Write 2 [|], or change"),
         (4, 1, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 1"),
-        (5, 2, {"layout": "Ett|ttL"}, "it has 4 layers, and the model has 5. Describe 5"),
+        (5, 2, {"layout": "Ett|ttL"}, "it has 4 layers, and the model has 5. Write 5 t"),
         (4, 2, {"layout": "Ett|ttmL"}, "models of transformers come without any. Take m away"),
         (4, 2, {"layout": "Ett|ttx"}, "layout, character 7: unknown symbol 'x'"),
         (10, 4, {"layers_per_stage": 4}, "10 layers make 3 stages of it, and the schedule has 4. Give 3, or"),
         (10, 7, {"layers_per_stage": 4}, "has 7. Give a number for each stage, or"),
         (10, 2, {"layers_per_stage": 4}, r"Give 5 or 6 or 7 or 8 or 9, or change ranks"),
-        (4, 2, {"layers_per_stage": [1, 2, 1]}, "it has 3 stages, and the schedule has 2. Describe 2,"),
-        (4, 2, {"layers_per_stage": [1, 2]}, "it has 3 layers, and the model has 4"),
+        (4, 2, {"layers_per_stage": [1, 2, 1]}, "it has 3 stages, and the schedule has 2. Give 2 numbers"),
+        (4, 2, {"layers_per_stage": [1, 2]}, "3 layers, and the model has 4. Give numbers that add up to 4"),
         (4, 2, {"first_stage_layers": 4}, "leaves 0 of 4 layers for 1 other stage. .* cannot be more than 3"),
         (4, 2, {"first_stage_layers": 5}, "leaves -1 of 4 layers"),
         (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2}, "leaves 1 .* be other than 4 layers"),
@@ -222,6 +222,11 @@ def test_early_stages_take_fewer_layers_where_they_hold_more_microbatches() -> N
     assert counts(split) == [3, 3, 3, 3]
     tighter = Memory(limit=18, weights=[1] * 12, activations=[2] * 12, live=[4, 3, 2, 1])
     assert counts(balanced_split([1] * 12, 4, memory=tighter)) == [2, 2, 3, 5]
+
+
+def test_a_mean_number_of_live_microbatches_need_not_be_whole() -> None:
+    memory = Memory(limit=0.9, weights=[0.1] * 6, activations=[0.1] * 6, live=[2.5, 1.0])  # type: ignore[list-item]
+    assert counts(balanced_split([1] * 6, 2, memory=memory)) == [2, 4]
 
 
 def test_200_layers_on_64_stages_take_seconds_at_most() -> None:

@@ -74,13 +74,17 @@ def test_mappings_are_given_by_name() -> None:
     ("forward", "received", "message"),
     [
         (lambda hiden: 0, {"hidden": 1, "mask": 2},
-         r"Given.forward\(hiden\): it cannot take .*\(hidden, mask\).*missing a required argument: 'hiden'"),
-        (lambda hiden=0: 0, {"hidden": 1}, "got an unexpected keyword argument 'hidden'"),
-        (lambda hidden: 0, {0: 1}, "keywords must be strings"),
-        (lambda a, *, x: 0, (1, 2), r"forward\(a, x\): .*2 values by position.*too many positional"),
-        (lambda *, x: 0, 1, r"1 values by position.*too many positional arguments"),
-        (lambda hidden, deep: 0, 1, r"the batch \(x, y, z\): missing a required argument: 'deep'"),
-        (lambda hidden, x, deep: 0, {"hidden": 1}, "'deep'. Give it a parameter for each value"),
+         r"Given.forward\(hiden\): the stage before gives hidden, mask, and it has no hidden, mask. Name"),
+        (lambda hiden=0: 0, {"hidden": 1}, "the stage before gives hidden, and it has no hidden"),
+        (lambda hidden: 0, {0: 1}, "the stage before gives 0, and it has no 0"),
+        (lambda a, *, x: 0, (1, 2), r"forward\(a, x\): the stage before gives 2 values, and it takes 1 by"),
+        (lambda *, x: 0, 1, "gives 1 values, and it takes 0 by position. Give it a parameter for each"),
+        (lambda hidden, deep: 0, 1, r"neither the stage before nor the batch \(x, y, z\) gives deep. Give"),
+        (lambda hidden, x, deep, wide: 0, {"hidden": 1}, "gives deep, wide. Give it a default"),
+        (lambda deep, **more: 0, {"hidden": 1}, "gives deep. Give it a default"),
+        (lambda **more: 0, {0: 1}, "the stage before gives 0, and it has no 0"),
+        (lambda *, deep: 0, 1, "gives 1 values, and it takes 0 by position"),
+        (lambda a, b, /: 0, 1, "gives 1 values, and it takes 2 by position"),
     ],
 )  # fmt: skip
 def test_arguments_that_forward_does_not_take(forward: Any, received: Any, message: str) -> None:
@@ -89,7 +93,7 @@ def test_arguments_that_forward_does_not_take(forward: Any, received: Any, messa
 
 
 def test_a_parameter_that_the_batch_does_not_fill_on_the_first_stage() -> None:
-    with pytest.raises(ModelError, match=r"the batch \(x, y, z\): missing a required argument: 'b'"):
+    with pytest.raises(ModelError, match=r"nor the batch \(x, y, z\) gives b. Give it a default"):
         call(lambda b, x: 0)
 
 
@@ -345,7 +349,7 @@ def test_declared_names_that_forward_does_not_take(split: Sequence[Sequence[int]
         assert answer.startswith(
             "ModelError: the shapes that stages 0 and 1 declare for the edge between them: a"
         )
-        assert "(hidden, stage) and the batch (x): got an unexpected keyword argument 'stage'" in answer
+        assert "the stage before gives hidden, stage, and it has no hidden, stage" in answer
 
 
 def test_layers_in_a_list_within_a_dict_are_found() -> None:

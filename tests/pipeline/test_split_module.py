@@ -139,9 +139,12 @@ def test_absent_modules_may_be_none() -> None:
     [
         (
             [FIRST, LAST],
-            r"modules_per_stage without layers.1.up.weight, .* and 3 more: each parameter is on one",
+            r"names without layers.1.up.weight, .* and 3 more: each parameter is on one",
         ),
-        ([(*FIRST, "layer.1"), LAST], "with 'layer.1': the model has no such module. Did you mean"),
+        (
+            [(*FIRST, "layer.1"), LAST],
+            r"names\[0\] with 'layer.1': the model has no such module. Did you mean",
+        ),
         ([FIRST, ("layers.1", "layers.2", "layers.0", *LAST)], "stage 0 has it already"),
         ([FIRST, ("layers.1", "layers.2", "head.weight", *LAST)], "stage 1 has 'head.weight' already"),
     ],

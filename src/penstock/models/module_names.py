@@ -60,12 +60,14 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
         raise PartitionError(value, f"the schedule has {stages}", f"Give {stages} lists")
     before, layers, after = modules
     order = [*before, *layers, *after]
-    for name in (name for names in named for name in names if name in known and name not in order):
-        _check_unit(name, order, has_parameters=known[name])
-    everywhere = {name for name in known if name not in order}
-    where = _stage_of_each([[name for name in names if name not in everywhere] for names in named], order)
+    for stage, names in enumerate(named):
+        for name in names:
+            if name not in order:
+                _check_other(f"modules_per_stage[{stage}] with {name!r}", name, modules, known)
+    placed = [[name for name in names if name in order] for names in named]
+    where = _stage_of_each(placed, order, "modules_per_stage")
     if missing := [name for name in order if name not in where]:
-        raise _without(missing, "each module with parameters is on one stage")
+        raise _without("modules_per_stage", missing, "each module with parameters is on one stage")
     for at_the_end, stage, rule in (
         (before, 0, "it runs before the layers, so the first stage holds it"),
         (after, stages - 1, "it runs after the layers, so the last stage holds it"),
@@ -88,7 +90,7 @@ def check_names(model: nn.Module, named: Names) -> None:
     Raises PartitionError, and ModelError for a weight that two stages would hold.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    where = _stage_of_each(named, [*dict(model.named_modules()), *parameters])
+    where = _stage_of_each(named, [*dict(model.named_modules()), *parameters], "names")
     places: dict[int, tuple[str, int]] = {}
     missing = []
     for name, parameter in parameters.items():
@@ -104,23 +106,17 @@ def check_names(model: nn.Module, named: Names) -> None:
                 "Put both on one stage, or untie them",
             )
     if missing:
-        raise _without(missing, "each parameter is on one stage")
+        raise _without("names", missing, "each parameter is on one stage")
 
 
-def _stage_of_each(named: Names, known: Collection[str]) -> dict[str, int]:
+def _stage_of_each(named: Names, known: Collection[str], option: str) -> dict[str, int]:
     """The stage of each name. Raises PartitionError for an unknown name, and for one module on two stages."""
     where: dict[str, int] = {}
     for stage, names in enumerate(named):
         for name in names:
-            value = f"modules_per_stage[{stage}] with {name!r}"
+            value = f"{option}[{stage}] with {name!r}"
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                remedy = (
-                    f"Did you mean {near[0]!r}?"
-                    if near
-                    else f"The modules are {', '.join([*known][:3])}, ..."
-                )
-                raise PartitionError(value, "the model has no such module", remedy)
+                raise _unknown(value, name, known)
             for other, place in where.items():
                 if name == other or is_inside(name, other) or is_inside(other, name):
                     already = "it" if other == name else repr(other)
@@ -130,24 +126,35 @@ def _stage_of_each(named: Names, known: Collection[str]) -> dict[str, int]:
     return where
 
 
-def _check_unit(name: str, order: Sequence[str], *, has_parameters: bool) -> None:
-    """Refuse a module that is only a part of one that has to be placed, or holds several of these."""
-    value = f"modules_per_stage with {name!r}"
+def _check_other(value: str, name: str, modules: ModuleNames, known: Mapping[str, bool]) -> None:
+    """Refuse every module that is not one of `modules`, but for those that are on every stage."""
+    order = [*modules.before, *modules.layers, *modules.after]
+    if name not in known:
+        layers = modules.layers[-1].rpartition(".")[0] if modules.layers else ""
+        if is_inside(name, layers) and name.rpartition(".")[2].isdigit():
+            raise PartitionError(value, f"the model's last layer is {modules.layers[-1]}", "Take it away")
+        raise _unknown(value, name, [*order, *known])
     around = next((other for other in order if is_inside(name, other)), None)
     if around is not None:
         raise PartitionError(value, f"it is a part of {around}, which stays together", f"Name {around}")
-    if has_parameters:
+    if known[name]:
         inside = next((other for other in order if is_inside(other, name)), "modules in it")
         raise PartitionError(value, "it holds modules of several stages", f"Name each, such as {inside}")
+
+
+def _unknown(value: str, name: str, known: Collection[str]) -> PartitionError:
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"The modules are {', '.join([*known][:3])}, ..."
+    return PartitionError(value, "the model has no such module", remedy)
 
 
 def _misplaced(name: str, stage: int, rule: str, right: int) -> PartitionError:
     return PartitionError(f"modules_per_stage[{stage}] with {name!r}", rule, f"Move it to stage {right}")
 
 
-def _without(missing: Sequence[str], rule: str) -> PartitionError:
+def _without(option: str, missing: Sequence[str], rule: str) -> PartitionError:
     more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-    value = f"modules_per_stage without {', '.join(missing[:5])}{more}"
+    value = f"{option} without {', '.join(missing[:5])}{more}"
     return PartitionError(value, rule, "Name it" if len(missing) == 1 else "Name them")
 
 

@@ -63,7 +63,8 @@ def partition(
         return _from_size(layers_per_stage, layers, stages)
     if layers_per_stage is not None:
         counts = list(layers_per_stage)
-        return _checked(f"layers_per_stage={counts}", counts, layers, stages)
+        remedies = (f"Give {_count(stages, 'number')}", f"Give numbers that add up to {layers}")
+        return _checked(f"layers_per_stage={counts}", counts, layers, stages, remedies)
     if balance is not None:
         costs = as_layer_costs(balance, layers)
         return balanced_split(costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head)
@@ -143,18 +144,22 @@ def _from_layout(text: str, layers: int, stages: int) -> list[range]:
     if layout.prediction_layers:
         rule = "it places multi-token-prediction layers (m), and models of transformers come without any"
         raise PartitionError(value, rule, "Take m away")
-    return _checked(value, [len(each) for each in layout.layers], layers, stages)
+    remedies = (f"Write {stages - 1} |", f"Write {layers} t")
+    return _checked(value, [len(each) for each in layout.layers], layers, stages, remedies)
 
 
-def _checked(value: str, counts: Sequence[int], layers: int, stages: int) -> list[range]:
+def _checked(
+    value: str, counts: Sequence[int], layers: int, stages: int, remedies: tuple[str, str]
+) -> list[range]:
+    """remedies: for another number of stages, and of layers"""
     if any(count < 0 for count in counts):
         raise ConfigError(value, "a stage holds 0 layers or more", "Give 0 or more")
     if len(counts) != stages:
         rule = f"it has {_count(len(counts), 'stage')}, and the schedule has {stages}"
-        raise PartitionError(value, rule, f"Describe {stages}, or change ranks or stages per rank")
+        raise PartitionError(value, rule, f"{remedies[0]}, or change ranks or stages per rank")
     if sum(counts) != layers:
         rule = f"it has {_count(sum(counts), 'layer')}, and the model has {layers}"
-        raise PartitionError(value, rule, f"Describe {layers}")
+        raise PartitionError(value, rule, remedies[1])
     return _ranges(counts)
 
 
@@ -348,13 +353,17 @@ def _stage_sums(numbers: Sequence[int], stages: int) -> _StageSum:
 
 def _held(memory: Memory, stages: int) -> tuple[_StageSum, int]:
     """The memory of a stage in small units, and how many units make 1."""
-    live = memory.live or [1] * stages
+    live, parts = _as_integers(memory.live or [1] * stages)
     activations = memory.activations or [0] * len(memory.weights)
     weights = (*memory.weights, memory.embedding[0], memory.head[0])
     numbers, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
-    fixed = _stage_sums(numbers[: len(weights)], stages)
+    fixed = _stage_sums([parts * number for number in numbers[: len(weights)]], stages)
     each = _stage_sums(numbers[len(weights) :], stages)
-    return lambda stage, start, end: fixed(stage, start, end) + live[stage] * each(stage, start, end), unit
+
+    def held(stage: int, start: int, end: int) -> int:
+        return fixed(stage, start, end) + live[stage] * each(stage, start, end)
+
+    return held, parts * unit
 
 
 def _least_limit(total: _StageSum, allowed: Callable[[int, int, int], bool], stages: int, layers: int) -> int:

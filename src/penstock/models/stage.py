@@ -126,20 +126,42 @@ class ProvidedCall:
         if (names := self._entries.get(form)) is None:
             filled = {*self._by_position[: len(args)], *kwargs}
             names = [name for name in self._by_name if name in microbatch and name not in filled]
-            try:
-                self._signature.bind(*args, **kwargs, **dict.fromkeys(names))
-            except TypeError as cause:
-                given = ", ".join(sorted(map(str, kwargs))) or f"{len(args)} values by position"
-                takes = ", ".join(self._signature.parameters)
-                raise ModelError(
-                    f"{type(self._module).__name__}.forward({takes})",
-                    f"it cannot take what the stage before gives ({given}) and the batch "
-                    f"({', '.join(sorted(microbatch))}): {cause}",
-                    "Give it a parameter for each value (tuple) or entry (dict) from the stage before, and "
-                    "every other parameter a default or an entry of the batch",
-                ) from cause
+            self._check(args, kwargs, names, microbatch)
             self._entries[form] = names
         return {**{name: microbatch[name] for name in names}, **kwargs}
+
+    def _check(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entries: Sequence[str], microbatch: Microbatch
+    ) -> None:
+        """Raise ModelError where forward does not take these arguments and entries of the batch."""
+        try:
+            self._signature.bind(*args, **kwargs, **dict.fromkeys(entries))
+        except TypeError as cause:
+            given, takes = ", ".join(sorted(map(str, kwargs))), ", ".join(self._signature.parameters)
+            filled = {*self._by_position[: len(args)], *kwargs, *entries}
+            parameters = self._signature.parameters.values()
+            free = [p for p in parameters if p.name not in filled and p.name in self._by_name]
+            missing = sorted(p.name for p in free if p.default is p.empty)
+            kinds = {p.kind for p in parameters}
+            too_many = len(args) > len(self._by_position) and Parameter.VAR_POSITIONAL not in kinds
+            takes_any = Parameter.VAR_KEYWORD in kinds
+            unknown = [n for n in kwargs if n not in self._by_name and not (takes_any and isinstance(n, str))]
+            if unknown:
+                rule = f"the stage before gives {given}, and it has no {', '.join(sorted(map(str, unknown)))}"
+                remedy = "Name its parameters as the entries are named that the stage before returns"
+            elif missing and not too_many:
+                batch = ", ".join(sorted(microbatch))
+                rule = f"neither the stage before nor the batch ({batch}) gives {', '.join(missing)}"
+                remedy = (
+                    "Give it a default, put it into the batch, or return it from the stage before under "
+                    "that name"
+                )
+            else:
+                count = len(self._by_position)
+                rule = f"the stage before gives {len(args)} values, and it takes {count} by position"
+                remedy = "Give it a parameter for each, or return a dict, whose entries are given by name"
+            name = f"{type(self._module).__name__}.forward({takes})"
+            raise ModelError(name, rule, remedy) from cause
 
 
 def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

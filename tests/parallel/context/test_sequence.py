@@ -62,6 +62,11 @@ def test_positions_are_those_of_the_whole_sequence() -> None:
     assert parts[1]["attention_mask"].tolist() == [[1] * 16] * 2
 
 
+def test_positions_of_none_count_from_0() -> None:
+    part = split({**plain(2, 8), "position_ids": None}, 0, 2)
+    assert part["position_ids"].tolist() == [[0, 1, 6, 7]] * 2
+
+
 def test_embeddings_are_split_too() -> None:
     batch: Batch = {"inputs_embeds": torch.randn(2, 9, 4), "labels": torch.zeros(2, 9, dtype=torch.int64)}
     parts = [split(batch, rank, 2) for rank in range(2)]

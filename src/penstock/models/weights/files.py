@@ -68,11 +68,11 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         try:
             listed = json.loads((folder / INDEX).read_text())["weight_map"].values()
-        except (ValueError, KeyError, AttributeError) as cause:
+            files = [folder / name for name in sorted(set(listed))]
+        except (ValueError, KeyError, AttributeError, TypeError) as cause:
             raise CheckpointError(
                 str(folder / INDEX), f"it is no index of weight files ({cause!r})", "Copy the folder again"
             ) from cause
-        files = [folder / name for name in sorted(set(listed))]
     else:
         files = [folder / SINGLE] if (folder / SINGLE).is_file() else []
         others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]

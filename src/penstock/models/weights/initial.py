@@ -217,6 +217,7 @@ def _initialise_tied(
 @contextmanager
 def _marked_as_done(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
     """Mark all tensors but those named `fresh` so that transformers' initialisers leave them alone."""
+    # `values` also keeps meta tensors alive, by whose identities initialise() tells tensors apart
     values = [*stage.named_parameters(), *stage.named_buffers()]
     marked = [value for name, value in values if name not in fresh]
     for value in marked:

@@ -126,8 +126,10 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     rows, length = leading.shape[:2]
     _refuse(microbatch, length)
     entries = {name: value for name, value in microbatch.items() if name not in _BOUNDARIES}
-    positions = entries.get("position_ids", torch.arange(length, device=leading.device)).expand(rows, length)
-    entries["position_ids"] = positions
+    positions = entries.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=leading.device)
+    entries["position_ids"] = positions = positions.expand(rows, length)
     mask = entries.pop("attention_mask", None)
     labels = entries.pop("shift_labels", None)
     if "labels" in entries:  # the label of each token is its successor; a row's last token has none
