@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import AutoPipeline, Axes, Checkpointing
 from penstock.errors import (
@@ -76,6 +77,26 @@ def test_recomputation_keeps_the_memory_limit() -> None:
         AutoPipeline(
             ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**19, shape=shape)
         ).build_plan(model)
+
+
+def test_an_overlap_of_zero_is_off() -> None:
+    axes = Axes(dp_shard=2, ep=2)
+    assert AutoPipeline(axes=axes).world_options().overlap
+    assert not AutoPipeline(axes=axes, overlap=0).world_options().overlap  # type: ignore[arg-type]
+
+
+def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
+    """Estimates count a packing mask that steps do not make: the same one on each stage."""
+    model = tiny_model("llama", layers=4)
+    auto = AutoPipeline(ranks=2, microbatches=2)
+    estimated: Any = auto.build_plan(model).sizes((1, 16))
+    pipe = auto.build(model)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    pipe.step({"input_ids": ids, "labels": ids})
+    measured: Any = pipe.costs()
+    pairs = zip(estimated.activation, measured.activation, strict=True)
+    first, last = (guess - held[0] for guess, held in pairs)
+    assert abs(first - last) <= 4  # the loss
 
 
 def test_a_memory_limit_counts_shards() -> None:

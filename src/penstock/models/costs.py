@@ -68,13 +68,12 @@ def stage_sizes(
                 if info.is_last:
                     stage.forward_loss(0, received, microbatch, NextToken(), split)
                     sent: tuple[torch.Tensor, ...] = ()
-                    gradients = [torch.ones(())]
                 else:
                     sent = stage.forward(0, received, microbatch, edge, split).tensors
-                    gradients = [torch.empty_like(tensor) for tensor in sent]
         except Exception:  # a forward that looks at values
             return None
         held = footprint(measured.nbytes, stage.live[0].inputs, sent)
+        gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         stage.input_backward(0, gradients)
         return Sizes(held.activation, held.output, incoming.nbytes, stage.deferred[0].nbytes)
 

@@ -155,14 +155,12 @@ class Options:
         if self.overlap not in (True, False, "auto"):
             rule = "pairs of ops overlap, or not, or where it helps"
             raise ConfigError(f"overlap={self.overlap!r}", rule, "Take True, False or 'auto'")
-        if self.overlap is False:
-            return False
         obstacle = self._obstacle_to_overlap()
-        if self.overlap is True:
-            if obstacle is not None:
-                raise ConfigError(f"overlap=True with {obstacle[0]}", obstacle[1], "Take overlap='auto'")
-            return True
-        return obstacle is None and self.axes is not None and self.axes.ep not in (0, 1)
+        if self.overlap == "auto":
+            return obstacle is None and self.axes is not None and self.axes.ep not in (0, 1)
+        if self.overlap is True and obstacle is not None:
+            raise ConfigError(f"overlap=True with {obstacle[0]}", obstacle[1], "Take overlap='auto'")
+        return self.overlap is True
 
     def _obstacle_to_overlap(self) -> tuple[str, str] | None:
         """An option that rules overlap out, and why."""

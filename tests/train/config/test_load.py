@@ -86,6 +86,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.betas=[0.9, 0.9]", "Did you mean optimizer.betas?"),
         ("train.momentum=0.9", "Did you mean optimizer.momentum?"),  # of Muon's branch alone
         ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
+        ("optimizer.momentun=0.9", "Take one of learning_rate, betas, eps"),  # of AdamW's branch alone
         ("train.qqqq=3", "Take one of steps, batch_size"),
         ("train.steps=ten", "train.steps='ten': it should be a valid integer. Write a whole number"),
         ("train.steps=2.5", "train.steps=2.5: it should be a valid integer"),
@@ -146,6 +147,20 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
 )
 def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
     assert message in refused(tmp_path, MINIMAL, override)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("train.steps: 3", "train.steps=3: a config has no such key. Did you mean train?"),
+        (
+            "train: {optimizer.lr: 3}",
+            "train.optimizer.lr=3: section train has no such key. Take one of steps,",
+        ),
+    ],
+)
+def test_a_dot_in_a_key_of_the_file_leads_to_no_section(tmp_path: Path, lines: str, message: str) -> None:
+    assert message in refused(tmp_path, f"{MINIMAL}\n{lines}\n")
 
 
 @pytest.mark.parametrize(

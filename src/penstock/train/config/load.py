@@ -12,10 +12,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.errors import ConfigError
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import AdamWSection, MuonSection, TrainConfig
 
 # tags of unions in sections.py and values.py, which pydantic adds to a key's path; no key has such a name
 _BRANCHES = ("mode", "settings", "of adamw", "of muon")
+_OPTIMIZERS: dict[str, type[BaseModel]] = {"of adamw": AdamWSection, "of muon": MuonSection}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
@@ -101,7 +102,7 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     name = ".".join(str(key) for key in entry["loc"] if key not in _BRANCHES)
     match entry["type"]:
         case "extra_forbidden":
-            return _unknown_key(name, entry["input"])
+            return _unknown_key(name, entry)
         case "missing":
             return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
         case "value_error":  # a validator of ours: "rule; remedy"
@@ -113,12 +114,15 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
-def _unknown_key(name: str, value: object) -> tuple[str, str, str]:
-    section, _, key = name.rpartition(".")
+def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
+    *path, key = entry["loc"]  # the key itself may hold a dot
+    section = ".".join(str(each) for each in path if each not in _BRANCHES)
     names = list(dict.fromkeys(_names(TrainConfig)))
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
+    if path and path[-1] in _OPTIMIZERS:  # not the keys of the other one
+        known = list(_OPTIMIZERS[path[-1]].model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    elsewhere = [other for other in names if other.endswith(f".{key}")]
+    elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
     if near:
         remedy = f"Did you mean {section}.{near[0]}?" if section else f"Did you mean {near[0]}?"
     elif elsewhere:
@@ -126,7 +130,7 @@ def _unknown_key(name: str, value: object) -> tuple[str, str, str]:
     else:
         remedy = f"Take one of {', '.join(known)}"
     where = f"section {section}" if section else "a config"
-    return f"{name}={_shown(value)}", f"{where} has no such key", remedy
+    return f"{name}={_shown(entry['input'])}", f"{where} has no such key", remedy
 
 
 def _names(model: type[BaseModel], section: str = "") -> Iterator[str]:
