@@ -121,7 +121,7 @@ def _opening(results: Sequence[Result]) -> Iterator[str]:
         met = len(result.bars) - result.missed
         bold = f"**{result.missed}**" if result.missed else str(result.missed)
         counts = f"{met} | {bold}" if result.bars else " | "
-        date = result.machine["date"]
+        date = result.machine["date"].replace("-", "&#8209;")  # hyphens where no line breaks
         yield f"| [{result.title}](#{result.name}) | {result.version} | {date} | {counts} |"
     yield ""
 
@@ -143,8 +143,13 @@ def _section(result: Result) -> Iterator[str]:
     if len(result.rows) <= MOST_ROWS:
         yield from _table(result.rows)
     else:
-        if result.bars:
-            yield from _table(result.bars)
+        shown = result.bars
+        if len(shown) > MOST_ROWS:
+            shown = [row for row in shown if not row.met]
+            yield f"Met: {len(result.bars) - result.missed} of {len(result.bars)} bars. The missed ones:"
+            yield ""
+        if shown:
+            yield from _table(shown)
         yield '<details markdown="1">'
         yield f"<summary>All {len(result.rows)} numbers</summary>"
         yield ""
@@ -163,7 +168,11 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     right = {"penstock", "torch", "penstock / torch"}
     yield "| " + " | ".join("---:" if HEADER[column] in right else "---" for column in used) + " |"
     for row in cells:
-        values = (_escaped(row[column]) for column in used)
+        values = [_escaped(row[column]) for column in used]
+        values = [
+            value.replace(" ", "&nbsp;") if HEADER[column] in right else value
+            for column, value in zip(used, values, strict=True)
+        ]
         yield "| " + " | ".join("**MISSED**" if value == "MISSED" else value for value in values) + " |"
     yield ""
 

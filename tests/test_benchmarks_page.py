@@ -72,7 +72,7 @@ def test_a_missed_bar_is_bold_and_counted(tmp_path: Path) -> None:
     (tmp_path / "overhead.json").write_text(result(rows))
     text = page.page(tmp_path)
     assert "Bars: 2. Met: 1. **Missed: 1.**" in text
-    assert "| a\\|b | time | 2 s | at most 1 | **MISSED** |" in text
+    assert "| a\\|b | time | 2&nbsp;s | at most 1 | **MISSED** |" in text
     assert "- a\\_note" in text
 
 
