@@ -44,6 +44,7 @@ def test_initial_values_do_not_depend_on_the_split(family: str, tied: bool) -> N
 def test_initial_values_have_the_deviation_of_transformers(family: str) -> None:
     """Not the same draws, but the same deviation of each weight; and what is not drawn is equal."""
     config = tiny_config(family, hidden_size=64, intermediate_size=96)
+    torch.manual_seed(0)  # 4 standard deviations are met now and then
     reference = AutoModelForCausalLM.from_config(config)
     pipe = AutoPipeline(ranks=2, microbatches=2).build(config)
     for name, found in pipe.named_parameters(remove_duplicate=False):
