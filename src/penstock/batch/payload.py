@@ -29,7 +29,10 @@ _CONSTANTS = (type(None), bool, int, float, str)
 class TensorSpec:
     """Shape and dtype of one tensor on an edge.
 
-    differentiable: whether a gradient comes back for it, if its dtype can have one
+    Args:
+        shape: the tensor's size in each dimension
+        dtype: as the tensor leaves its stage
+        differentiable: whether a gradient comes back for it, if its dtype can have one
     """
 
     shape: tuple[int, ...]
@@ -38,6 +41,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor at hand."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property

@@ -40,12 +40,14 @@ from penstock.errors import ConfigError, ModelError
 class Checkpointing:
     """Which activations are held for the backward. Raises ConfigError.
 
-    every: checkpoint layers 0, k, 2k, ..., counted over the whole model, whatever the split
-    save: ops whose outputs are held all the same: the groups `matmul` and `attention`, or names like aten.mm
-    in_flight: checkpoint only the first so many of a rank's microbatches in flight: one number for all
-        ranks, or one for each; None checkpoints all of them
-    memory_limit: bytes a rank, from which the plan chooses `in_flight`
-    shape: rows and sequence of the largest microbatch; needed with `memory_limit`
+    Args:
+        every: checkpoint layers 0, k, 2k, ..., counted over the whole model, whatever the split
+        save: ops whose outputs are held all the same: the groups `matmul` and `attention`, or names like
+            aten.mm
+        in_flight: checkpoint only the first so many of a rank's microbatches in flight: one number for all
+            ranks, or one for each; None checkpoints all of them
+        memory_limit: bytes a rank, from which the plan chooses `in_flight`
+        shape: rows and sequence of the largest microbatch; needed with `memory_limit`
     """
 
     every: int = 1

@@ -49,8 +49,14 @@ Provider = Callable[[StageInfo], nn.Module]
 def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: int = 1) -> range:
     """The layers of one stage, if `layers` layers are divided as evenly as possible.
 
-    before, after: how many layers the modules before the first layer (an embedding) and after the last one
-        (a head) count for
+    Args:
+        layers: number of layers of the whole model
+        info: the stage, as a provider gets it
+        before: number of layers that the modules before the first layer (an embedding) count for
+        after: number of layers that the modules after the last layer (a head) count for
+
+    Returns: the stage's layers, by their numbers in the whole model.
+
     Raises PartitionError.
     """
     return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]

@@ -25,11 +25,12 @@ from penstock.runtime.sharded_weights import param_groups, sharded_modules
 class Sharded:
     """How FSDP2 shards weights.
 
-    param_dtype: the dtype that weights are gathered and computed in; None leaves them as they are
-    reduce_dtype: the dtype that gradients are summed in; None leaves them as the weights are
-    reshard_after_forward: free the gathered weights after each forward, and gather them again for its
-        backward: less memory, one gathering per microbatch
-    cpu_offload: keep shards, their gradients and the optimizer's state in host memory
+    Args:
+        param_dtype: the dtype that weights are gathered and computed in; None leaves them as they are
+        reduce_dtype: the dtype that gradients are summed in; None leaves them as the weights are
+        reshard_after_forward: free the gathered weights after each forward, and gather them again for its
+            backward: less memory, one gathering per microbatch
+        cpu_offload: keep shards, their gradients and the optimizer's state in host memory
     """
 
     param_dtype: torch.dtype | None = None

@@ -29,13 +29,15 @@ _NAMES = {"pp": "the pipeline's ranks"}
 class Axes:
     """Number of ranks on each axis of the mesh other than `pp`. At most one may be -1: all remaining ranks.
 
-    dp_replicate: copies of everything below, each with its own data, whose gradients are summed
-    dp_shard: ranks over which FSDP2 shards the weights of a stage; each has its own data as well
-    cp: ranks over which a sequence is split
-    ep: ranks over which experts are distributed, folded onto those of dp_shard x cp
-    tp: ranks over which single matrices are sharded
+    Args:
+        dp_replicate: copies of everything below, each with its own data, whose gradients are summed
+        dp_shard: ranks over which FSDP2 shards the weights of a stage; each has its own data as well
+        cp: ranks over which a sequence is split
+        ep: ranks over which experts are distributed, folded onto those of dp_shard x cp
+        tp: ranks over which single matrices are sharded
 
-    Raises ConfigError for a size that is no number of ranks.
+    Raises:
+        ConfigError: a size is no number of ranks.
     """
 
     dp_replicate: int = 1

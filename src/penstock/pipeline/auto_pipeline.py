@@ -48,21 +48,30 @@ from penstock.schedule.layout import parse_layout
 
 @dataclass(frozen=True)
 class AutoPipeline(Options):
-    """Options to build a pipeline from a Hugging Face model. Takes those of Options, and:
+    """Options to build a pipeline from a Hugging Face model. Takes those of `Options` too.
 
-    embedding_weight, head_weight: the number of layers that embedding and head count as when layers are
-        divided evenly
-    layout, layers_per_stage, first_stage_layers and last_stage_layers, modules_per_stage, balance: which
-        layers each stage holds: one of these at most, evenly without any. A layout string such as
-        Ett|(ttt|)*2tL (penstock.schedule.layout); a number for each stage, or one that is the most for all;
-        the numbers of the first and the last stage, the rest evenly; the names of each stage's modules; the
-        cost of each layer, as Pipeline.layer_costs measures it. Stages may be empty.
-    module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
-    seed: of the initial values, if the model comes without any
-    dtype, attention: as transformers names them; None takes the config's
-    replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
-        routers chose the first time, however nearly others tie with them. Steps then take `routed_experts`,
-        the experts that tokens are to choose, and `Pipeline.routed_experts` returns those they chose.
+    Describe which layers each stage holds in one way at most: `layout`, `layers_per_stage`,
+    `first_stage_layers` with `last_stage_layers`, `modules_per_stage` or `balance`. Without any, layers are
+    divided evenly. Stages may be empty.
+
+    Args:
+        embedding_weight: number of layers that the embedding counts as when layers are divided evenly
+        head_weight: number of layers that the head counts as when layers are divided evenly
+        layout: a layout string such as ``Ett|(ttt|)*2tL`` (penstock.schedule.layout)
+        layers_per_stage: number of layers of each stage; a single number is the most for all
+        first_stage_layers: number of layers of the first stage; the other stages share the rest evenly
+        last_stage_layers: number of layers of the last stage; the other stages share the rest evenly
+        modules_per_stage: names of each stage's modules
+        module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
+        balance: cost of each layer, as Pipeline.layer_costs measures it; the slowest stage becomes as fast
+            as can be
+        seed: seed of the initial values, if the model comes without any
+        dtype: dtype of the weights, as transformers names it; None takes the config's
+        attention: attention implementation, as transformers names it; None takes the config's
+        replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
+            routers chose the first time, however nearly others tie with them. Steps then take
+            `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
+            those they chose.
     """
 
     embedding_weight: int = 1

@@ -26,9 +26,12 @@ from penstock.schedule.builders.gpipe import forwards
 class Evaluation(NamedTuple):
     """The outcome of an evaluation with outputs.
 
-    loss: None for a batch without labels, if the loss is next-token cross-entropy; tokens: then 0
-    bubble: as in StepResult
-    outputs: those of the last stage, or what a function made of them; None on ranks that have none
+    Args:
+        loss: mean over the valid tokens; None for a batch without labels, if the loss is next-token
+            cross-entropy
+        tokens: number of valid tokens; 0 without labels
+        bubble: as in StepResult
+        outputs: those of the last stage, or what a function made of them; None on ranks that have none
     """
 
     loss: float | None

@@ -42,47 +42,52 @@ Parallelize = Callable[[nn.Module], nn.Module]
 class Options:
     """The options of AutoPipeline and Pipeline.from_provider.
 
-    ranks: number of pipeline ranks; -1 takes all processes that the other axes leave, or the size of that
-        axis of `mesh`
-    schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
-    loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
-        ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows; or an
-        object with `weight` and `total` (penstock.batch.loss.Loss). The output is that of the last stage:
-        for a transformers model, its logits.
-    mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
-    device: None takes the GPU of this process, or the CPU
-    timeout: seconds that a rank waits for another before it gives up
-    transport: "nccl", "gloo", "local", or None for the one that fits
-    exchange: "channels", or "batched" (penstock.parallel.world.WorldOptions)
-    wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than the
-        model's changes the gradients.
-    network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
-    sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not named), not
-        at all (None), or by a function of (entry, number of microbatches)
-    shapes: how a rank knows the shapes that cross an edge. "inferred": by arithmetic, before anything is
-        sent; "exchanged": each message carries its shapes, for models where they depend on values; "padded",
-        or a Padding: all microbatches of a step are padded to one length, and their shapes inferred
-    activation_checkpointing: keep less of each layer's forward and run it again in the backward: False or
-        True, "full", "selective", or a Checkpointing (every k-th layer, by op, the first n microbatches in
-        flight, or as many as a memory limit requires)
-    parallelize_fn: function of a stage's module, which holds its values and is on its device; returns the
-        module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen weights),
-        or one that wraps it
-    trace_folder: folder in which each process writes a Perfetto trace of a step that fails; None writes none
-    axes: sizes of the mesh's other axes (penstock.Axes). The mesh is then made here, unless `mesh` has these
-        axes. None: the pipeline is the only axis, or the other axes of `mesh` are the caller's business.
-    sharded: how FSDP2 shards weights over dp_shard x cp (penstock.Sharded)
-    context: attention over a sequence that is sharded over cp: "ulysses" (each rank computes some of the
-        heads) or "ring" (keys and values travel around)
-    sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
-    overlap: whether the forward and the backward of a pair that the schedule marks (dualpipe, dualpipe_v,
-        1f1b with `paired`) run in two threads, so that one computes while the other waits for other ranks.
-        "auto": where ops contain such waits, with ep > 1. Never on a GPU, nor with cp or tp, which use one
-        process group in forwards and backwards. A pair runs in sequence where a stage draws random numbers,
-        is compiled, or is wrapped by the caller's own fully_shard, and where FSDP2 gathers weights again or
-        casts them. A user's own module must not use one process group in both forwards and backwards.
-    common: other values that must be equal on every rank, such as learning rates, by name, nested freely;
-        compared as text when the ranks shake hands
+    Args:
+        ranks: number of pipeline ranks; -1 takes all processes that the other axes leave, or the size of
+            that axis of `mesh`
+        schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
+        loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
+            ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows;
+            or an object with `weight` and `total` (penstock.batch.loss.Loss). The output is that of the
+            last stage: for a transformers model, its logits.
+        mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
+        device: None takes the GPU of this process, or the CPU
+        timeout: seconds that a rank waits for another before it gives up
+        transport: "nccl", "gloo", "local", or None for the one that fits
+        exchange: "channels", or "batched" (penstock.parallel.world.WorldOptions)
+        wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
+            the model's changes the gradients.
+        network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
+        sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not
+            named), not at all (None), or by a function of (entry, number of microbatches)
+        shapes: how a rank knows the shapes that cross an edge. "inferred": by arithmetic, before anything
+            is sent; "exchanged": each message carries its shapes, for models where they depend on values;
+            "padded", or a Padding: all microbatches of a step are padded to one length, and their shapes
+            inferred
+        activation_checkpointing: keep less of each layer's forward and run it again in the backward: False
+            or True, "full", "selective", or a Checkpointing (every k-th layer, by op, the first n
+            microbatches in flight, or as many as a memory limit requires)
+        parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
+            the module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
+            weights), or one that wraps it
+        trace_folder: folder in which each process writes a Perfetto trace of a step that fails; None writes
+            none
+        axes: sizes of the mesh's other axes (penstock.Axes). The mesh is then made here, unless `mesh` has
+            these axes. None: the pipeline is the only axis, or the other axes of `mesh` are the caller's
+            business.
+        sharded: how FSDP2 shards weights over dp_shard x cp (penstock.Sharded)
+        context: attention over a sequence that is sharded over cp: "ulysses" (each rank computes some of
+            the heads) or "ring" (keys and values travel around)
+        sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
+        overlap: whether the forward and the backward of a pair that the schedule marks (dualpipe,
+            dualpipe_v, 1f1b with `paired`) run in two threads, so that one computes while the other waits
+            for other ranks. "auto": where ops contain such waits, with ep > 1. Never on a GPU, nor with cp
+            or tp, which use one process group in forwards and backwards. A pair runs in sequence where a
+            stage draws random numbers, is compiled, or is wrapped by the caller's own fully_shard, and
+            where FSDP2 gathers weights again or casts them. A user's own module must not use one process
+            group in both forwards and backwards.
+        common: other values that must be equal on every rank, such as learning rates, by name, nested
+            freely; compared as text when the ranks shake hands
     """
 
     ranks: int | None = None

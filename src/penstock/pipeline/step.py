@@ -42,8 +42,10 @@ _REFUSED = 1 << 32  # above all fingerprints of batches
 class StepResult(NamedTuple):
     """The outcome of a step: the same numbers on every rank.
 
-    loss: mean over the batch's valid tokens (or what the loss counts); tokens: their number
-    bubble: share of the ranks' time in which they did not compute
+    Args:
+        loss: mean over the batch's valid tokens, or over what the loss counts
+        tokens: number of valid tokens, over all microbatches and all parts of the batch
+        bubble: share of the ranks' time in which they did not compute, from 0 to 1
     """
 
     loss: float
