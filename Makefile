@@ -34,7 +34,7 @@ types: env  ## Static types, strict
 tests: env  ## The test suite, on two processes
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
-test-fast: env  ## The inner loop: in one process each, some cases of each test; under 90 s on two quiet cores
+test-fast: env  ## The inner loop: in one process each, some cases of each test
 	$(BIN)/pytest --fast --numprocesses 2
 
 mutants: env  ## Break the code in one place at a time: a test must notice each; about an hour
