@@ -160,15 +160,15 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
 def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) -> None:
     """Its files do not tell the optimizer, so that it passed for Muon's."""
     made = with_muon(tmp_path)
-    muons = preflight(TrainConfig.model_validate(made)).muon_names
+    muon = preflight(TrainConfig.model_validate(made))
     prepared = preflight(TrainConfig.model_validate({**made, "optimizer": {}}))
     run(prepared)
     path = checkpoint(tmp_path, STEPS)
     for file in path.glob("optimizer-*.json"):
         file.unlink()
-    check_fits(path, prepared.plan.source.model, ())
+    check_fits(path, prepared.plan.source.model, (), prepared.kinds)
     with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here it is by Muon"):
-        check_fits(path, prepared.plan.source.model, (), muons)
+        check_fits(path, prepared.plan.source.model, (), muon.kinds)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from penstock.cli.mesh_table import mesh_table
 from penstock.schedule import Costs, render, simulate
+from penstock.train.optimizer import MOMENTS, OPTIMIZERS
 from penstock.train.run import Prepared
 from penstock.train.settings import largest_microbatch
 
@@ -74,8 +76,8 @@ def optimizers(prepared: Prepared) -> dict[str, Trained]:
     model, layers = prepared.plan.source.model, re.escape(prepared.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     found = {}
-    for kind in ("Muon", "AdamW"):
-        mine = [name for name in trained if (name in prepared.muon_names) == (kind == "Muon")]
+    for kind in OPTIMIZERS[prepared.config.optimizer.name].shares:
+        mine = [name for name in trained if prepared.kinds[name] == kind]
         short = dict.fromkeys(re.sub(rf"^{layers}\.\d+\.", "", name) for name in mine)
         if mine:
             found[kind] = Trained(len(mine), sum(trained[name] for name in mine), tuple(short))
@@ -110,18 +112,21 @@ def memory(prepared: Prepared) -> list[Memory]:
     plan, shards = prepared.plan, prepared.axes.shards
     sizes = prepared.auto.memory_costs(plan, largest_microbatch(prepared.config))
     peaks = None if sizes is None else simulate(plan.schedule, sizes).peak_memory
-    parameters = dict(plan.source.model.named_parameters(remove_duplicate=False))
     needs = []
     for rank in range(plan.schedule.ranks):
         stages = [stage for stage in plan.stages if stage.rank == rank]
         weights = sum(stage.parameter_bytes for stage in stages)
-        muon = sum(
-            parameters[n].nbytes for stage in stages for n in stage.parameter_names & prepared.muon_names
-        )
         shard, live = -(-weights // shards), None if peaks is None else int(peaks[rank])
-        moments = -(-(2 * weights - muon) // shards)  # AdamW has two, Muon one
+        moments = -(-sum(_moments(prepared, stage.parameter_names) for stage in stages) // shards)
         needs.append(Memory(shard, shard, moments, 2 * weights if shards > 1 else 0, live))
     return needs
+
+
+def _moments(prepared: Prepared, names: Iterable[str]) -> int:
+    """Bytes of what the optimizers keep of a stage's parameters; a weight under two names counts once."""
+    model = prepared.plan.source.model
+    distinct = {id(model.get_parameter(name)): name for name in names}.values()
+    return sum(model.get_parameter(name).nbytes * len(MOMENTS[prepared.kinds[name]]) for name in distinct)
 
 
 def _memory(prepared: Prepared) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,6 +35,7 @@ from penstock.models.weights.folder import (
     unfinished,
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
+from penstock.train.optimizer import MOMENTS
 
 NEWEST = "newest"  # in place of a checkpoint's path
 
@@ -92,14 +93,14 @@ class Start:
 
 
 def find_start(
-    config: TrainConfig, model: PreTrainedModel, resume: str | None, muon_names: Collection[str] = ()
+    config: TrainConfig, model: PreTrainedModel, resume: str | None, kinds: Mapping[str, str]
 ) -> Start:
     """Find the checkpoint to resume from, and check that it fits. Reads headers, and no tensor.
 
     Args:
         model: the whole model, on the meta device
         resume: a checkpoint's path, NEWEST for the newest complete one in the output folder, None for none
-        muon_names: the parameters that Muon trains
+        kinds: the class of optimizer that trains each parameter
 
     Raises: CheckpointError; ConfigError where no step is left to do.
     """
@@ -121,7 +122,7 @@ def find_start(
         path = Path(resume).expanduser()
         check_folder(path)
     state = read_state(path)
-    check_fits(path, model, tied_names(model), muon_names)
+    check_fits(path, model, tied_names(model), kinds)
     if state["step"] >= config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}",
@@ -151,7 +152,7 @@ def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
     return None, torn
 
 
-def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muon_names: Collection[str] = ()) -> None:
+def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[str, str]) -> None:
     """Check that the checkpoint has the model's config and parameters, and state of the same optimizers.
 
     Raises: CheckpointError.
@@ -159,13 +160,12 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, muon_names: Colle
     check_config(path, model.config)
     stored = StoredState(path, ties)
     for name, parameter in model.named_parameters():
-        kind, part = ("Muon", "momentum_buffer") if name in muon_names else ("AdamW", "exp_avg")
-        found = stored.find(name)
+        kind, found = kinds[name], stored.find(name)
         if parameter.requires_grad and found is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
         if found is not None and found[1].optimizer not in (None, kind):
             raise unfit(path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
-        shape = stored.shape(name, part)
+        shape = stored.shape(name, MOMENTS[kind][0])
         if shape is not None and shape != list(parameter.shape):
             raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
 

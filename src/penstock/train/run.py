@@ -7,6 +7,7 @@ starts any rank, and each rank calls it again. `run` builds the pipeline, checks
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
-from penstock.train.optimizer import make_optimizers, muon_parameters
+from penstock.train.optimizer import make_optimizers, trained_by
 from penstock.train.outcome import check_prompt, report_outcome
 from penstock.train.settings import (
     axes_of,
@@ -49,7 +50,7 @@ class Prepared:
         auto: the pipeline's settings
         model: what `auto` builds
         plan: the pipeline before it is built
-        muon_names: the parameters that Muon trains
+        kinds: the class of optimizer that trains each parameter, by name
         start: where the run begins
         notes: lines to show before it begins
     """
@@ -58,7 +59,7 @@ class Prepared:
     auto: AutoPipeline
     model: ModelLike
     plan: BuildPlan
-    muon_names: frozenset[str]
+    kinds: Mapping[str, str]
     tokenizer: Tokenizer
     data: Data
     start: Start
@@ -90,8 +91,8 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     if config.data.packing in ("sequential", "best_fit"):
         refuse_packed(model)
     _check_lengths(config, positions(model.config))
-    muon_names = muon_parameters(config.optimizer, model, plan.chain.layers)
-    start = find_start(config, model, resume, muon_names)
+    kinds = trained_by(config.optimizer, model, plan.chain.layers)
+    start = find_start(config, model, resume, kinds)
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
     check_prompt(config.output, tokenizer, model.config)
     data = load_data(
@@ -103,7 +104,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
         parts=axes.batch_parts,
     )
     notes = start.notes + _padding_note(config, data)
-    return Prepared(config, auto, named, plan, muon_names, tokenizer, data, start, notes)
+    return Prepared(config, auto, named, plan, kinds, tokenizer, data, start, notes)
 
 
 def run(prepared: Prepared) -> None:
@@ -111,7 +112,7 @@ def run(prepared: Prepared) -> None:
     config, start, output = prepared.config, prepared.start, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": start.done}
     pipe = replace(prepared.auto, common=common).build(prepared.model)
-    optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.muon_names)
+    optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
     output.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.errors import ConfigError
-from penstock.train.config.sections import AdamWSection, MuonSection, TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.optimizer import OPTIMIZERS
 
-# tags of unions in sections.py and values.py, which pydantic adds to a key's path; no key has such a name
-_BRANCHES = ("mode", "settings", "of adamw", "of muon")
-_OPTIMIZERS: dict[str, type[BaseModel]] = {"of adamw": AdamWSection, "of muon": MuonSection}
+# tags of unions, which pydantic adds to a key's path; no key has such a name
+_OPTIMIZERS = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
+_BRANCHES = ("mode", "settings", *_OPTIMIZERS)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:

@@ -11,27 +11,25 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 import yaml
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.config.values import (
-    Beta,
     Checkpointing,
     Count,
     Dtype,
-    Fraction,
     LayersPerStage,
     Natural,
-    NotNegative,
     Patterns,
     Positive,
     Ranks,
     Section,
     as_finding,
 )
+from penstock.train.optimizer import AdamWSection, OptimizerSection
 
 
 class ModelSection(Section):
@@ -209,72 +207,6 @@ class TrainSection(Section):
     @classmethod
     def off_is_a_word(cls, value: object) -> object:
         return "off" if value is False else value  # YAML 1.1 reads the bare word as false
-
-
-class AdamWKeys(Section):
-    """AdamW, of all parameters or of those that Muon does not train."""
-
-    learning_rate: Positive = 3e-4  # after the warm-up
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # of gradients, of their squares
-    eps: Positive = 1e-8  # added to the divisor, which may be zero
-    weight_decay: NotNegative = 0.1  # not on norms and biases
-
-
-class AdamWSection(AdamWKeys):
-    """AdamW of all parameters. Every rate rises linearly and falls along a cosine to a floor."""
-
-    name: Literal["adamw"] = "adamw"  # optional
-    warmup_steps: Natural = 0  # in which the rate rises
-    final_fraction: Fraction = 0.1  # of the learning rate, at the last step
-
-
-class MuonSection(Section):
-    """Muon of the matrices inside layers (penstock.parallel.muon.matrices), AdamW of the rest:
-    embeddings, head, norms, biases and routers. All rates rise and fall together.
-    """
-
-    name: Literal["muon"] = "muon"  # required
-    learning_rate: Positive = 0.02  # of the matrices; with adjust: match_rms_adamw one such as AdamW's
-    weight_decay: NotNegative = 0.1  # of the matrices
-    momentum: Beta = 0.95  # of the gradients' running mean
-    nesterov: bool = True  # step along the gradient and the mean together, not the mean alone
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5  # of the iteration that makes a matrix orthogonal
-    # The factor of a matrix's rate by its shape (rows, columns). original: the root of rows / columns where
-    # that is more than 1; match_rms_adamw: 0.2 times the root of the larger one
-    adjust: Literal["original", "match_rms_adamw"] = "original"
-    adamw: AdamWKeys = AdamWKeys()  # of the rest
-    warmup_steps: Natural = 0  # in which the rates rise
-    final_fraction: Fraction = 0.1  # of each learning rate, at the last step
-
-
-def _check_optimizer(section: object) -> object:
-    """Refuse unknown names, and keys of the other optimizer. Of a union pydantic's own words are unclear."""
-    if isinstance(section, AdamWSection | MuonSection):
-        return section
-    if not isinstance(section, dict):
-        raise ValueError(f"{section!r} is no section; write keys such as {{name: muon, learning_rate: 0.02}}")
-    name = section.get("name", "adamw")
-    if name not in ("adamw", "muon"):
-        raise ValueError(f"name={name!r} is no optimizer of the trainer; write adamw or muon")
-    one, other = (AdamWSection, MuonSection) if name == "adamw" else (MuonSection, AdamWSection)
-    foreign = [key for key in section if key in other.model_fields and key not in one.model_fields]
-    if foreign:
-        rule = "are Muon's; set optimizer.name=muon, or leave them out"
-        if name == "muon":
-            rule = "are AdamW's; write them into optimizer.adamw"
-        raise ValueError(f"with name={name} {' and '.join(foreign)} {rule}")
-    return section
-
-
-def _optimizer_tag(section: Any) -> str:
-    return "of " + str(section.get("name", "adamw") if isinstance(section, dict) else section.name)
-
-
-OptimizerSection = Annotated[
-    Annotated[AdamWSection, Tag("of adamw")] | Annotated[MuonSection, Tag("of muon")],
-    Discriminator(_optimizer_tag),
-    BeforeValidator(_check_optimizer),
-]
 
 
 class KeepSection(Section):
