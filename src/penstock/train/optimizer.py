@@ -133,7 +133,7 @@ class Share(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What `optimizer.name` stands for. shares: by the name of the optimizer's class, as checkpoints have it"""
+    """What `optimizer.name` stands for. shares: by the optimizer's class name, as checkpoints have it"""
 
     section: type[AnyOptimizer]
     shares: Mapping[str, Share]
