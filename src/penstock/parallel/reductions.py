@@ -49,6 +49,10 @@ class Reductions:
         self.batch_part = 0, 1
         self.stage_ranks = frozenset[int]()
         self._all: dist.ProcessGroup | None = None
+        self._batch: dist.ProcessGroup | None = None
+        self._loss: dist.ProcessGroup | None = None
+        self._others: dist.ProcessGroup | None = None
+        self._device = torch.device("cpu")
 
     @classmethod
     def over(cls, mesh: DeviceMesh, watch: Watch, limit: datetime.timedelta) -> Reductions:
@@ -143,28 +147,20 @@ class Reductions:
 
     def sum_tokens(self, count: int) -> int:
         """Valid tokens of the whole batch, where this pipeline's part has `count`."""
-        if self._all is None:
-            return count
         counts = torch.tensor([count], dtype=torch.int64, device=self._device)
         return int(self._sum(counts, self._batch, "the other parts of the batch"))
 
     def sum_loss(self, loss: float) -> float:
         """Loss of the whole batch, to which this pipeline contributes `loss`."""
-        if self._all is None:
-            return loss
         losses = torch.tensor([loss], dtype=torch.float64, device=self._device)
         return float(self._sum(losses, self._loss, "the loss of the other parts of the batch"))
 
     def sum_over_batch(self, gradient: Tensor) -> Tensor:
         """Sum over the parts of the batch, in place."""
-        if self._all is None:
-            return gradient
         return self._sum(gradient, self._batch, "the gradients of the other parts of the batch")
 
     def sum_over_mesh(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks that host the same stages, in place."""
-        if self._all is None:
-            return tensor
         return self._sum(tensor, self._others, "the norms of the other ranks of the mesh")
 
     def first_problem(self, problem: str | None) -> str | None:

@@ -13,6 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -183,25 +184,26 @@ def attentions(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-def _asking_function(kind: type) -> Callable[..., Any] | None:
-    """The method of a class that asks the registry for its attention function."""
+def functions_of(kind: type) -> Iterator[FunctionType]:
+    """The methods of a model's class and of those above it, up to torch's, without their decorators."""
     for owner in kind.__mro__:
         if owner.__module__.split(".")[0] == "torch":
-            break
-        for value in filter(inspect.isfunction, vars(owner).values()):
-            function: Any = inspect.unwrap(value)
-            if "ALL_ATTENTION_FUNCTIONS" in function.__code__.co_names:
-                return function  # type: ignore[no-any-return]
-    return None
+            return
+        yield from map(inspect.unwrap, filter(inspect.isfunction, vars(owner).values()))
+
+
+def _asking_function(kind: type) -> FunctionType | None:
+    """The method of a class that asks the registry for its attention function."""
+    return next((f for f in functions_of(kind) if "ALL_ATTENTION_FUNCTIONS" in f.__code__.co_names), None)
 
 
 def _base_function(module: nn.Module, base: str) -> ulysses.AttentionFunction:
     if base != "eager":
         return ALL_ATTENTION_FUNCTIONS[base]  # type: ignore[no-any-return]
-    function = _asking_function(type(module))
-    for name in () if function is None else function.__code__.co_names:
-        if name.startswith("eager") and function is not None:  # its file's own eager attention
-            return function.__globals__[name]  # type: ignore[no-any-return]
+    if (function := _asking_function(type(module))) is not None:
+        for name in function.__code__.co_names:
+            if name.startswith("eager"):  # its file's own eager attention
+                return function.__globals__[name]  # type: ignore[no-any-return]
     raise ModelError(
         f"{type(module).__name__} in {sys.modules[type(module).__module__].__name__}",
         "it names no function of its own for eager attention",

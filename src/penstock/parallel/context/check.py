@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from penstock.parallel.context.attention import (
     Method,
     attentions,
     base_of,
+    functions_of,
     register,
 )
 from penstock.parallel.context.sequence import split
@@ -113,15 +114,12 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _names(kind: type) -> set[str]:
     """The names that the code of a class of transformers uses."""
-    found: set[str] = set()
-    for owner in kind.__mro__:
-        if owner.__module__.startswith("torch."):
-            break
-        functions: list[Callable[..., object]] = [f for f in vars(owner).values() if inspect.isfunction(f)]
-        for function in map(inspect.unwrap, functions):
-            if function.__name__ != "__init__" and function.__module__ != "transformers.modeling_utils":
-                found.update(function.__code__.co_names)
-    return found
+    return {
+        name
+        for function in functions_of(kind)
+        if function.__name__ != "__init__" and function.__module__ != "transformers.modeling_utils"
+        for name in function.__code__.co_names
+    }
 
 
 def _refuse_options(model: PreTrainedModel) -> None:

@@ -127,9 +127,8 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
             _check_by_trial(name, experts, mesh)
         tried.add(type(experts))
     directions = directions or Directions.of(mesh)
-    classes: dict[type[nn.Module], type[nn.Module]] = {}
     for experts in found.values():
-        _distribute(experts, mesh, directions, classes)
+        _distribute(experts, mesh, directions)
     return list(found)
 
 
@@ -258,12 +257,7 @@ def _with_values(experts: nn.Module, count: int, device: str) -> nn.Module:
     return made
 
 
-def _distribute(
-    experts: nn.Module,
-    mesh: DeviceMesh,
-    directions: Directions,
-    classes: dict[type[nn.Module], type[nn.Module]],
-) -> None:
+def _distribute(experts: nn.Module, mesh: DeviceMesh, directions: Directions) -> None:
     share = _Share.of(experts, mesh.size(), mesh.device_type, directions)
     start = mesh.get_local_rank() * share.local
     for name, whole in list(experts.named_parameters(recurse=False)):
@@ -273,12 +267,11 @@ def _distribute(
             part, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         setattr(experts, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
-    if share.plain not in classes:  # one for all of a kind, as compilers like it
-        classes[share.plain] = _parallel_class(share.plain)
     experts._expert_share = share  # type: ignore[assignment]
-    experts.__class__ = classes[share.plain]
+    experts.__class__ = _parallel_class(share.plain)  # type: ignore[arg-type]  # classes are hashable
 
 
+@functools.cache  # one for all of a kind, as compilers like it
 def _parallel_class(plain: type[nn.Module]) -> type[nn.Module]:
     """The class of a module of experts whose tokens travel."""
 

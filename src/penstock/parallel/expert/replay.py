@@ -203,9 +203,8 @@ class StageRouting:
         self._microbatches: dict[int, _Held] = {}
         self._forward: tuple[Choices | None, dict[str, Tensor] | None] | None = None  # to replay, and kept
         self._backward: int | None = None  # the microbatch whose backward runs
-        classes: dict[type[nn.Module], type[nn.Module]] = {}
         for name in places:
-            Router(name, self._task).attach(module, classes)
+            Router(name, self._task).attach(module)
 
     def forward(self, number: int, microbatch: Microbatch) -> AbstractContextManager[None]:
         """For a forward that a backward follows: its choices are kept."""
@@ -271,24 +270,22 @@ class StageRouting:
             if not trains or not self._microbatches:
                 return None
             assert self._backward is not None, f"{name} runs again outside of a microbatch's backward"
-            return Task(_choices_of(name, self.kept(self._backward)))
+            kept = self.kept(self._backward)
+            if name not in kept:  # e.g. reentrant checkpointing, whose first forward has no gradients
+                raise ConfigError(
+                    f"{name}, to be replayed",
+                    "the forward of its microbatch has left no choice to replay",
+                    "Run the forward in training and with gradients enabled: checkpoint with "
+                    "use_reentrant=False",
+                )
+            return Task(kept[name])
         if self._forward is None:
             return None
-        choices, kept = self._forward
+        choices, keeping = self._forward
         if choices is None and not trains:
             return None
-        keep = functools.partial(_keep, kept, name) if kept is not None and trains else None
+        keep = functools.partial(_keep, keeping, name) if keeping is not None and trains else None
         return Task(None if choices is None else choices[name], keep)
-
-
-def _choices_of(name: str, kept: Choices) -> Tensor:
-    if name not in kept:  # e.g. reentrant checkpointing, whose first forward has no gradients
-        raise ConfigError(
-            f"{name}, to be replayed",
-            "the forward of its microbatch has left no choice to replay",
-            "Run the forward in training and with gradients enabled: checkpoint with use_reentrant=False",
-        )
-    return kept[name]
 
 
 def _keep(kept: dict[str, Tensor], name: str, chosen: Tensor) -> None:

@@ -38,19 +38,23 @@ class Task(NamedTuple):
     keep: Callable[[Tensor], None] | None = None
 
 
+_NO_TASK = Task()
+
+
 class TopKs(TorchFunctionMode):
-    """Sees every top-k of a block's forward, and replaces number `choice` by a top-k that chooses `choices`.
+    """Sees every top-k of a block's forward, and has number `choice` choose what its task says.
 
     Attributes:
         found: the indices that each top-k gave so far
         over: set when the experts are called; later ones choose nothing for them
     """
 
-    def __init__(self, name: str, choice: int | None = None, choices: Tensor | None = None) -> None:
+    def __init__(self, name: str, choice: int | None = None, task: Task = _NO_TASK) -> None:
         super().__init__()
         self.found: list[Tensor] = []
         self.over = False
-        self._name, self._choice, self._choices = name, choice, choices
+        self.task = task
+        self._name, self._choice = name, choice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +68,7 @@ class TopKs(TorchFunctionMode):
     def _replace(self, topk: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
         """By one autograd function, recorded or replayed: what runs again must save what was saved before."""
         chosen = topk(input.detach(), k, dim, **options)[1]
-        if (choices := self._choices) is not None:
+        if (choices := self.task.choices) is not None:
             shape = torch.Size((*input.shape[:-1], k))
             if dim not in (-1, input.dim() - 1) or choices.shape[-1] != k or choices.numel() != shape.numel():
                 raise ConfigError(
@@ -128,10 +132,9 @@ class Router:
         self._choice: int | None = None  # number of the block's top-k that is the choice, once known
         self._thread = threading.local()  # a forward and a recomputation may run side by side
 
-    def attach(self, module: nn.Module, classes: dict[type[nn.Module], type[nn.Module]]) -> None:
+    def attach(self, module: nn.Module) -> None:
         """Change the class of the mixture's block in `module`, so that its forward goes by `run`.
 
-        classes: those made so far, one for all blocks of a kind, as compilers like it
         Raises ModelError where the block has a router already.
         """
         block = module.get_submodule(self._name.rpartition(".")[0])
@@ -139,9 +142,7 @@ class Router:
             kind = type(block).__name__
             raise one_too_many(self._name, f"a second mixture in a {kind}, or replayed already")
         block._router = self  # type: ignore[assignment]
-        if type(block) not in classes:
-            classes[type(block)] = _routed_class(type(block))
-        block.__class__ = classes[type(block)]
+        block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
         experts = module.get_submodule(self._name)
         experts.register_forward_pre_hook(lambda _, arguments: self._experts_called(arguments[1]))
 
@@ -157,26 +158,24 @@ class Router:
 
     @contextmanager
     def _watching(self, task: Task) -> Iterator[None]:
-        topks = TopKs(self._name, self._choice, task.choices)
-        self._thread.running = topks, task.keep
+        self._thread.running = TopKs(self._name, self._choice, task)
         try:
-            with topks:
+            with self._thread.running:
                 yield
         finally:
             self._thread.running = None
 
     def _experts_called(self, chosen: Tensor) -> None:
         """Called when the experts are. chosen: their argument, (tokens, top_k)"""
-        running: tuple[TopKs, Callable[[Tensor], None] | None] | None
-        if (running := getattr(self._thread, "running", None)) is None:
+        topks: TopKs | None = getattr(self._thread, "running", None)
+        if topks is None:
             return
-        topks, keep = running
         if self._choice is None:
             self._choice = topks.number_of(chosen)
         topks.over = True
         if self._choice >= len(topks.found):
             raise not_top_k(self._name)
-        if keep is not None:
+        if (keep := topks.task.keep) is not None:
             found = topks.found[self._choice]
             keep(found.detach().reshape(-1, found.shape[-1]).clone())
 
@@ -204,6 +203,7 @@ class _LearntError(Exception):
     """Ends a forward that runs only to see which top-k is the choice."""
 
 
+@functools.cache  # one for all blocks of a kind, as compilers like it
 def _routed_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of a block that has a `_router`."""
     plain: Callable[..., Any] = kind.forward

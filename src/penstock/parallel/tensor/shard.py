@@ -16,8 +16,8 @@ All ranks of the axis get the same batch, and must draw the same random numbers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,15 +38,15 @@ from penstock.parallel.tensor.styles import (
     ROWS_SPLIT,
     STYLES,
     VOCABULARY,
-    Columns,
-    Compressed,
-    Ends,
-    Rows,
     SharedInput,
     Style,
-    Vocabulary,
-    WholeSequence,
     Wrapper,
+    columns,
+    compressed,
+    ends,
+    rows,
+    vocabulary,
+    whole_sequence,
 )
 
 
@@ -160,11 +160,12 @@ class _TensorParallel(nn.Module):
     tp_partial: frozenset[str]  # parameters that work on this rank's own heads or tokens
     tp_running: _Running
     tp_in_layer: bool  # whether it is a layer or in one
+    tp_embeds: bool  # whether it is an embedding that is sharded
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = super().forward
         for wrapper in self.tp_wrappers:
-            call = functools.partial(wrapper, self, call)
+            call = partial(wrapper, self, call)
         attributes, running = vars(self), self.tp_running
         attributes["tp_depth"] = attributes.get("tp_depth", 0) + 1
         running.count += 1
@@ -181,23 +182,20 @@ class _TensorParallel(nn.Module):
         if not isinstance(value, DTensor):
             return value
         is_whole = all(placement.is_replicate() for placement in value.placements)
-        if not (vars(self).get("tp_depth") or (is_whole and self.tp_running.count)):
-            return value.full_tensor() if self._is_embedding_read_elsewhere() else value
+        running = self.tp_running
+        if not (vars(self).get("tp_depth") or (is_whole and running.count)):
+            # in another module's forward, and none of a layer, where activations may be parts
+            elsewhere = running.count > running.in_layers == 0
+            return value.full_tensor() if elsewhere and self.tp_embeds else value
         is_partial = is_whole and name in self.tp_partial
         return value.to_local(grad_placements=(PARTIAL_SUMS,) if is_partial else None)
-
-    def _is_embedding_read_elsewhere(self) -> bool:
-        """Whether another module's forward runs, and none of a layer, where activations may be parts."""
-        running = self.tp_running
-        embeds = any(isinstance(wrapper, Vocabulary) for wrapper in self.tp_wrappers)
-        return running.count > running.in_layers == 0 and embeds
 
 
 class _Wrappers:
     """The wrappers for the modules of a model, by name."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-        self._module, self._mesh = module, mesh
+        self._module, self._mesh, self._plan = module, mesh, plan
         self._wrappers: dict[str, list[Wrapper]] = {}
         self._partial: dict[str, set[str]] = {}
         self._inputs: dict[str, SharedInput] = {}
@@ -216,13 +214,13 @@ class _Wrappers:
     def _for_style(self, name: str, style: str | None) -> list[Wrapper]:
         if style in (COLUMNS, COLUMNS_GATHERED):
             shared = self._inputs.setdefault(name.rpartition(".")[0], SharedInput(self._mesh))
-            return [Columns(self._mesh, shared, gathered=style == COLUMNS_GATHERED)]
+            return [partial(columns, self._mesh, shared, style == COLUMNS_GATHERED)]
         if style in (ROWS, ROWS_SPLIT):
-            return [Rows(self._mesh, split=style == ROWS_SPLIT)]
+            return [partial(rows, self._mesh, style == ROWS_SPLIT)]
         if style == VOCABULARY:
-            return [Vocabulary(self._mesh)]
+            return [partial(vocabulary, self._mesh)]
         if style == COMPRESSED:
-            return [Compressed(self._mesh, rotary_width(self._module))]
+            return [partial(compressed, self._mesh, rotary_width(self._module))]
         return []
 
     def shard_sequence(self) -> None:
@@ -235,10 +233,10 @@ class _Wrappers:
                 if is_token_wise(part):
                     self._partial.setdefault(name, set()).update(part._parameters)
                 else:
-                    whole = WholeSequence(self._mesh, self._inputs.get(name))
+                    whole = partial(whole_sequence, self._mesh, self._inputs.get(name))
                     self._wrappers.setdefault(name, []).append(whole)
-            ends = Ends(self._mesh, first=number == 0, last=number == len(layers) - 1)
-            self._wrappers.setdefault(path, []).append(ends)
+            around = partial(ends, self._mesh, number == 0, number == len(layers) - 1)
+            self._wrappers.setdefault(path, []).append(around)
 
     def apply(self) -> None:
         classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for all of a kind, as compilers like it
@@ -254,4 +252,5 @@ class _Wrappers:
                 tp_partial=frozenset(self._partial.get(name, ())),
                 tp_running=running,
                 tp_in_layer=any(part.isdecimal() for part in name.split(".")),
+                tp_embeds=self._plan.get(name) == VOCABULARY,
             )

@@ -122,111 +122,90 @@ class SharedInput:
         return self._known[id(x)][1]
 
 
-class Columns:
+# What runs around the forward of a module: functions of what is fixed when the module is sharded, then of the
+# module, the forward to call, and its arguments.
+
+
+def columns(
+    mesh: DeviceMesh, shared: SharedInput, gathered: bool, module: nn.Module, call: Wrapper, x: Tensor
+) -> Tensor:
     """Around a linear layer of which each rank has some outputs. gathered: they are gathered at once."""
-
-    def __init__(self, mesh: DeviceMesh, shared: SharedInput, gathered: bool) -> None:
-        self._mesh, self._shared, self._gathered = mesh, shared, gathered
-
-    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
-        y: Tensor = call(self._shared.enter(x))
-        return redistributed(y, self._mesh, Shard(y.ndim - 1), WHOLE) if self._gathered else y
+    y: Tensor = call(shared.enter(x))
+    return redistributed(y, mesh, Shard(y.ndim - 1), WHOLE) if gathered else y
 
 
-class Rows:
+def rows(mesh: DeviceMesh, split: bool, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
     """Around a linear layer of which each rank has some inputs. split: they come whole."""
-
-    def __init__(self, mesh: DeviceMesh, split: bool) -> None:
-        self._mesh, self._split = mesh, split
-
-    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
-        if self._split:
-            x = redistributed(x, self._mesh, WHOLE, Shard(x.ndim - 1))
-        bias = module._parameters.get("bias")
-        with _replaced(module._parameters, "bias", None):  # else each rank would add it
-            y = redistributed(call(x), self._mesh, PARTIAL_SUMS, WHOLE)
-        return y + bias.to_local() if isinstance(bias, DTensor) else y
+    if split:
+        x = redistributed(x, mesh, WHOLE, Shard(x.ndim - 1))
+    bias = module._parameters.get("bias")
+    with _replaced(module._parameters, "bias", None):  # else each rank would add it
+        y = redistributed(call(x), mesh, PARTIAL_SUMS, WHOLE)
+    return y + bias.to_local() if isinstance(bias, DTensor) else y
 
 
-class Vocabulary:
+def vocabulary(mesh: DeviceMesh, module: nn.Module, call: Wrapper, ids: Tensor) -> Tensor:
     """Around an embedding of which each rank has the vectors of some tokens."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self._rank = mesh, mesh.get_local_rank()
-
-    def __call__(self, module: nn.Module, call: Wrapper, ids: Tensor) -> Tensor:
-        rows = module._parameters["weight"].shape[0] // self._mesh.size()  # type: ignore[union-attr]
-        start = self._rank * rows
-        # The outermost ranks look up ids out of the vocabulary, for torch's own error.
-        foreign = ids < start if self._rank else torch.zeros_like(ids, dtype=torch.bool)
-        if self._rank < self._mesh.size() - 1:
-            foreign = foreign | (ids >= start + rows)
-        padding = vars(module)["padding_idx"]  # that row's gradient is to stay zero
-        own_padding = padding - start if padding is not None and start <= padding < start + rows else None
-        with _replaced(vars(module), "padding_idx", own_padding):
-            y: Tensor = call((ids - start).masked_fill(foreign, 0))
-        return redistributed(y.masked_fill(foreign.unsqueeze(-1), 0), self._mesh, PARTIAL_SUMS, WHOLE)
+    rank = mesh.get_local_rank()
+    count = module._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
+    start = rank * count
+    # The outermost ranks look up ids out of the vocabulary, for torch's own error.
+    foreign = ids < start if rank else torch.zeros_like(ids, dtype=torch.bool)
+    if rank < mesh.size() - 1:
+        foreign = foreign | (ids >= start + count)
+    padding = vars(module)["padding_idx"]  # that row's gradient is to stay zero
+    own_padding = padding - start if padding is not None and start <= padding < start + count else None
+    with _replaced(vars(module), "padding_idx", own_padding):
+        y: Tensor = call((ids - start).masked_fill(foreign, 0))
+    return redistributed(y.masked_fill(foreign.unsqueeze(-1), 0), mesh, PARTIAL_SUMS, WHOLE)
 
 
-class Compressed:
+def compressed(mesh: DeviceMesh, width: int, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
     """Around a whole projection to compressed keys and values.
 
     The last `width` outputs, which positions rotate, go straight to each rank's heads. The others enter a
     projection, which sums their gradients.
     """
-
-    def __init__(self, mesh: DeviceMesh, width: int) -> None:
-        self._mesh, self._width = mesh, width
-
-    def __call__(self, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
-        y: Tensor = call(x)
-        through, straight = y[..., : -self._width], y[..., -self._width :]
-        return torch.cat([through, local_input(straight, self._mesh)], dim=-1)
+    y: Tensor = call(x)
+    return torch.cat([y[..., :-width], local_input(y[..., -width:], mesh)], dim=-1)
 
 
-class WholeSequence:
+def whole_sequence(
+    mesh: DeviceMesh, shared: SharedInput | None, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any
+) -> Any:
     """Around a part of a layer: it gets the whole sequence, and each rank keeps its tokens of the result."""
 
-    def __init__(self, mesh: DeviceMesh, shared: SharedInput | None) -> None:
-        self._mesh, self._shared = mesh, shared
-
-    def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _with_hidden(self._gather, args, kwargs)
-        whole = args[0] if args else kwargs["hidden_states"]
-
-        def share(y: Tensor) -> Tensor:
-            _check_hidden(f"what a {type(module).__name__} returns", y, like=whole)
-            return redistributed(y, self._mesh, WHOLE, SEQUENCE)
-
-        return _with_first(share, call(*args, **kwargs))
-
-    def _gather(self, x: Tensor) -> Tensor:
-        placed = DTensor.from_local(x, self._mesh, (SEQUENCE,), run_check=False)
+    def gather(x: Tensor) -> Tensor:
+        placed = DTensor.from_local(x, mesh, (SEQUENCE,), run_check=False)
         placed = placed.redistribute(placements=(WHOLE,))
         whole = placed.to_local()
-        if self._shared is not None:  # the projections' gradients are summed and sharded at once
-            self._shared.expect(whole, placed.to_local(grad_placements=(PARTIAL_SUMS,)))
+        if shared is not None:  # the projections' gradients are summed and sharded at once
+            shared.expect(whole, placed.to_local(grad_placements=(PARTIAL_SUMS,)))
         return whole
 
+    def share(y: Tensor) -> Tensor:
+        _check_hidden(f"what a {type(module).__name__} returns", y, like=whole)
+        return redistributed(y, mesh, WHOLE, SEQUENCE)
 
-class Ends:
+    args, kwargs = _with_hidden(gather, args, kwargs)
+    whole = args[0] if args else kwargs["hidden_states"]
+    return _with_first(share, call(*args, **kwargs))
+
+
+def ends(
+    mesh: DeviceMesh, first: bool, last: bool, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any
+) -> Any:
     """Around a layer: from the first layer's start to the last layer's end each rank has its own tokens."""
 
-    def __init__(self, mesh: DeviceMesh, first: bool, last: bool) -> None:
-        self._mesh, self._first, self._last = mesh, first, last
-
-    def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
-        if self._first:
-            args, kwargs = _with_hidden(self._share, args, kwargs)
-        result = call(*args, **kwargs)
-        if self._last:
-            return _with_first(lambda y: redistributed(y, self._mesh, SEQUENCE, WHOLE), result)
-        return result
-
-    def _share(self, hidden: Tensor) -> Tensor:
+    def share(hidden: Tensor) -> Tensor:
         _check_hidden("what enters the first layer", hidden)
-        check_length(hidden.shape[1], self._mesh.size())
-        return redistributed(hidden, self._mesh, WHOLE, SEQUENCE)
+        check_length(hidden.shape[1], mesh.size())
+        return redistributed(hidden, mesh, WHOLE, SEQUENCE)
+
+    if first:
+        args, kwargs = _with_hidden(share, args, kwargs)
+    result = call(*args, **kwargs)
+    return _with_first(lambda y: redistributed(y, mesh, SEQUENCE, WHOLE), result) if last else result
 
 
 def check_length(length: int, ranks: int) -> None:
