@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,14 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.schedule import (
     Costs,
-    Placement,
     ScheduleConfig,
     build,
     compare,
     dump,
-    render,
     search,
-    simulate,
     verify,
 )
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.choose import MAKERS, canonical, schedule_config
 
 
@@ -42,10 +37,7 @@ def test_other_spellings(spelt: str, name: str) -> None:
 def test_every_builder_has_a_config_of_its_options() -> None:
     assert MAKERS.keys() == BUILDERS.keys() | {"searched", "file"}
     for name in BUILDERS:
-        microbatches = 4
-        assert build(name, ranks=2, microbatches=microbatches) == BUILDERS[name](
-            ranks=2, microbatches=microbatches
-        )
+        assert build(name, ranks=2, microbatches=4) == BUILDERS[name](ranks=2, microbatches=4)
 
 
 @pytest.mark.parametrize(
@@ -103,26 +95,18 @@ def test_what_is_wrong_is_said(config: dict[str, Any], value: str, remedy: str) 
 
 
 def test_a_config_can_be_the_key_of_a_mapping() -> None:
-    alike = [schedule_config({"schedule": "1f1b", "stages_per_rank": stages}) for stages in (2, 2, 3)]
-    assert len(set(alike)) == 2
+    configs = [schedule_config({"schedule": "1f1b", "stages_per_rank": stages}) for stages in (2, 2, 3)]
+    assert len(set(configs)) == 2
 
 
 def test_the_public_search_is_a_function() -> None:
     """Version 0.2.0 gave the package of that name, which cannot be called."""
-    assert search(ranks=1, microbatches=1, seconds=1).makespan == 3
+    assert search(ranks=1, microbatches=1, seconds=0.1).makespan == 3
 
 
-def test_what_is_no_schedule_at_all() -> None:
+def test_what_is_neither_name_nor_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"schedule None: a schedule is a name, or a mapping"):
         schedule_config(None)
-    with pytest.raises(ConfigError, match=r"schedule 'file' without path: .*Give path"):
-        build("file", ranks=2, microbatches=2)
-
-
-def test_a_schedule_is_named_once() -> None:
-    """Version 0.2.0 built GPipe here."""
-    with pytest.raises(ConfigError, match=r"schedule='gpipe': the name is '1f1b' already"):
-        build("1f1b", ranks=2, microbatches=2, schedule="gpipe")
 
 
 @pytest.mark.parametrize("sizes", [(10**9, 8), (4, 10**9)])
@@ -135,14 +119,6 @@ def test_a_schedule_that_would_fill_the_memory_is_refused(sizes: tuple[int, int]
         compare(ranks=ranks, microbatches=microbatches)
     with pytest.raises(ConfigError, match="would fill the memory"):
         build("hanayo", ranks=4, microbatches=8, waves=10**9)
-
-
-def test_numbers_that_a_schedule_does_not_take_are_answered_with_some_that_it_does() -> None:
-    with pytest.raises(ConfigError, match=r"ranks") as caught:
-        build("dualpipe", ranks=3, microbatches=4)
-    assert "2 or 4" in caught.value.remedy
-    with pytest.raises(ConfigError, match=r"microbatches=5"):
-        build("dualpipe", ranks=4, microbatches=5)
 
 
 def test_a_schedule_config_can_be_the_field_of_a_pydantic_model() -> None:
@@ -165,115 +141,21 @@ def test_a_file_brings_numbers_of_its_own(tmp_path: Path) -> None:
         schedule_config(config).build(2, 8)
 
 
-SIZES = [(ranks, microbatches) for ranks in range(1, 7) for microbatches in range(1, 10)]
-
-GOLDEN: list[tuple[str, Mapping[str, int], str]] = [
-    (
-        "gpipe",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2
-        rank 1 | .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .
-        """,
-    ),
-    (
-        "gpipe",
-        {"ranks": 3, "microbatches": 1},
-        """
-        rank 0 | F0 .  .  .  .  .  .  B0 B0
-        rank 1 | .  F0 .  .  .  B0 B0 .  .
-        rank 2 | .  .  F0 B0 B0 .  .  .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 2, "microbatches": 4},
-        """
-        rank 0 | F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
-        rank 1 | .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 4, "microbatches": 2},
-        """
-        rank 0 | F0 F1 .  .  .  .  .  .  .  .  B0 B0 .  B1 B1
-        rank 1 | .  F0 F1 .  .  .  .  .  B0 B0 .  B1 B1 .  .
-        rank 2 | .  .  F0 F1 .  .  B0 B0 .  B1 B1 .  .  .  .
-        rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 .  .  .  .  .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 1, "microbatches": 2},
-        """
-        rank 0 | F0 B0 B0 F1 B1 B1
-        """,
-    ),
-    (
-        "inference",
-        {"ranks": 2, "microbatches": 3, "stages_per_rank": 2},
-        """
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2F2 .
-        rank 1 | .   1F0 1F1 3F0 3F1 1F2 .   3F2
-        """,
-    ),
-]
-
-
-def grid(text: str) -> list[str]:
-    """The rows of the ranks in a drawing."""
-    return [line.strip() for line in text.splitlines() if line.strip().startswith("rank ") and "|" in line]
-
-
-@pytest.mark.parametrize(("name", "sizes", "drawing"), GOLDEN)
-def test_golden(name: str, sizes: Mapping[str, int], drawing: str) -> None:
-    assert grid(render(build(name, **sizes))) == grid(drawing)
-
-
-@pytest.mark.parametrize("costs", [Costs(), Costs(1.0, 0.5, 0.25), Costs(2.0, 1.0, 3.0)])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_bubble_of_training(name: str, costs: Costs) -> None:
-    for ranks, microbatches in SIZES:
-        timeline = simulate(build(name, ranks=ranks, microbatches=microbatches), costs)
-        assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-def test_the_bubble_of_inference() -> None:
-    for ranks, microbatches in SIZES:
-        timeline = simulate(build("inference", ranks=ranks, microbatches=microbatches))
-        assert timeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-@pytest.mark.parametrize("stages_per_rank", [2, 3])
-def test_the_bubble_of_inference_with_several_stages_a_rank(stages_per_rank: int) -> None:
-    for ranks in range(1, 5):
-        for groups in (1, 2, 3):
-            microbatches = groups * ranks
-            schedule = build(
-                "inference", ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
-            )
-            expected = (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)
-            assert simulate(schedule).bubble == pytest.approx(expected)
-
-
-def test_forwards_run_on_any_placement() -> None:
-    for rank_of in [(0, 1, 1, 0), (1, 0), (0, 0, 1, 2, 2, 0), (2, 0, 1, 0, 2)]:
-        for microbatches in range(1, 8):
-            verify(forwards(Placement(rank_of), microbatches))
-
-
-def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'gpipe'") as caught:
-        build("GPipes", ranks=2, microbatches=2)
-    assert caught.value.value == "schedule 'GPipes'"
-    with pytest.raises(ConfigError, match="the known schedules are inference, gpipe, looped_bfs, 1f1b"):
-        build("zzz", ranks=2, microbatches=2)
-
-
-def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(ConfigError, match="schedule 'gpipe' takes ranks, microbatches"):
-        build("gpipe", ranks=2, microbatches=2, stages_per_rank=2)
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("GPipes", {}, "schedule 'GPipes': .*Did you mean 'gpipe'"),
+        ("zzz", {}, "the known schedules are inference, gpipe, looped_bfs, 1f1b"),
+        ("gpipe", {"stages_per_rank": 2}, "schedule 'gpipe' takes ranks, microbatches"),
+        ("file", {}, "schedule 'file' without path: .*Give path"),
+        ("dualpipe", {"ranks": 3}, "ranks=3: .*2 or 4"),
+        # version 0.2.0 built GPipe here
+        ("1f1b", {"schedule": "gpipe"}, "schedule='gpipe': the name is '1f1b' already"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        build(name, **{"ranks": 2, "microbatches": 2, **options})
 
 
 @pytest.mark.parametrize(

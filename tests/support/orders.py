@@ -1,4 +1,4 @@
-"""What the builders' tests compare with: grids of ranks, and torch's own orders."""
+"""What the builders' tests compare with: torch's own orders."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ from typing import Any
 
 from penstock.schedule import Op, Pair, Schedule, loop
 from penstock.schedule.ops import wave
-
-
-def grid(text: str) -> list[str]:
-    """The rows of the ranks in a drawing."""
-    return [line.strip() for line in text.splitlines() if line.strip().startswith("rank ") and "|" in line]
 
 
 def torch_order(
