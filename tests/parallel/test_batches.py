@@ -17,190 +17,170 @@ from support.mesh import batch, build_pipe, error_of, model_of, own_part, same_o
 from support.pool import Pool
 from support.reference import plain_step
 
-
-def refused_batches(
-    family: str, ranks: int, axes: Axes, wrongs: list[str], options: dict[str, Any]
-) -> dict[str, Any]:
-    """By what was wrong in the batch, what the step and the evaluation said; the loss of a good one after."""
-    pipe = build_pipe(family, ranks, axes, options)
-    part, _ = pipe.batch_part
-    good = own_part(batch(), *pipe.batch_part)
-    found: dict[str, Any] = {}
-    for wrong in wrongs:
-        given: Any = dict(good)
-        if wrong == "few rows" and part:
-            given = {name: value[:1] for name, value in good.items()}
-        if wrong == "short" and part == 0:
-            given = {name: value[:, :3] for name, value in good.items()}
-        if wrong == "other data" and dist.get_rank() == dist.get_world_size() - 1:
-            given["input_ids"] = (good["input_ids"] + 1) % 64
-        if wrong == "list":
-            halves = [{name: value[at::2] for name, value in good.items()} for at in range(2)]
-            given = halves[: 2 if part else 1]
-        found[wrong] = [error_of(lambda: pipe.step(given))]  # noqa: B023
-        if wrong != "few rows":  # an evaluation makes fewer microbatches of it
-            found[wrong].append(error_of(lambda: pipe.evaluate(given)))  # noqa: B023
-        pipe.zero_grad()
-        found[wrong].append(pipe.step(good).loss)
-        if wrong == "few rows":
-            found[wrong].append(pipe.evaluate(given).loss)
-    pipe.close()
-    return found
+Batch = dict[str, Tensor]
+Call = Callable[[Pipeline, Batch], Any]
 
 
-BATCHES: list[tuple[str, int, Axes, dict[str, Any], dict[str, str]]] = [
-    ("llama", 2, Axes(dp_shard=2), {}, {
-        "few rows": "BatchError: a batch of 1 rows, given to process 1, 3: .* Give 2 rows or more",
-        "list": "BatchError: a list of 1 microbatches, given to process 0, 2: ",
-        "other data": r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
-    }),
-    ("llama", 1, Axes(dp_shard=2, cp=2), {}, {
-        "short": "BatchError: a microbatch of 3 tokens a row, given to process 0, 1: over cp=2 .* 4 tokens",
-        "few rows": "BatchError: a batch of 1 rows, given to process 2, 3: ",
-        "other data": "BatchError: process 2: .*; process 3: .* pipe.batch_part names",
-    }),
-    ("llama", 2, Axes(tp=2), {"shapes": "padded"}, {
-        "other data": "BatchError: process 0: .*; process 1: .*; process 2: .*; process 3: ",
-    }),
-]  # fmt: skip
+def cut(good: Batch, rows: slice = slice(None), tokens: slice = slice(None)) -> Batch:
+    return {name: value[rows, tokens] for name, value in good.items()}
 
 
-@pytest.mark.parametrize(("family", "ranks", "axes", "options", "wrongs"), BATCHES)
-def test_batches_are_refused_on_every_rank_alike(
-    pool: Pool, family: str, ranks: int, axes: Axes, options: dict[str, Any], wrongs: dict[str, str]
-) -> None:
-    """And the next one is taken."""
-    found = same_on_all(pool.run(4, refused_batches, family, ranks, axes, list(wrongs), options))
-    expected = plain_step(model_of(family), batch())[0]
-    for wrong, message in wrongs.items():
-        words, *more = found[wrong]
-        assert re.match(message, words), words
-        if wrong == "few rows":
-            assert more[0] == pytest.approx(expected, rel=1e-10)
-        else:
-            assert more[0].startswith("BatchError"), more
-            assert more[1] == pytest.approx(expected, rel=1e-10)
+def halves(good: Batch) -> list[Batch]:
+    return [cut(good, slice(at, None, 2)) for at in range(2)]
 
 
-Wrong = Callable[[Pipeline, dict[str, Tensor]], Any]  # what a rank does where it is to be refused
-
-
-def unlabelled(good: dict[str, Tensor]) -> dict[str, Tensor]:
+def unlabelled(good: Batch) -> Batch:
     return {"input_ids": good["input_ids"]}
 
 
-WRONG: dict[str, Wrong] = {
+def other(good: Batch) -> Batch:
+    return {**good, "input_ids": (good["input_ids"] + 1) % 64}
+
+
+# what a rank does that is to be refused, and in RIGHT what the others do meanwhile
+WRONG: dict[str, Call] = {
     "labels": lambda pipe, good: pipe.step(unlabelled(good)),
     "labels of outputs": lambda pipe, good: pipe.evaluate(unlabelled(good), outputs=True),
     "outputs": lambda pipe, good: pipe.evaluate(good, outputs=lambda *_: {1, 2}, everywhere=True),
     "twice": lambda pipe, good: pipe.step(good, labels=good["labels"]),
     "nothing": lambda pipe, good: pipe.step(None),  # type: ignore[arg-type]
     "nothing to evaluate": lambda pipe, good: pipe.evaluate(None, outputs=True),  # type: ignore[call-overload]
+    "a list": lambda pipe, good: pipe.step(halves(good)[:1]),
     "a list to evaluate": lambda pipe, good: pipe.evaluate([good] * 3),
     "forbidden": lambda pipe, good: pipe.step({**good, "use_cache": True}),
     "longer labels": lambda pipe, good: pipe.step({**good, "labels": good["labels"].repeat(1, 2)}),
     "flat labels": lambda pipe, good: pipe.step({**good, "labels": good["labels"][:, 0]}),
-    "no rows": lambda pipe, good: pipe.step([good, {name: value[:0] for name, value in good.items()}]),
-    "few rows": lambda pipe, good: pipe.step({name: value[:1] for name, value in good.items()}),
-    "odd length": lambda pipe, good: pipe.step({name: value[:, :7] for name, value in good.items()}),
+    "no rows": lambda pipe, good: pipe.step([good, cut(good, slice(0))]),
+    "few rows": lambda pipe, good: pipe.step(cut(good, slice(1))),
+    "few rows to evaluate": lambda pipe, good: pipe.evaluate(cut(good, slice(1))),
+    "short": lambda pipe, good: pipe.step(cut(good, tokens=slice(3))),
+    "short to evaluate": lambda pipe, good: pipe.evaluate(cut(good, tokens=slice(3))),
+    "odd length": lambda pipe, good: pipe.step(cut(good, tokens=slice(7))),
     "split": lambda pipe, good: pipe.microbatches({**good, "more": good["labels"][:1]}),
-    "other order": lambda pipe, good: pipe.step({name: value.flip(0) for name, value in good.items()}),
+    "other data": lambda pipe, good: pipe.step(other(good)),
+    "other data to evaluate": lambda pipe, good: pipe.evaluate(other(good)),
+    "other order": lambda pipe, good: pipe.step({name: v.flip(0) for name, v in good.items()}),
     "other mask": lambda pipe, good: pipe.step({**good, "attention_mask": torch.ones_like(good["labels"])}),
 }
-RIGHT: dict[str, Wrong] = {
+RIGHT: dict[str, Call] = {
     "labels of outputs": lambda pipe, good: pipe.evaluate(good, outputs=True),
     "outputs": lambda pipe, good: pipe.evaluate(good, outputs=lambda *_: 1, everywhere=True),
     "nothing to evaluate": lambda pipe, good: pipe.evaluate(good, outputs=True),
+    "a list": lambda pipe, good: pipe.step(halves(good)),
     "a list to evaluate": lambda pipe, good: pipe.evaluate(good),
+    "few rows to evaluate": lambda pipe, good: pipe.evaluate(good),
+    "short to evaluate": lambda pipe, good: pipe.evaluate(good),
     "split": lambda pipe, good: pipe.microbatches(good),
+    "other data to evaluate": lambda pipe, good: pipe.evaluate(good),
 }
 
 
 def refused(
-    ranks: int, axes: Axes | None, wrongs: list[str], by: list[int], options: dict[str, Any]
-) -> dict[str, tuple[str, float]]:
-    """By what is wrong on the processes `by` alone: the error, and the loss of a good batch after it."""
+    ranks: int, axes: Axes | None, wrongs: list[tuple[str, tuple[int, ...]]], options: dict[str, Any]
+) -> list[tuple[str, float]]:
+    """For each call that the named processes alone get wrong: the error, and a good batch's loss after it."""
     pipe = build_pipe("llama", ranks, axes, options)
     good = own_part(batch(), *pipe.batch_part)
-    found = {}
-    for wrong in wrongs:
+    found = []
+    for wrong, by in wrongs:
         call = WRONG[wrong] if dist.get_rank() in by else RIGHT.get(wrong, lambda pipe, good: pipe.step(good))
         words = error_of(lambda: call(pipe, good))  # noqa: B023
         pipe.zero_grad()
-        found[wrong] = words, pipe.step(good).loss
+        found.append((words, pipe.step(good).loss))
     pipe.close()
     return found
 
 
-PARTS = {  # on the second part of the batch, of pp=2 x dp_shard=2
-    "labels": r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the next-token loss reads",
-    "labels of outputs": "BatchError: labels for some parts of a batch, and none given to process 1, 3: ",
-    "outputs": r"ShapeError: a result that cannot be sent \(.*\), given to process 1, 3: ",
-    "a list to evaluate": "BatchError: a list of 3 microbatches, given to process 1, 3: ",
-    "longer labels": r"BatchError: labels of shape \[2, 24\], given to process 1, 3: .*\[2, 12\]",
-    "flat labels": r"BatchError: labels of shape \[2\], given to process 1, 3: ",
-    "no rows": "BatchError: microbatch 1, given to process 1, 3: it has no rows",
+Table = dict[tuple[str, tuple[int, ...]], str]  # what is wrong, on which processes: the error on all of them
+SECOND, LAST = (1, 3), (3,)  # the processes of the second part of the batch, and the last one alone
+OF_PARTS: Table = {
+    ("few rows", SECOND): "BatchError: a batch of 1 rows, given to process 1, 3: .* Give 2 rows or more",
+    ("few rows to evaluate", SECOND): "accepted",  # in fewer microbatches
+    ("a list", (0, 2)): "BatchError: a list of 1 microbatches, given to process 0, 2: ",
+    ("a list to evaluate", SECOND): "BatchError: a list of 3 microbatches, given to process 1, 3: ",
+    ("labels", SECOND): r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the next-token loss",
+    ("labels of outputs", SECOND): "BatchError: labels for some parts .*, and none given to process 1, 3: ",
+    ("labels of outputs", LAST): "BatchError: labels for some parts of a batch, .* given to process 3: ",
+    ("outputs", SECOND): r"ShapeError: a result that cannot be sent \(.*\), given to process 1, 3: ",
+    ("longer labels", SECOND): r"BatchError: labels of shape \[2, 24\], given to process 1, 3: .*\[2, 12\]",
+    ("flat labels", SECOND): r"BatchError: labels of shape \[2\], given to process 1, 3: ",
+    ("no rows", SECOND): "BatchError: microbatch 1, given to process 1, 3: it has no rows",
+    ("twice", LAST): "BatchError: labels as an argument, given to process 3: the batch has it as well",
+    ("nothing", LAST): "BatchError: a batch given as NoneType, given to process 3: ",
+    ("nothing to evaluate", LAST): "BatchError: a batch given as NoneType, given to process 3: ",
+    ("forbidden", LAST): "BatchError: 'use_cache' in a batch, given to process 3: ",
+    ("split", LAST): "BatchError: .*more: 1, given to process 3: all tensors of a batch have the same length",
+    ("other data", LAST): r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
+    ("other data to evaluate", LAST): r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
+    (
+        "other mask",
+        LAST,
+    ): r"BatchError: process 1: .*; process 3: .*attention_mask int64\[4, 12\].* pipe.batch",
 }
-PROCESS = {  # on process 3 alone, which has the second part as process 1 has
-    "twice": "BatchError: labels as an argument, given to process 3: the batch has it as well",
-    "nothing": "BatchError: a batch given as NoneType, given to process 3: ",
-    "nothing to evaluate": "BatchError: a batch given as NoneType, given to process 3: ",
-    "forbidden": "BatchError: 'use_cache' in a batch, given to process 3: ",
-    "labels of outputs": "BatchError: labels for some parts of a batch, and none given to process 3: ",
-    "split": "BatchError: .*more: 1, given to process 3: all tensors of a batch have the same length",
-    "other mask": r"BatchError: process 1: .*; process 3: .*attention_mask int64\[4, 12\].* pipe.batch_part",
+OF_CP: Table = {
+    (
+        "short",
+        (0, 1),
+    ): "BatchError: a microbatch of 3 tokens a row, given to process 0, 1: over cp=2 .* 4 tok",
+    ("short to evaluate", (0, 1)): "BatchError: a microbatch of 3 tokens a row, given to process 0, 1: ",
+    ("few rows", (2, 3)): "BatchError: a batch of 1 rows, given to process 2, 3: ",
+    # rows in another order have the same sum
+    ("other order", LAST): "BatchError: process 2: .*; process 3: .* all ranks of pp, cp and tp step on the",
+    ("other mask", LAST): "BatchError: process 2: .*; process 3: .* all ranks of pp, cp and tp step on the",
 }
-ALONE = {  # on rank 1 of a pipeline that is all there is
-    "few rows": r"BatchError: rank 0: schedule .*; rank 1: it refuses its batch \(a batch of 1 rows: ",
-    "forbidden": r"BatchError: rank 0: schedule .*; rank 1: it refuses its batch \('use_cache' in a batch: ",
-    "nothing": r"BatchError: rank 0: schedule .*; rank 1: it refuses its batch \(a batch given as NoneType",
-    "labels of outputs": "BatchError: rank 0: .* labels int64.*; rank 1: ",
-    "other order": "BatchError: rank 0: .*; rank 1: .* all ranks of a pipeline step on the same batch",
+OF_TP: Table = {
+    (
+        "other order",
+        LAST,
+    ): "BatchError: process 0: .*; process 1: .*; process 2: .*; process 3: .* pp, cp and",
+    ("other mask", LAST): "BatchError: process 0: .*; process 1: .*; process 2: .*; process 3: ",
 }
-PADDED = {
-    "few rows": "BatchError: a batch of 1 rows, given to rank 1: it is to be split into 2 microbatches",
-    "nothing": "BatchError: a batch given as NoneType, given to rank 1: ",
-    "forbidden": r"BatchError: rank 0: schedule .*; rank 1: it refuses its batch \('use_cache' in a batch: ",
+# found in the forward, it would leave the other part of the batch waiting for its weights
+OF_SEQUENCE: Table = {
+    ("odd length", (2, 3)): "BatchError: a sequence of 7 tokens with .* tp=2, given to process 2, 3: ",
+}
+ALONE: Table = {  # a pipeline that is all there is
+    (
+        "few rows",
+        (1,),
+    ): r"BatchError: rank 0: schedule .*; rank 1: it refuses its batch \(a batch of 1 rows: ",
+    ("forbidden", (1,)): r"BatchError: rank 0: .*; rank 1: it refuses its batch \('use_cache' in a batch: ",
+    ("nothing", (1,)): r"BatchError: rank 0: .*; rank 1: it refuses its batch \(a batch given as NoneType",
+    ("labels of outputs", (1,)): "BatchError: rank 0: .* labels int64.*; rank 1: ",
+    (
+        "other order",
+        (1,),
+    ): "BatchError: rank 0: .*; rank 1: .* all ranks of a pipeline step on the same batch",
+}
+PADDED: Table = {
+    ("few rows", (1,)): "BatchError: a batch of 1 rows, given to rank 1: it is to be split into 2 microbatch",
+    ("nothing", (1,)): "BatchError: a batch given as NoneType, given to rank 1: ",
+    ("forbidden", (1,)): r"BatchError: rank 0: .*; rank 1: it refuses its batch \('use_cache' in a batch: ",
 }
 
 
-def check(found: list[Any], messages: dict[str, str]) -> None:
-    """Of all ranks, which tell the same, and go on."""
-    for wrong, message in messages.items():
-        words = {told[wrong][0] for told in found}
-        assert len(words) == 1, (wrong, words)
-        assert re.match(message, words.pop()), found[0][wrong]
-    losses = {loss for told in found for _, loss in told.values()}
-    assert max(losses) - min(losses) < 1e-12
-
-
-@pytest.mark.parametrize(("messages", "by"), [(PARTS, [1, 3]), (PROCESS, [3])])
-def test_wrong_batches_on_some_ranks_of_a_mesh(pool: Pool, messages: dict[str, str], by: list[int]) -> None:
-    check(pool.run(4, refused, 2, Axes(dp_shard=2), [*messages], by, {}), messages)
-
-
-@pytest.mark.parametrize(("messages", "shapes"), [(ALONE, "inferred"), (PADDED, "padded")])
-def test_wrong_batches_on_one_rank_of_a_pipeline(pool: Pool, messages: dict[str, str], shapes: str) -> None:
-    check(pool.run(2, refused, 2, None, [*messages], [1], {"shapes": shapes}), messages)
-
-
-@pytest.mark.parametrize("axes", [Axes(cp=2), Axes(tp=2)])
-def test_cp_and_tp_ranks_with_other_data_are_refused(pool: Pool, axes: Axes) -> None:
-    """On ranks of cp and of tp: rows in another order, which have the same sum, or one more entry."""
-    words = "BatchError: process 0: .*; process 3: .* all ranks of pp, cp and tp step on the same part"
-    messages = {"other order": words, "other mask": words}
-    check(pool.run(4, refused, 2, axes, [*messages], [3], {}), messages)
-
-
-def test_a_length_that_sequence_parallel_refuses_on_one_part(pool: Pool) -> None:
-    """Found in the forward, they would leave the other part of the batch waiting for its weights."""
-    messages = {"odd length": "BatchError: a sequence of 7 tokens with .* tp=2, given to process 2, 3: "}
-    options = {"sequence_parallel": True}
-    check(pool.run(4, refused, 1, Axes(dp_shard=2, tp=2), [*messages], [2, 3], options), messages)
+@pytest.mark.parametrize(("ranks", "axes", "options", "table"), [
+    (2, Axes(dp_shard=2), {}, OF_PARTS),
+    (1, Axes(dp_shard=2, cp=2), {}, OF_CP),
+    (2, Axes(tp=2), {"shapes": "padded"}, OF_TP),
+    (1, Axes(dp_shard=2, tp=2), {"sequence_parallel": True}, OF_SEQUENCE),
+    (2, None, {}, ALONE),
+    (2, None, {"shapes": "padded"}, PADDED),
+])  # fmt: skip
+def test_a_wrong_batch_on_some_ranks_is_refused_on_all_and_the_next_is_taken(
+    pool: Pool, ranks: int, axes: Axes | None, options: dict[str, Any], table: Table
+) -> None:
+    world = ranks * (1 if axes is None else axes.ranks_per_stage)
+    expected = plain_step(model_of("llama"), batch())[0]
+    everyone = pool.run(world, refused, ranks, axes, [*table], options)
+    for wrong, message, *found in zip(table, table.values(), *everyone, strict=True):
+        words = same_on_all([words for words, _ in found])
+        assert re.match(message, words), (wrong, words)
+        assert [loss for _, loss in found] == [pytest.approx(expected, rel=1e-10)] * world
 
 
 class Short(nn.Module):
-    """A stage of one's own that takes rows of up to 8 numbers, which tells when its edges are asked for."""
+    """A stage that takes rows of up to 8 numbers, and says so when its edges are asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,35 +203,27 @@ class Declaring(Short):
     infer_inputs = infer_outputs
 
 
-def refused_edges(declared: bool) -> tuple[str, float]:
+def refused_edges(stages: list[type[nn.Module]]) -> list[tuple[str, float]]:
     """What a step says where the second part of the batch alone has rows that are too long."""
-    pipe = Pipeline.from_provider(
-        lambda info: Declaring() if declared else Short(),
-        ranks=2,
-        schedule="1f1b",
-        microbatches=2,
-        timeout=30,
-        axes=Axes(dp_shard=2),
-        loss_fn=lambda output, part: output.square().mean(),
+    found = []
+    for stage in stages:
+        pipe = Pipeline.from_provider(
+            lambda info: stage(), ranks=2, schedule="1f1b", microbatches=2, timeout=30,  # noqa: B023
+            axes=Axes(dp_shard=2), loss_fn=lambda output, part: output.square().mean(),
+        )  # fmt: skip
+        words = error_of(lambda: pipe.step({"x": torch.ones(4, 9 if pipe.batch_part[0] else 8)}))  # noqa: B023
+        found.append((words, pipe.step({"x": torch.ones(4, 8)}).loss))
+        pipe.close()
+    return found
+
+
+def test_a_shape_error_of_one_part_is_raised_by_all(pool: Pool) -> None:
+    (short, loss), (declared, other_loss) = same_on_all(pool.run(4, refused_edges, [Short, Declaring]))
+    assert loss == other_loss == 1.0
+    assert short.startswith(
+        "BatchError: rows of 9, given to process 1, 3: they hold 8 numbers at most. Cut them"
     )
-    words = error_of(lambda: pipe.step({"x": torch.ones(4, 9 if pipe.batch_part[0] else 8)}))
-    loss = pipe.step({"x": torch.ones(4, 8)}).loss
-    pipe.close()
-    return words, loss
-
-
-@pytest.mark.parametrize(
-    ("declared", "message"),
-    [
-        (False, "BatchError: rows of 9, given to process 1, 3: they hold 8 numbers at most. Cut them"),
-        (
-            True,
-            "ModelError: the shapes that stages 0 and 1 declare .*, given to process 1, 3: .*a declared row",
-        ),
-    ],
-)
-def test_a_shape_error_of_one_part_is_raised_by_all(pool: Pool, declared: bool, message: str) -> None:
-    found = pool.run(4, refused_edges, declared)
-    assert all(told == found[0] for told in found)
-    assert re.match(message, found[0][0]), found[0]
-    assert found[0][1] == 1.0
+    assert re.match(
+        "ModelError: the shapes that stages 0 and 1 declare .*, given to process 1, 3: .*a declared row",
+        declared,
+    )

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from penstock import AutoPipeline, Axes, Pipeline
+from penstock import Axes, Pipeline
 from penstock.errors import BatchError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight, run
 from support import jobs_train
 from support.families import tiny_model
-from support.mesh import batch, own_part
+from support.mesh import batch, build_whole, own_part
 from support.pool import Pool
 from support.tiny import tree
 
@@ -46,12 +46,12 @@ DROPPING: dict[str, dict[str, Any]] = {
 def steps_of(
     family: str, ranks: int, axes: Axes | None, microbatches: int, options: dict[str, Any], seed: int = 7
 ) -> list[float]:
-    """Of some steps of AdamW, and of an evaluation and the norm of the last gradient."""
+    """The losses of some steps of AdamW, of an evaluation after them, and the norm of the last gradient."""
     model = tiny_model(family, torch.float64, layers=4, **DROPPING[family])
-    common: dict[str, Any] = {"schedule": "1f1b", "timeout": 30.0, **options}
+    common: dict[str, Any] = {"microbatches": microbatches, **options}
     if family == "llama":
         common["parallelize_fn"] = adapted
-    pipe = AutoPipeline(ranks=ranks, axes=axes, microbatches=microbatches, **common).build(model)
+    pipe = build_whole(model, ranks, axes, **common)
     mine = own_part(batch(), *pipe.batch_part)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     torch.manual_seed(seed)
@@ -74,120 +74,79 @@ class Dropping(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.weight = nn.Parameter(torch.full((6,), 1.0 + number, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dropped: torch.Tensor = self.drop(x * self.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        dropped: Tensor = self.drop(x * self.weight)
         return dropped
 
 
-def provided(axes: Axes | None, microbatches: int) -> tuple[float, bool]:
-    """The loss of a step of stages of one's own, and whether torch's generator went on alike on all ranks."""
-    pipe = Pipeline.from_provider(
-        lambda info: Dropping(info.stage), ranks=2, schedule="1f1b", microbatches=microbatches, timeout=30,
-        axes=axes, loss_fn=lambda output, part: output.square().mean(),
-    )  # fmt: skip
-    torch.manual_seed(3)
-    whole = {"x": torch.arange(48, dtype=torch.float64).view(8, 6)}
-    loss = pipe.step(own_part(whole, *pipe.batch_part)).loss
-    drawn = float(torch.rand(()))
-    everyone = [drawn]
-    if dist.is_initialized():
-        everyone = [0.0] * dist.get_world_size()
-        dist.all_gather_object(everyone, drawn)
-    pipe.close()
-    return loss, len(set(everyone)) == 1
+def square(output: Tensor, microbatch: Any) -> Tensor:
+    return output.square().mean()
 
 
-def own_pipe(microbatches: int = 2) -> Pipeline:
+def own_pipe(microbatches: int = 2, axes: Axes | None = None, loss_fn: Any = square) -> Pipeline:
     return Pipeline.from_provider(
         lambda info: Dropping(info.stage), ranks=2, schedule="1f1b", microbatches=microbatches, timeout=30,
-        loss_fn=lambda output, part: output.square().mean(),
+        axes=axes, loss_fn=loss_fn,
     )  # fmt: skip
 
 
-def own_batch(rows: int = 8) -> dict[str, torch.Tensor]:
-    return {"x": torch.arange(6.0 * rows, dtype=torch.float64).view(rows, 6)}
+def own_batch(rows: int = 8) -> dict[str, Tensor]:
+    return {"x": torch.arange(1, 6.0 * rows + 1, dtype=torch.float64).view(rows, 6)}
 
 
-def seeded_by_rank(seeds: list[int]) -> float:
-    """The loss of two stages, of which each rank is seeded by its own one of `seeds`."""
-    pipe = own_pipe()
-    torch.manual_seed(seeds[pipe.processes.index])
-    loss = pipe.step(own_batch()).loss
-    pipe.close()
-    return loss
-
-
-def one_in_evaluation() -> tuple[bool, bool]:
-    """Whether the ranks' generators are alike after a step with the last rank in evaluation mode, and stay as
-    they were in one with all of them there."""
-    pipe = AutoPipeline(
-        ranks=1, schedule="1f1b", microbatches=2, timeout=10, axes=Axes(dp_replicate=2)
-    ).build(tiny_model("qwen3", torch.float64, layers=2, **DROPPING["qwen3"]))  # fmt: skip
-    mine = own_part(batch(), *pipe.batch_part)
-    torch.manual_seed(4)
-    if dist.get_rank():
-        pipe.modules[0].eval()
-    pipe.step(mine)
-    alike = all_alike()
-    before = torch.get_rng_state()
-    pipe.modules[0].eval()
-    pipe.step(mine)
-    same = torch.equal(before, torch.get_rng_state())
-    pipe.close()
-    return alike, same
-
-
-def refused_on_one() -> bool:
-    """Whether the generators are alike after a batch that has too few rows on one rank."""
-    pipe = own_pipe(4)
-    torch.manual_seed(4)
-    try:
-        pipe.step(own_batch(8 if pipe.processes.index else 2))
-    except BatchError:
-        alike = all_alike()
-    pipe.step(own_batch())
-    alike &= all_alike()
-    pipe.close()
-    return alike
-
-
-def all_alike() -> bool:
-    """Whether the next number of torch's generator is the same everywhere."""
+def same_next_number() -> bool:
+    """Whether the next number of torch's generator is the same on all ranks."""
     everyone = [0.0] * dist.get_world_size()
     dist.all_gather_object(everyone, float(torch.rand(())))
     return len(set(everyone)) == 1
 
 
-def kept_by_two() -> float:
-    """The share of entries that two stages of nothing but dropout let through."""
-    found: list[torch.Tensor] = []
-
-    def loss(output: torch.Tensor, part: Any) -> torch.Tensor:
-        found.append(output.detach())
-        return output.sum()
-
-    pipe = Pipeline.from_provider(
-        lambda info: nn.Sequential(Scale(), nn.Dropout(0.5)), ranks=2, schedule="1f1b", microbatches=2,
-        timeout=30, loss_fn=loss,
-    )  # fmt: skip
-    pipe.step({"input": torch.ones(8, 1000)})
+def provided(axes: Axes | None, microbatches: int, seeds: list[int]) -> float:
+    """The loss of two stages of one's own, of which each rank is seeded by its one of `seeds`."""
+    pipe = own_pipe(microbatches, axes)
+    torch.manual_seed(seeds[pipe.processes.index])
+    loss = pipe.step(own_part(own_batch(), *pipe.batch_part)).loss
+    assert not dist.is_initialized() or len(set(seeds)) > 1 or same_next_number()
     pipe.close()
-    return float((torch.cat(found) != 0).double().mean())
+    return loss
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.ones(()))
+def one_in_evaluation() -> tuple[bool, bool]:
+    """Whether the ranks' generators are equal after a step with the last rank in evaluation mode, and stay as
+    they were in one with all of them there."""
+    model = tiny_model("qwen3", torch.float64, layers=2, **DROPPING["qwen3"])
+    pipe = build_whole(model, 1, Axes(dp_replicate=2))
+    mine = own_part(batch(), *pipe.batch_part)
+    torch.manual_seed(4)
+    if dist.get_rank():
+        pipe.modules[0].eval()
+    pipe.step(mine)
+    equal = same_next_number()
+    before = torch.get_rng_state()
+    pipe.modules[0].eval()
+    pipe.step(mine)
+    unchanged = torch.equal(before, torch.get_rng_state())
+    pipe.close()
+    return equal, unchanged
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
+
+def refused_on_one() -> list[bool]:
+    """Whether the generators are equal after a batch that has too few rows on one rank, and a good one."""
+    pipe = own_pipe(4)
+    torch.manual_seed(4)
+    with pytest.raises(BatchError):
+        pipe.step(own_batch(8 if pipe.processes.index else 2))
+    found = [same_next_number()]
+    pipe.step(own_batch())
+    found.append(same_next_number())
+    pipe.close()
+    return found
 
 
-def alike_by_rank() -> list[float]:
-    """With tp=2 and each rank seeded by its own number: of what both hold alike, the gradients' sums."""
+def replicated_gradients() -> list[float]:
+    """With tp=2 and each rank seeded by its own number: the sums of the gradients of which both hold all."""
     model = tiny_model("gpt_neox", torch.float64, layers=2, **DROPPING["gpt_neox"])
-    pipe = AutoPipeline(ranks=1, schedule="1f1b", microbatches=2, timeout=30, axes=Axes(tp=2)).build(model)
+    pipe = build_whole(model, 1, Axes(tp=2))
     torch.manual_seed(dist.get_rank())
     pipe.step(batch())
     gradients = [p.grad for p in pipe.parameters() if isinstance(p.grad, DTensor)]
@@ -199,11 +158,10 @@ def alike_by_rank() -> list[float]:
 WHOLE = 4  # microbatches of the whole batch
 Case = tuple[str, int, Axes | None, dict[str, Any]]
 CASES: list[Case] = [
-    ("qwen3", 2, None, {"schedule": "zb_h1"}),
     ("qwen3", 2, None, {"schedule": "dualpipe_v", "activation_checkpointing": True}),
     ("qwen3", 2, Axes(dp_shard=2), {"activation_checkpointing": "selective"}),
     ("gpt2", 2, Axes(dp_replicate=2), {"layout": "E|ttttL"}),
-    ("gpt2", 4, None, {"layout": "Et|tt|t|L"}),
+    ("gpt2", 4, None, {"schedule": "zb_h1", "layout": "Et|tt|t|L"}),
     ("gpt_neox", 2, Axes(tp=2), {}),
     ("llama", 2, Axes(dp_shard=2), {}),
     ("gpt2", 2, None, {"schedule": "dualpipe"}),
@@ -211,9 +169,9 @@ CASES: list[Case] = [
 
 
 @functools.cache
-def in_one_process(family: str) -> list[float]:
+def in_one_process(family: str, seed: int = 7) -> list[float]:
     with torch.random.fork_rng(devices=[]):
-        return steps_of(family, 1, None, WHOLE, {})
+        return steps_of(family, 1, None, WHOLE, {}, seed)
 
 
 @pytest.mark.parametrize(("family", "ranks", "axes", "options"), CASES, ids=str)
@@ -229,17 +187,12 @@ def test_a_mesh_draws_the_numbers_of_one_process(
 
 @pytest.mark.parametrize("family", [*DROPPING])
 def test_another_seed_gives_other_losses(family: str) -> None:
-    """Another seed gives other losses."""
-    with torch.random.fork_rng(devices=[]):
-        again = steps_of(family, 1, None, WHOLE, {})
-        other = steps_of(family, 1, None, WHOLE, {}, seed=8)
-    assert again == in_one_process(family)
-    assert abs(again[0] - other[0]) > 1e-4
+    assert abs(in_one_process(family)[0] - in_one_process(family, seed=8)[0]) > 1e-4
 
 
 def test_tp_ranks_with_other_seeds_drop_the_same(pool: Pool) -> None:
-    """Those of tp would else drop different values of what they hold alike."""
-    one, other = pool.run(2, alike_by_rank)
+    """Else they would drop different values of what both hold whole."""
+    one, other = pool.run(2, replicated_gradients)
     assert len(one) > 4
     assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
 
@@ -247,8 +200,8 @@ def test_tp_ranks_with_other_seeds_drop_the_same(pool: Pool) -> None:
 def test_pipeline_ranks_with_other_seeds_agree_on_one(pool: Pool) -> None:
     """0.5.0 agreed on a seed where axes were given only."""
     with torch.random.fork_rng(devices=[]):
-        apart = [seeded_by_rank([seed]) for seed in (3, 2)]
-    one, other = pool.run(2, seeded_by_rank, [3, 2])
+        apart = [provided(None, 2, [seed]) for seed in (3, 2)]
+    one, other = pool.run(2, provided, None, 2, [3, 2])
     assert one == other
     assert one in apart
 
@@ -258,22 +211,31 @@ def test_a_stage_in_evaluation_mode_on_one_rank_holds_up_no_other(pool: Pool) ->
     assert pool.run(2, one_in_evaluation) == [(True, True)] * 2
 
 
-def test_a_batch_that_one_rank_refuses_leaves_the_generators_alike(pool: Pool) -> None:
-    assert pool.run(2, refused_on_one) == [True] * 2
+def test_a_batch_that_one_rank_refuses_leaves_the_generators_equal(pool: Pool) -> None:
+    assert pool.run(2, refused_on_one) == [[True, True]] * 2
 
 
 def test_a_providers_stages_draw_different_numbers() -> None:
     """In 0.5.0 both dropped the same, and a half was left."""
+    kept: list[Tensor] = []
+
+    def loss(output: Tensor, microbatch: Any) -> Tensor:
+        kept.append(output.detach() != 0)
+        return output.mean()
+
+    pipe = own_pipe(loss_fn=loss)
     with torch.random.fork_rng(devices=[]):
-        assert abs(kept_by_two() - 0.25) < 0.03
+        torch.manual_seed(0)
+        pipe.step(own_batch(1000))
+    assert abs(float(torch.cat(kept).double().mean()) - 0.25) < 0.03
 
 
-def test_modules_of_ones_own(pool: Pool) -> None:
+def test_a_providers_stages_on_a_mesh_draw_the_numbers_of_one_process(pool: Pool) -> None:
+    """And torch's generator goes on equally on all ranks."""
     with torch.random.fork_rng(devices=[]):
-        expected, _ = provided(None, WHOLE)
-    found = pool.run(4, provided, Axes(dp_shard=2), WHOLE // 2)
-    assert all(alike for _, alike in found)
-    assert [loss for loss, _ in found] == [pytest.approx(expected, rel=1e-12)] * 4
+        expected = provided(None, WHOLE, [3])
+    found = pool.run(4, provided, Axes(dp_shard=2), WHOLE // 2, [3] * 2)
+    assert found == [pytest.approx(expected, rel=1e-12)] * 4
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
@@ -289,8 +251,8 @@ def test_the_trainer_needs_no_option_for_it(pool: Pool, tmp_path: Path, packing:
     other["parallel"] = {"dp_shard": 2}
     with torch.random.fork_rng(devices=[]):
         run(preflight(TrainConfig.model_validate(one)))
-    told = pool.run(4, jobs_train.trained, other)
-    assert [each["error"] for each in told] == [""] * 4
+    ended = pool.run(4, jobs_train.trained, other)
+    assert [each["error"] for each in ended] == [""] * 4
     found = [losses(Path(made["output"]["folder"])), losses(tmp_path / "one")]
     assert len(found[0]) == 4
     assert found[0] == pytest.approx(found[1], rel=1e-9)

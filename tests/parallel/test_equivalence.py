@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock import Axes
+from penstock import Axes, Sharded
 from penstock.errors import InputError
 from support.mesh import batch, build_pipe, compare, later, model_of, own_part, worst_gradient
 from support.pool import Pool
@@ -23,6 +23,8 @@ CASES: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("llama", 2, Axes(cp=2), "1f1b", ULYSSES),
     ("mistral", 2, Axes(cp=2), "zb_v", RING),
     ("mixtral", 2, Axes(dp_shard=2, ep=2), "1f1b", {}),
+    ("llama", 2, Axes(dp_shard=2), "zb_v", {}),
+    ("llama", 2, Axes(dp_shard=2), "1f1b", {"tied": True}),
 ]
 MORE: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("mixtral", 2, Axes(dp_shard=2, ep=2), "dualpipe_v", {}),
@@ -32,6 +34,13 @@ MORE: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("mixtral", 1, Axes(dp_shard=4, ep=2), "1f1b", {}),
     ("mixtral", 1, Axes(dp_replicate=2, dp_shard=2, ep=2), "1f1b", {}),
     ("llama", 2, Axes(tp=2), "1f1b", {"tied": True}),
+    ("llama", 2, Axes(dp_shard=2), "1f1b", {}),
+    ("llama", 2, Axes(dp_shard=2), "dualpipe_v", {}),
+    # gathered again for each backward
+    ("llama", 2, Axes(dp_shard=2), "1f1b", {"sharded": Sharded(reshard_after_forward=True)}),
+    ("llama", 2, Axes(dp_replicate=2), "1f1b", {}),
+    ("llama", 1, Axes(dp_shard=2, dp_replicate=2), "1f1b", {}),
+    ("llama", 1, Axes(dp_shard=-1), "1f1b", {}),
 ]
 
 

@@ -17,17 +17,16 @@ from support.mesh import batch, build_pipe, own_part, pieces
 from support.pool import Pool
 
 
-def limits(ranks: int, axes: Axes) -> dict[str, float]:
-    """By what it is for, the seconds after which each process group of several ranks breaks off."""
-    before = set(dist.distributed_c10d._world.pg_map)
-    pipe = build_pipe("mixtral", ranks, axes, {"timeout": 17.0})
-    found = {}
-    for group in set(dist.distributed_c10d._world.pg_map) - before:
-        if dist.get_world_size(group) == 1:
-            continue
-        options = group._get_backend(torch.device("cpu")).options
-        found[group.group_desc] = options._timeout.total_seconds()
-    pipe.close()
+def limits(cases: list[tuple[int, Axes]]) -> list[dict[str, float]]:
+    """For each mesh, by its use, the time limit of each process group of several ranks, in seconds."""
+    found = []
+    for ranks, axes in cases:
+        before = set(dist.distributed_c10d._world.pg_map)
+        pipe = build_pipe("mixtral", ranks, axes, {"timeout": 17.0})
+        groups = [g for g in set(dist.distributed_c10d._world.pg_map) - before if dist.get_world_size(g) > 1]
+        backends = {group.group_desc: group._get_backend(torch.device("cpu")) for group in groups}
+        found.append({use: backend.options._timeout.total_seconds() for use, backend in backends.items()})
+        pipe.close()
     return found
 
 
@@ -38,14 +37,12 @@ def a_layer(pipe: Pipeline) -> nn.Module:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(2, Axes(dp_shard=2, ep=2)), (1, Axes(dp_shard=4, ep=4)),
-                                             (1, Axes(dp_replicate=2, cp=2))])  # fmt: skip
-def test_every_group_has_the_pipelines_time_limit(pool: Pool, ranks: int, axes: Axes) -> None:
+def test_every_group_has_the_pipelines_time_limit(pool: Pool) -> None:
     """0.5.0: torch's 30 minutes, but for those of ep; and an axis over all processes used the job's own."""
-    for found in pool.run(4, limits, ranks, axes):
-        patient = {name for name, seconds in found.items() if seconds == 3600}
-        assert len(patient) == 1, found  # what waits for disks
-        assert {seconds for name, seconds in found.items() if name not in patient} == {17.0}, found
+    cases = [(2, Axes(dp_shard=2, ep=2)), (1, Axes(dp_shard=4, ep=4)), (1, Axes(dp_replicate=2, cp=2))]
+    for found in (each for rank in pool.run(4, limits, cases) for each in rank):
+        assert set(found.values()) == {17.0, 3600.0}, found
+        assert [*found.values()].count(3600.0) == 1, found  # what waits for disks
 
 
 def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
@@ -78,12 +75,12 @@ def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
 @pytest.mark.parametrize(("reduces", "what"), [(False, "0F0"), (True, "the reduction of stage 0")])
 def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, reduces: bool, what: str) -> None:
     """Who notices closes its connections, so that the others may lose those before their time is up."""
-    *told, _ = pool.run(4, stalled, 1, Axes(dp_shard=4), reduces)
-    for words in told:
+    *others, _ = pool.run(4, stalled, 1, Axes(dp_shard=4), reduces)
+    for words in others:
         waiting = f"rank 0 waiting for what {what} exchanges from the other ranks: "
         lost = f"PeerLostError: {waiting}process \\d failed first: rank 0 waiting for .*: "
         assert re.match(f"(StalledPeerError: {waiting}|{lost})some rank has been silent for", words), words
-    assert any(words.startswith("StalledPeerError") for words in told)
+    assert any(words.startswith("StalledPeerError") for words in others)
 
 
 def raised(ranks: int, axes: Axes) -> str:
@@ -102,8 +99,7 @@ def raised(ranks: int, axes: Axes) -> str:
         pipe.step(good)
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, words)
+    dist.all_gather_object([None] * dist.get_world_size(), words)
     pipe.close()
     return words
 
@@ -111,9 +107,9 @@ def raised(ranks: int, axes: Axes) -> str:
 @pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_shard=4)), (2, Axes(dp_replicate=2))])
 def test_all_pipelines_of_a_mesh_name_the_first_failure(pool: Pool, ranks: int, axes: Axes) -> None:
     """0.5.0: those of other pipelines were told that the others had been silent, or had died."""
-    *told, last = pool.run(4, raised, ranks, axes)
+    *others, last = pool.run(4, raised, ranks, axes)
     assert last == "ValueError: this layer gave up"
-    for words in told:
+    for words in others:
         assert re.search(r"(process 3|rank 1) failed first: .*ValueError: this layer gave up", words), words
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ from penstock import Axes
 from penstock.parallel.muon import Muon
 from support.mesh import batch, build_pipe, full, model_of, own_part
 from support.pool import Pool
+from support.reference import plain_step
 
 
 def optimizers(kind: str, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -31,13 +31,14 @@ def optimizers(kind: str, parameters: list[nn.Parameter]) -> list[torch.optim.Op
 STEPS = 3
 
 
-def trained(
-    family: str, ranks: int, axes: Axes, kinds: list[str], options: dict[str, Any]
-) -> dict[str, tuple[list[float], list[float], dict[str, Tensor]]]:
-    """By kind of optimizer, the losses and norms of some steps, and the weights after them."""
+Trained = tuple[list[float], list[float], dict[str, Tensor]]  # losses, norms, and weights after them
+
+
+def trained(family: str, ranks: int, axes: Axes, kinds: list[str]) -> dict[str, Trained]:
+    """By kind of optimizer, some steps on a mesh."""
     found = {}
     for kind in kinds:
-        pipe = build_pipe(family, ranks, axes, options)
+        pipe = build_pipe(family, ranks, axes, {})
         mine = own_part(batch(), *pipe.batch_part)
         own = optimizers(kind, list(pipe.parameters()))
         losses, norms = [], []
@@ -62,43 +63,18 @@ CASES: list[tuple[str, int, Axes, list[str]]] = [
 ]
 
 
-def plain_matrices(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
-    """torch's own Muon; of experts, on each one's matrix, which shares its storage with the whole."""
-    hidden = [p for p in parameters if p.ndim > 1 and p.shape[0] != 64]
-    rest = [p for p in parameters if p.ndim == 1 or p.shape[0] == 64]
-    matrices = [
-        nn.Parameter(matrix)
-        for whole in (p.detach() for p in hidden)
-        for matrix in ((whole,) if whole.ndim == 2 else whole.unbind())
-    ]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
-
-
-def give_gradients(parameters: list[nn.Parameter], matrices: list[nn.Parameter]) -> None:
-    gradients: list[Tensor] = []
-    for p in parameters:
-        if p.ndim > 1 and p.shape[0] != 64:
-            assert p.grad is not None
-            gradients.extend((p.grad,) if p.ndim == 2 else p.grad.unbind())
-    for matrix, gradient in zip(matrices, gradients, strict=True):
-        matrix.grad = gradient
-
-
-def alone(family: str, kind: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same steps in one plain process, by torch's own optimizers."""
+def alone(family: str, kind: str) -> Trained:
+    """The same steps in one plain process."""
     model, whole = model_of(family), batch()
     parameters = list(model.parameters())
-    own = plain_matrices(parameters) if kind == "muon" else [torch.optim.AdamW(parameters, lr=1e-2)]
+    own = optimizers("muon" if kind == "muon" else "adamw", parameters)
     losses, norms = [], []
     for _ in range(STEPS):
-        model.zero_grad()
-        logits = model(input_ids=whole["input_ids"], use_cache=False).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"][:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(float(loss.detach()))
+        loss, gradients = plain_step(model, whole)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        losses.append(loss)
         norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.5)))
-        if kind == "muon":
-            give_gradients(parameters, own[0].param_groups[0]["params"])
         for optimizer in own:
             optimizer.step()
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
@@ -109,11 +85,11 @@ def alone(family: str, kind: str) -> tuple[list[float], list[float], dict[str, T
 def test_steps_are_those_of_one_process(
     pool: Pool, family: str, ranks: int, axes: Axes, kinds: list[str]
 ) -> None:
-    told = pool.run(4, trained, family, ranks, axes, kinds, {})
+    everyone = pool.run(4, trained, family, ranks, axes, kinds)
     for kind in kinds:
         losses, norms, weights = alone(family, kind)
         names: set[str] = set()
-        for found in told:
+        for found in everyone:
             assert found[kind][0] == pytest.approx(losses, rel=1e-9), kind
             assert found[kind][1] == pytest.approx(norms, rel=1e-9), kind
             for name, weight in found[kind][2].items():
@@ -123,24 +99,25 @@ def test_steps_are_those_of_one_process(
         assert names == set(weights)
 
 
-def test_muon_of_plain_matrices_is_torchs() -> None:
-    options: list[dict[str, Any]] = [
-        {},
-        {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
-    ]
-    for option in options:
-        torch.manual_seed(0)
-        whole = [nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))]
-        ours = [nn.Parameter(p.detach().clone()) for p in whole]
-        theirs, mine = torch.optim.Muon(whole, lr=0.1, **option), Muon(ours, lr=0.1, **option)
-        for _ in range(3):
-            for one, other in zip(whole, ours, strict=True):
-                one.grad = torch.randn_like(one)
-                other.grad = one.grad.clone()
-            theirs.step()  # type: ignore[no-untyped-call]
-            mine.step()
-        for one, other in zip(whole, ours, strict=True):
-            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("options", [
+    {}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}
+])  # fmt: skip
+def test_muon_of_plain_matrices_is_torchs(options: dict[str, Any]) -> None:
+    """And of a tensor of several experts, torch's of each one's matrix."""
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(size)) for size in ((6, 4), (4, 6), (3, 4, 6))]
+    theirs = [nn.Parameter(each) for p in ours for each in p.detach().clone().view(-1, *p.shape[-2:])]
+    mine, torchs = Muon(ours, lr=0.1, **options), torch.optim.Muon(theirs, lr=0.1, **options)
+    for _ in range(3):
+        for p in ours:
+            p.grad = torch.randn_like(p)
+        gradients = [each for p in ours for each in p.grad.view(-1, *p.shape[-2:])]  # type: ignore[union-attr]
+        for p, gradient in zip(theirs, gradients, strict=True):
+            p.grad = gradient.clone()
+        mine.step()
+        torchs.step()  # type: ignore[no-untyped-call]
+    for one, other in zip((each for p in ours for each in p.view(-1, *p.shape[-2:])), theirs, strict=True):
+        assert torch.allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
 def test_muon_refuses_a_vector() -> None:

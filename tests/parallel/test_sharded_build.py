@@ -24,7 +24,7 @@ from penstock.models.weights.initial import initialise
 from penstock.pipeline.auto_pipeline import fill
 from penstock.runtime.sharded_weights import local_shard, materialize
 from support.families import FAMILIES, tiny_config, tiny_model
-from support.mesh import batch, full, later, own_part
+from support.mesh import batch, build_whole, full, later, own_part
 from support.pool import Pool
 from support.reference import plain_step
 
@@ -48,15 +48,11 @@ def values(pipe: Any) -> Values:
     return found
 
 
-def built(
-    ranks: int, axes: Axes, family: str, folder: str, tied: bool, options: dict[str, Any]
-) -> dict[str, Values]:
+def built(ranks: int, axes: Axes | None, family: str, folder: str, tied: bool) -> dict[str, Values]:
     """By source, what this rank's stages have after building."""
     found = {}
     for kind in KINDS:
-        pipe = AutoPipeline(ranks=ranks, microbatches=2, timeout=30, axes=axes, seed=3, **options).build(
-            source_of(kind, family, folder, tied)
-        )
+        pipe = build_whole(source_of(kind, family, folder, tied), ranks, axes, seed=3)
         for module in pipe.modules.values():
             assert not any(
                 local_shard(tensor).is_meta for tensor in (*module.parameters(), *module.buffers())
@@ -85,14 +81,14 @@ def config_of(family: str, layers: int) -> PreTrainedConfig:
     return MixtralConfig(**sizes, intermediate_size=128, num_local_experts=4)
 
 
-def peaks(axes: Axes, family: str, layers: int, folders: tuple[str, str]) -> dict[str, Peak]:
-    """By source, what this rank held at most while a model of so many layers was built.
+DEPTHS = 2, 44  # layers of a small model, by which everything is imported, and of the one that is measured
 
-    folders: of a small model, by which everything is imported, and of the model
-    """
+
+def peaks(axes: Axes, family: str, folders: tuple[str, str]) -> dict[str, Peak]:
+    """By source, what this rank held at most while the model was built."""
     found = {}
     for kind in KINDS:
-        for depth, folder in zip((2, layers), folders, strict=True):
+        for depth, folder in zip(DEPTHS, folders, strict=True):
             config = config_of(family, depth)
             torch.manual_seed(depth)  # the same on every rank
             given = {"folder": folder, "config": config}.get(kind) or AutoModelForCausalLM.from_config(config)
@@ -101,13 +97,12 @@ def peaks(axes: Axes, family: str, layers: int, folders: tuple[str, str]) -> dic
 
 
 def _peak(axes: Axes, given: Any) -> Peak:
-    auto = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    pipe = auto.build(given)
+    pipe = build_whole(given, 1, axes)
     held = _status("VmHWM") - before
     weights = {id(p): p.detach() for p in pipe.parameters()}.values()
     sizes = [weight.numel() * weight.itemsize for weight in weights]
@@ -125,7 +120,7 @@ def saved(axes: Axes, folder: str) -> None:
     """Writes a model with a buffer that has no dimensions."""
     model = tiny_model("llama")
     model.model.norm.register_buffer("seen", torch.tensor(0.5))
-    pipe = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes).build(model)
+    pipe = build_whole(model, 1, axes)
     pipe.save_pretrained(folder)
     pipe.close()
 
@@ -134,7 +129,7 @@ def let_go(axes: Axes | None) -> bool:
     """Whether the weights of the model that a pipeline was built of are gone while the pipeline lives."""
     model = tiny_model("mixtral")
     weights = [weakref.ref(parameter) for parameter in model.parameters()]
-    pipe = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes).build(model)
+    pipe = build_whole(model, 1, axes)
     del model
     gc.collect()
     gone = all(weight() is None for weight in weights)
@@ -151,7 +146,7 @@ def wrapped(axes: Axes) -> tuple[bool, float, float]:
         given.extend(bool(local_shard(parameter.detach()).any()) for parameter in module.parameters())
         return module
 
-    pipe = AutoPipeline(ranks=1, microbatches=2, timeout=30, axes=axes, parallelize_fn=look).build(model)
+    pipe = build_whole(model, 1, axes, parallelize_fn=look)
     loss = pipe.step(own_part(whole, *pipe.batch_part)).loss
     pipe.close()
     return all(given), loss, plain_step(model, whole)[0]
@@ -181,42 +176,42 @@ def test_the_values_are_those_of_one_process(
 ) -> None:
     """Bit for bit, of a folder, a model and a config, tied weights and buffers among them."""
     tiny_model(family, tied=tied, seed=5).save_pretrained(tmp_path, max_shard_size="20KB")
-    expected = {}
-    for kind in KINDS:
-        given = source_of(kind, family, str(tmp_path), tied)
-        expected[kind] = values(AutoPipeline(ranks=1, microbatches=2, seed=3).build(given))
-    found = pool.run(world, built, ranks, axes, family, str(tmp_path), tied, {})
+    expected = built(1, None, family, str(tmp_path), tied)
+    found = pool.run(world, built, ranks, axes, family, str(tmp_path), tied)
     for kind, whole in expected.items():
-        assert {name for told in found for name in told[kind]} == whole.keys()
-        for name, value in ((name, value) for told in found for name, value in told[kind].items()):
+        assert {name for rank in found for name in rank[kind]} == whole.keys()
+        for name, value in ((name, value) for rank in found for name, value in rank[kind].items()):
             assert value.dtype == whole[name].dtype, (kind, name)
             assert torch.equal(value, whole[name]), (kind, name)
 
 
 @pytest.mark.parametrize(
-    ("family", "axes", "layers"),
+    ("family", "axes"),
     [
-        ("mixtral", Axes(dp_shard=4, ep=4), 44),
-        pytest.param("llama", Axes(dp_shard=2, tp=2), 44, marks=pytest.mark.parallel),
-        pytest.param("llama", Axes(dp_shard=2, cp=2), 44, marks=pytest.mark.parallel),
-        pytest.param("mixtral", Axes(dp_shard=2, cp=2, ep=2), 44, marks=pytest.mark.parallel),
+        ("mixtral", Axes(dp_shard=4, ep=4)),
+        *later(
+            ("llama", Axes(dp_shard=2, tp=2)),
+            ("llama", Axes(dp_shard=2, cp=2)),
+            ("mixtral", Axes(dp_shard=2, cp=2, ep=2)),
+        ),
     ],
 )
 def test_a_ranks_peak_is_its_shard_plus_one_tensor(
-    pool: Pool, tmp_path: Path, family: str, axes: Axes, layers: int
+    pool: Pool, tmp_path: Path, family: str, axes: Axes
 ) -> None:
     """All of the process's memory counts, read from /proc, whatever the model comes from."""
     folders = [str(tmp_path / name) for name in ("small", "large")]
-    for folder, depth in zip(folders, (2, layers), strict=True):
+    for folder, depth in zip(folders, DEPTHS, strict=True):
         model = AutoModelForCausalLM.from_config(config_of(family, depth))
         model.save_pretrained(folder, max_shard_size="20MB")
-    for told in pool.run(4, peaks, axes, family, layers, tuple(folders)):
-        for kind, peak in told.items():
-            shown = kind, *(round(size / MIB, 1) for size in peak)
-            assert peak.stage > 40 * MIB
-            assert peak.part < 0.3 * peak.stage, shown
-            assert peak.part <= peak.held + CONSTANT, "the weights are not in memory: nothing was measured"
-            assert peak.held <= peak.part + peak.largest + CONSTANT, shown
+    for kind, peak in (
+        each for rank in pool.run(4, peaks, axes, family, tuple(folders)) for each in rank.items()
+    ):
+        shown = kind, *(round(size / MIB, 1) for size in peak)
+        assert peak.stage > 40 * MIB
+        assert peak.part < 0.3 * peak.stage, shown
+        assert peak.part <= peak.held + CONSTANT, "the weights are not in memory: nothing was measured"
+        assert peak.held <= peak.part + peak.largest + CONSTANT, shown
 
 
 def test_the_source_model_is_freed(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines on a mesh beside one plain process: batches, building, and loss and gradients compared."""
+"""Pipelines on a mesh compared with one plain process: batches, building, loss and gradients."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def build_pipe(family: str, ranks: int, axes: Axes | None, options: Mapping[str,
     return build_whole(model_of(family, **options.pop("model", {})), ranks, axes, **options)
 
 
-def build_whole(model: PreTrainedModel, ranks: int, axes: Axes | None, **options: Any) -> Pipeline:
-    """The pipeline of `model` on a mesh; 1f1b and two microbatches unless `options` say otherwise."""
+def build_whole(model: Any, ranks: int, axes: Axes | None, **options: Any) -> Pipeline:
+    """The pipeline of a model, its config or its folder; 1f1b, two microbatches unless `options` differ."""
     common: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "timeout": 30.0, **options}
     return AutoPipeline(ranks=ranks, axes=axes, **common).build(model)
 
@@ -94,7 +94,7 @@ def same_on_all(found: list[Any]) -> Any:
 
 
 def two_steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, the second without clearing: loss and gradients beside the whole model's."""
+    """Two steps, the second without clearing: loss and gradients compared with the whole model's."""
     options = dict(options)
     tied, sizes = options.pop("tied", False), options.pop("model", {})
     model = tiny_model(family, torch.float64, layers=4, tied=tied, **sizes)
@@ -104,7 +104,6 @@ def two_steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[
     mine = own_part(whole, *pipe.batch_part)
     kinds = {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     evaluated = pipe.evaluate(mine)
-    assert kinds == {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     results = [pipe.step(mine) for _ in range(2)]
     assert kinds == {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
     worst, where = worst_gradient(pipe, expected, times=2)
@@ -153,7 +152,11 @@ class Piece(nn.Module):
 
 
 def pieces(ranks: int, axes: Axes, options: dict[str, Any], *, random: bool = False) -> Pipeline:
+    common: dict[str, Any] = {
+        "schedule": "1f1b",
+        "loss_fn": lambda output, microbatch: output.square().mean(),
+    }
     return Pipeline.from_provider(
-        lambda info: Piece(info.stage, random=random), ranks=ranks, schedule="1f1b", microbatches=2,
-        axes=axes, timeout=5, **{"loss_fn": lambda output, part: output.square().mean(), **options},
+        lambda info: Piece(info.stage, random=random), ranks=ranks, microbatches=2, axes=axes, timeout=5,
+        **{**common, **options},
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
@@ -31,6 +31,10 @@ def mixture(model_type: str, dtype: torch.dtype, layers: int = 2, **changes: Any
             if parameter.dim() > 1:
                 parameter *= 3
     return model
+
+
+def routers(module: nn.Module) -> list[nn.Module]:
+    return [part for name, part in module.named_modules() if name.endswith((".gate", ".router"))]
 
 
 def none_wrong(results: list[list[str]]) -> None:

@@ -23,6 +23,7 @@ from penstock.parallel.context.check import check
 from penstock.parallel.context.sequence import split
 from support import zoo
 from support.families import FAMILIES, FLOAT32_INSIDE, tiny_model
+from support.mixtures import none_wrong
 from support.pool import Pool
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
 from support.sequences import BATCHES, Batch, odd, packed, plain
@@ -69,11 +70,7 @@ def _summed(model: PreTrainedModel) -> Gradients:
 
 
 def difference_of(
-    model: PreTrainedModel,
-    batch: Batch,
-    method: Method,
-    tolerance: float,
-    checkpointed: bool = False,
+    model: PreTrainedModel, batch: Batch, method: Method, tolerance: float, checkpointed: bool = False
 ) -> str | None:
     loss, expected = plain_step(model, batch)
     if math.isnan(loss):  # gemma2 in float64: transformers adds float64's least number to scores in float32
@@ -138,17 +135,15 @@ def two_models() -> list[str]:
     return wrong
 
 
-def not_split() -> list[str]:
+def not_split() -> str:
     """What a parallel model says of a microbatch that is not split."""
     group = dist.group.WORLD
     assert group is not None
     model = tiny_model("llama", layers=1)
     parallelize_attention(model, group, "ring")
-    try:
+    with pytest.raises(ModelError) as refused:
         model(plain()["input_ids"], use_cache=False)
-    except ModelError as error:
-        return [str(error)]
-    return []
+    return str(refused.value)
 
 
 def left_in_the_registry() -> set[str]:
@@ -203,10 +198,6 @@ FOUR: list[Case] = [
 ]  # fmt: skip
 
 
-def none_wrong(found: list[list[str]]) -> None:
-    assert not any(found), "\n".join(line for lines in found for line in lines)
-
-
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.parallel)])
 def test_gradients_are_those_of_one_process(pool: Pool, ranks: int, cases: list[Case]) -> None:
     none_wrong(pool.run(ranks, equivalence, cases))
@@ -233,7 +224,7 @@ def test_two_models_in_one_process_do_not_mix(pool: Pool) -> None:
 
 
 def test_a_microbatch_that_is_not_split_is_refused(pool: Pool) -> None:
-    for (refused,) in pool.run(2, not_split):
+    for refused in pool.run(2, not_split):
         assert refused.startswith("a forward of 3 rows of 16 tokens: a microbatch is split first")
 
 
@@ -257,8 +248,7 @@ def test_every_family(pool: Pool, family: str, method: Method, ranks: int) -> No
 def test_every_type_is_exact_or_refused(pool: Pool, first: int, method: Method) -> None:
     types = [name for name in zoo.TYPES[first : first + 10] if name not in zoo.SKIPPED]
     for found in pool.run(2, every_type, types, method):
-        wrong = {name: told for name, told in found.items() if not told.startswith(("exact", "refused"))}
-        assert not wrong
+        assert not {name: how for name, how in found.items() if not how.startswith(("exact", "refused"))}
 
 
 def _tiny(family: str = "llama", **changes: Any) -> Callable[[], PreTrainedModel]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
@@ -24,12 +23,11 @@ from support.families import tiny_model
 from support.mesh import batch, build_whole, full, own_part
 from support.mixtures import mixture
 from support.pool import Pool
-from support.reference import Gradients, assert_gradients
+from support.reference import assert_gradients, gradients_of, plain_steps
 from support.sequences import left, odd, right
 
 COEFFICIENT = 0.001  # the models sum their routers' loss in float32, whatever the dtype
 MICROBATCHES = 2
-Step = tuple[float, Gradients]
 
 
 def routed(model_type: str) -> PreTrainedModel:
@@ -44,7 +42,7 @@ def routed(model_type: str) -> PreTrainedModel:
 
 
 def given(how: str) -> dict[str, Tensor]:
-    """odd: a length that pieces do not divide; masked: rows with padding of the caller's own beside"""
+    """odd: a length that pieces do not divide; masked: rows with padding of the caller's own as well"""
     whole = batch(length=13)
     if how == "masked":
         mask = torch.ones_like(whole["input_ids"])
@@ -56,28 +54,9 @@ def given(how: str) -> dict[str, Tensor]:
     return whole
 
 
-def plain(model: PreTrainedModel, whole: dict[str, Tensor], parts: int) -> Step:
-    """One process, on the microbatches that `parts` pipelines make of it."""
-    count = parts * MICROBATCHES
-    cut = [{name: value.chunk(count)[at] for name, value in whole.items()} for at in range(count)]
-    return one_by_one(model, cut)
-
-
-def one_by_one(model: PreTrainedModel, microbatches: list[dict[str, Tensor]]) -> Step:
-    """One process, microbatch by microbatch: the routers' loss is each one's own."""
-    items = sum(int((part["labels"][:, 1:] != -100).sum()) for part in microbatches)
-    loss = 0.0
-    for part in microbatches:
-        inputs = {name: value for name, value in part.items() if name != "labels"}
-        labels = part["labels"][:, 1:].flatten()
-        output = model(**inputs, use_cache=False)
-        total = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-        total = total + COEFFICIENT * output.aux_loss * int((labels != -100).sum())
-        (total / items).backward()
-        loss += float(total.detach()) / items
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return loss, found
+def chunks(whole: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """The microbatches of a batch: the routers' loss is each one's own."""
+    return [own_part(whole, at, count) for at in range(count)]
 
 
 def steps(cases: list[tuple[str, int, Axes, Any, str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -86,8 +65,9 @@ def steps(cases: list[tuple[str, int, Axes, Any, str, dict[str, Any]]]) -> list[
     for model_type, ranks, axes, schedule, how, options in cases:
         model, whole = routed(model_type), given(how)
         pipe = build_whole(model, ranks, axes, schedule=schedule, **options)
-        expected_loss, expected = plain(model, whole, pipe.batch_part[1])
-        mine = own_part(whole, *pipe.batch_part)
+        part, parts = pipe.batch_part
+        expected_loss, expected = plain_steps(model, chunks(whole, parts * MICROBATCHES))
+        mine = own_part(whole, part, parts)
         evaluated = pipe.evaluate(mine).loss
         loss = pipe.step(mine).loss
         worst = {}
@@ -98,21 +78,14 @@ def steps(cases: list[tuple[str, int, Axes, Any, str, dict[str, Any]]]) -> list[
             difference = float((full(p.grad) - expected[name]).abs().max())
             worst[name] = difference / max(float(expected[name].abs().max()), 1e-300)
         outputs = pipe.evaluate(mine, outputs=True, everywhere=True).outputs
-        found_losses = [float(output["auxiliary_loss"]) for output in outputs]
-        own = [{name: value.chunk(MICROBATCHES)[at] for name, value in mine.items() if name != "labels"}
-               for at in range(MICROBATCHES)]  # fmt: skip
-        losses = [COEFFICIENT * float(model(**part, use_cache=False).aux_loss) for part in own]
         pipe.close()
-        found.append(
-            {
-                "loss": loss,
-                "evaluated": evaluated,
-                "expected": expected_loss,
-                "outputs": found_losses,
-                "auxiliary": losses,
-                "worst": worst,
-            }
-        )
+        del mine["labels"]
+        own = [model(**microbatch, use_cache=False).aux_loss for microbatch in chunks(mine, MICROBATCHES)]
+        found.append({
+            "loss": loss, "evaluated": evaluated, "expected": expected_loss, "worst": worst,
+            "outputs": [float(output["auxiliary_loss"]) for output in outputs],
+            "auxiliary": [COEFFICIENT * float(each) for each in own],
+        })  # fmt: skip
     return found
 
 
@@ -125,7 +98,7 @@ CASES: list[Case] = [
     ("gpt_oss", 1, Axes(dp_shard=2, cp=2, ep=4), "1f1b", "masked",
      {**RING, "activation_checkpointing": True}),
 ]  # fmt: skip
-# every family, either way, beside each other axis
+# every family, either way, with each other axis
 MORE: list[Case] = [
     (family, ranks, axes, schedule, kind, how)
     for family in ("mixtral", "qwen3_moe", "olmoe", "gpt_oss")
@@ -199,21 +172,19 @@ def test_padding_does_not_count() -> None:
 
 @pytest.mark.parametrize("how", ["exchanged", "padded"])
 def test_padding_to_one_length_does_not_count(how: str) -> None:
-    """Where no mask would tell padding it is refused, and rows of one length need none."""
+    """Where no mask would mark padding it is refused, and rows of one length need none."""
     model = routed("mixtral")
     pipe = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, shapes=how).build(model)
     parts = [batch(2, length) for length in (9, 12)]
-    loss, expected = one_by_one(model, parts)
+    loss, expected = plain_steps(model, parts)
     if how == "padded":
         with pytest.raises(BatchError, match=r"9 tokens a row to be padded, without attention_mask"):
             pipe.step(parts)
         parts = [{**part, "attention_mask": torch.ones_like(part["input_ids"])} for part in parts]
     assert pipe.step(parts).loss == pytest.approx(loss, rel=1e-10)
-    assert_gradients(
-        {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}, expected, 1e-10
-    )
+    assert_gradients(gradients_of(pipe), expected, 1e-10)
     same = [batch(2, 9)] * 2
-    assert pipe.step(same).loss == pytest.approx(one_by_one(model, same)[0], rel=1e-10)
+    assert pipe.step(same).loss == pytest.approx(plain_steps(model, same)[0], rel=1e-10)
 
 
 def test_a_part_knows_the_valid_tokens_of_the_whole() -> None:

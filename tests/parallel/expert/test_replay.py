@@ -16,9 +16,20 @@ from penstock.parallel.expert.experts import expert_parallel, mixtures
 from penstock.parallel.expert.replay import StageRouting
 from support import zoo
 from support.families import ragged_batch
-from support.mixtures import differences, ep_mesh, gathered, mixture, none_wrong, own_rows, total_loss, valid
+from support.mixtures import (
+    Batch,
+    differences,
+    ep_mesh,
+    gathered,
+    mixture,
+    none_wrong,
+    own_rows,
+    routers,
+    total_loss,
+    valid,
+)
 from support.pool import Pool
-from support.reference import Gradients, assert_gradients, plain_step
+from support.reference import assert_gradients, gradients_of, plain_step
 
 # glm4_moe chooses its one group by a top-k of as many experts; zaya writes over some of the choices
 KINDS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe", "glm4_moe", "zaya")
@@ -36,23 +47,18 @@ def routing_of(model: PreTrainedModel) -> StageRouting:
     return StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
 
 
-def given(choices: Tensor) -> dict[str, Tensor]:
-    return {**ragged_batch(), "routed_experts": choices}
-
-
 def loss_of(model: PreTrainedModel) -> Tensor:
     batch = ragged_batch()
     return total_loss(model, batch) / valid(batch)
 
 
-def gradients(model: PreTrainedModel) -> Gradients:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return found
-
-
-def routers(model: PreTrainedModel) -> list[nn.Module]:
-    return [part for name, part in model.named_modules() if name.endswith((".gate", ".router"))]
+def step(model: PreTrainedModel, routing: StageRouting, number: int, batch: Batch) -> Tensor:
+    """The loss of a forward of microbatch `number`, whose backward has run."""
+    with routing.forward(number, batch):
+        loss = loss_of(model)
+    with routing.backward(number, last=True):
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
 
 
 def shaken(model: PreTrainedModel, size: float, when: Callable[[], bool]) -> list[Tensor]:
@@ -110,95 +116,34 @@ def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", KINDS)
 def test_replay_changes_no_gradient(model_type: str) -> None:
+    """Neither where the routers choose nor where the batch has the choices that they made."""
     model = model_of(model_type)
     loss, expected = plain_step(model, ragged_batch())
     routing = routing_of(model)
     checkpointed(model)
-    with routing.forward(0, ragged_batch()):
-        own = loss_of(model)
-    with routing.backward(0, last=True):
-        own.backward()  # type: ignore[no-untyped-call]
-    assert float(own.detach()) == pytest.approx(loss, rel=1e-12)
-    assert_gradients(gradients(model), expected, 1e-10)
-
-
-def test_near_ties_that_flip_keep_their_gradients() -> None:
-    """A router off by a little chooses others: the gradients are those of the forward only with replay."""
-    model = model_of("gpt_oss")  # which chooses in float64, others in float32 always
-    biases = []
-    with torch.no_grad():
-        for router in routers(model):  # all four experts are nearly tied, for two places
-            weight, bias = router.weight, router.bias
-            assert isinstance(weight, Tensor)
-            assert isinstance(bias, Tensor)
-            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(2), dtype=weight.dtype)
-            weight.copy_(weight[:1] + 1e-9 * noise)
-            biases.append(bias.zero_())
-
-    def nudge(size: float) -> None:
-        for bias in biases:
-            bias.data += size * torch.tensor([1.0, -1.0, 1.0, -1.0])
-
-    routing = routing_of(model)
-    loss_of(model).backward()  # type: ignore[no-untyped-call]
-    expected = gradients(model)
-    checkpointed(model)
-    with routing.forward(0, ragged_batch()):
-        loss = loss_of(model)
-    nudge(1e-8)
-    with routing.backward(0, last=True):
-        loss.backward()  # type: ignore[no-untyped-call]
-    assert_gradients(gradients(model), expected, 1e-6)  # the nudge, and nothing more
-    nudge(-1e-8)
-    loss = loss_of(model)
-    nudge(1e-8)
-    try:
-        loss.backward()  # type: ignore[no-untyped-call]
-        without = gradients(model)
-    except RuntimeError:  # the experts' tokens have other numbers, which torch notices
-        return
-    with pytest.raises(AssertionError):
-        assert_gradients(without, expected, 1e-6)
-
-
-def recorded_choices(model_type: str) -> Tensor:
-    """What a copy of the model chooses: (rows, sequence, mixtures, top_k)."""
-    model, batch = model_of(model_type), ragged_batch()
-    routing = routing_of(model)
-    with routing.forward(0, batch):
-        loss = loss_of(model)
-    with routing.backward(0, last=True):
-        loss.backward()  # type: ignore[no-untyped-call]
-    return routing.recorded[0].chosen
+    assert float(step(model, routing, 0, ragged_batch())) == pytest.approx(loss, rel=1e-12)
+    assert_gradients(gradients_of(model), expected, 1e-10)
+    model.zero_grad()
+    step(model, routing, 1, {**ragged_batch(), "routed_experts": routing.recorded[0].chosen})
+    assert_gradients(gradients_of(model), expected, 1e-10)
 
 
 def test_given_choices_replace_the_routers() -> None:
     """With weights that come from the router's logits."""
-    chosen = (recorded_choices("deepseek_v3") + 1) % 4
     model = model_of("deepseek_v3")
     routing = routing_of(model)
+    step(model, routing, 0, ragged_batch())
+    chosen = (routing.recorded[0].chosen + 1) % 4
+    model.zero_grad()
     made = shaken(model, 0.0, in_backward)
-    with routing.forward(3, given(chosen)):
-        loss = loss_of(model)
+    step(model, routing, 3, {**ragged_batch(), "routed_experts": chosen})
     layers = chosen.flatten(0, 1).unbind(1)
-    assert all(torch.equal(value, layer) for value, layer in zip(made[-len(layers) :], layers, strict=True))
-    with routing.backward(3, last=True):
-        loss.backward()  # type: ignore[no-untyped-call]
+    assert all(torch.equal(value, layer) for value, layer in zip(made, layers, strict=True))
     for router in routers(model):
         assert isinstance(router.weight, Tensor)
         assert router.weight.grad is not None
         assert router.weight.grad.any()
     assert torch.equal(routing.recorded[3].chosen, chosen)
-
-
-def test_given_own_choices_change_nothing() -> None:
-    model = model_of("qwen3_moe")
-    _, expected = plain_step(model, ragged_batch())
-    routing = routing_of(model)
-    with routing.forward(0, given(recorded_choices("qwen3_moe"))):
-        loss = loss_of(model)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert_gradients(gradients(model), expected, 1e-10)
 
 
 def test_evaluation_in_between_changes_nothing() -> None:
@@ -233,7 +178,7 @@ def test_shape_inference_is_left_alone() -> None:
     assert routing.kept(0) == {}
 
 
-def test_microbatches_are_told_apart() -> None:
+def test_each_microbatch_replays_its_own_choices() -> None:
     model = model_of()
     routing = routing_of(model)
     checkpointed(model)
@@ -254,11 +199,12 @@ def test_microbatches_are_told_apart() -> None:
 
 
 def test_choices_of_another_length_are_refused() -> None:
-    model = model_of()
+    model, batch = model_of(), ragged_batch()
     routing = routing_of(model)
-    short = {**given(recorded_choices("mixtral")[:, :-1])}
-    with pytest.raises(ConfigError, match="this forward chooses 2 experts"), routing.forward(0, short):
-        loss_of(model)
+    rows, length = batch["input_ids"].shape
+    short = torch.zeros(rows, length - 1, len(mixtures(model)), 2, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="this forward chooses 2 experts"):
+        step(model, routing, 0, {**batch, "routed_experts": short})
 
 
 def test_a_model_is_replayed_once() -> None:
@@ -294,8 +240,8 @@ def replayed() -> list[str]:
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
     expert_parallel(model, mesh, Directions.of(mesh, separate=True))
-    routing = StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    routing = routing_of(model)
+    checkpointed(model)
     mine = own_rows(batch, rank, ranks)
     with routing.forward(0, mine):
         own = total_loss(model, mine) / valid(batch)

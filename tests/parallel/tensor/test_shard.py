@@ -1,4 +1,4 @@
-"""Tensor parallelism beside one plain process: loss and every parameter's gradient."""
+"""Tensor parallelism compared with one plain process: loss and every parameter's gradient."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from support.pool import Pool
 from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
 
 
-def tp_mesh(size: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+def tp_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
 
 
 def batch_of(length: int = 12) -> dict[str, Tensor]:
@@ -43,13 +43,21 @@ def batch_of(length: int = 12) -> dict[str, Tensor]:
     return batch
 
 
-def loss_of(model: PreTrainedModel, batch: Mapping[str, Tensor], count: int | None = None) -> Tensor:
-    """Summed over the valid tokens, over `count`, or over their number."""
+def valid(batch: Mapping[str, Tensor]) -> int:
+    return int((batch["labels"][:, 1:] != -100).sum())
+
+
+def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    return {name: value[row : row + 1] for name, value in batch.items()}
+
+
+def loss_of(model: PreTrainedModel, batch: Mapping[str, Tensor], count: int) -> Tensor:
+    """Summed over the valid tokens, over `count`."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     assert type(logits) is Tensor
     targets = batch["labels"][:, 1:].flatten()
     total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-    return total / (count or int((targets != -100).sum()))
+    return total / count
 
 
 def gathered(model: PreTrainedModel) -> Gradients:
@@ -75,61 +83,50 @@ def assert_exact(
     assert_gradients(found, expected[1], tolerance)
 
 
-def tolerance_of(family: str, dtype: torch.dtype) -> float:
-    return TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else dtype]
-
-
 def exact(
-    family: str, tp: int, dtype: torch.dtype, sequence_parallel: bool, changes: dict[str, Any]
+    family: str,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+    changes: dict[str, Any],
+    checkpointed: bool = False,
 ) -> list[str]:
-    """One step beside the plain process; the parameters of which each rank has a piece."""
+    """One step compared with the plain process; the parameters of which each rank has a piece.
+
+    checkpointed: run each layer's forward again in the backward
+    """
     model, batch = build(family, dtype, **changes), batch_of()
     values = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
     expected = plain_step(model, batch)
-    tensor_parallel(model, tp_mesh(tp), sequence_parallel=sequence_parallel)
+    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
     made = dict(model.named_parameters(remove_duplicate=False))
     assert [*made] == [*values]
     assert all(torch.equal(p.full_tensor(), values[name]) for name, p in made.items())
-    loss = loss_of(model, batch)
+    for layer in model.model.layers if checkpointed else ():
+        layer.forward = _again(layer.forward)
+    loss = loss_of(model, batch, valid(batch))
     loss.backward()  # type: ignore[no-untyped-call]
     complete_gradients(model)
-    assert_exact(model, float(loss), expected, tolerance_of(family, dtype))
+    tolerance = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else dtype]
+    assert_exact(model, float(loss), expected, tolerance)
     return [name for name, p in made.items() if p.placements[0].is_shard()]
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def accumulated(family: str, sequence_parallel: bool) -> None:
     """Microbatches one after the other, twice over, the gradients of the first time kept."""
     model, batch = build(family, torch.float64), batch_of()
-    expected = plain_step(model, batch)
-    tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
-    count = int((batch["labels"][:, 1:] != -100).sum())
+    loss, expected = plain_step(model, batch)
+    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
     for times in (1, 2):
-        losses = []
-        for row in range(4):
-            losses.append(
-                loss_of(model, {name: value[row : row + 1] for name, value in batch.items()}, count)
-            )
-            losses[-1].backward()  # type: ignore[no-untyped-call]
+        losses = [loss_of(model, row_of(batch, row), valid(batch)) for row in range(4)]
+        for each in losses:
+            each.backward()  # type: ignore[no-untyped-call]
         complete_gradients(model)
-        twice = {name: times * gradient for name, gradient in expected[1].items()}
-        assert_exact(model, float(sum(losses)), (expected[0], twice), 1e-10)
-
-
-def checkpointed(family: str, sequence_parallel: bool) -> None:
-    """Each layer's forward run again in the backward."""
-    model, batch = build(family, torch.float64), batch_of()
-    expected = plain_step(model, batch)
-    tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
-    for layer in model.model.layers:
-        layer.forward = _again(layer.forward)
-    loss = loss_of(model, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    complete_gradients(model)
-    assert_exact(model, float(loss), expected, 1e-10)
-
-
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        summed = {name: times * gradient for name, gradient in expected.items()}
+        assert_exact(model, float(sum(losses)), (loss, summed), 1e-10)
 
 
 def in_halves(family: str, sequence_parallel: bool) -> int:
@@ -145,7 +142,7 @@ def in_halves(family: str, sequence_parallel: bool) -> int:
     forward(plain).backward()  # type: ignore[no-untyped-call]
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
+    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
     received = hidden.clone().requires_grad_()
     with tape.deferring() as held:
         total = forward(received)
@@ -176,13 +173,12 @@ def with_fsdp(family: str, sequence_parallel: bool, tied: bool, late: bool) -> l
     for part in sharded.modules():
         if hasattr(part, "set_gradient_divide_factor"):
             part.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by all ranks' tokens
-    count = int((batch["labels"][:, 1:] != -100).sum())
     first = 2 * mesh["dp_shard"].get_local_rank()
     total = torch.zeros(1, dtype=torch.float64)
     for row in (first, first + 1):
         if late:
             sharded.set_requires_gradient_sync(row == first + 1)
-        loss = loss_of(model, {name: value[row : row + 1] for name, value in batch.items()}, count)
+        loss = loss_of(model, row_of(batch, row), valid(batch))
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     complete_gradients(model)
@@ -195,7 +191,7 @@ def as_stages(family: str, sequence_parallel: bool) -> None:
     """Two stages of a pipeline one after the other, with placeholders for each other's modules."""
     model, batch = build(family, torch.float64), batch_of()
     expected = plain_step(model, batch)
-    chain, mesh = find_chain(model), tp_mesh(2)
+    chain, mesh = find_chain(model), tp_mesh()
     infos = [StageInfo(0, 2), StageInfo(1, 2)]
     stages = [cut(model, chain, range(info.stage, info.stage + 1), info) for info in infos]
     for stage in stages:
@@ -218,16 +214,15 @@ def as_stages(family: str, sequence_parallel: bool) -> None:
 
 def refused_length() -> str:
     model = build("llama")
-    tensor_parallel(model, tp_mesh(2), sequence_parallel=True)
-    try:
-        return str(loss_of(model, batch_of(11)))
-    except BatchError as error:
-        return str(error)
+    tensor_parallel(model, tp_mesh(), sequence_parallel=True)
+    with pytest.raises(BatchError) as refused:
+        loss_of(model, batch_of(11), 1)
+    return str(refused.value)
 
 
 def out_of_the_vocabulary() -> list[bool]:
     """Whether this rank saw that an id below, or above, has no vector."""
-    model, mesh = build("llama"), tp_mesh(2)
+    model, mesh = build("llama"), tp_mesh()
     tensor_parallel(model, mesh)
     seen = []
     for wrong in (-1, 64):
@@ -253,7 +248,7 @@ def verdict(model_type: str, sequence_parallel: bool) -> str:
         loss, expected = census.plain(model, batch)
     except RuntimeError:  # a type whose own code mixes dtypes
         loss, expected = census.plain(model.float(), batch)
-    tensor_parallel(model, tp_mesh(2), sequence_parallel=sequence_parallel)
+    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
     try:
         again, gradients = census.plain(model, batch)
     except Exception as failed:
@@ -309,12 +304,12 @@ SWEPT: list[Case] = [
 def test_equal_to_one_process(
     pool: Pool, family: str, tp: int, dtype: torch.dtype, sequence: bool, changes: dict[str, Any]
 ) -> None:
-    pool.run(tp, exact, family, tp, dtype, sequence, changes)
+    pool.run(tp, exact, family, dtype, sequence, changes)
 
 
 def test_the_planned_weights_are_sharded(pool: Pool) -> None:
     """What the plan names, a tied weight under both of its names; norms are whole."""
-    found = pool.run(2, exact, "llama", 2, FLOAT32, False, {"tied": True, "layers": 1})[0]
+    found = pool.run(2, exact, "llama", FLOAT32, False, {"tied": True, "layers": 1})[0]
     projections = [f"self_attn.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
     assert found == [
         "model.embed_tokens.weight",
@@ -327,13 +322,13 @@ def test_the_planned_weights_are_sharded(pool: Pool) -> None:
 def test_tied_weights_stay_whole_where_one_end_is_not_planned(pool: Pool, family: str) -> None:
     """The head is planned and the embedding is not; or both are, and their rows do not divide."""
     changes = {"tied": True, "layers": 1, **({"vocab_size": 65} if family == "llama" else {})}
-    found = pool.run(2, exact, family, 2, FLOAT64, False, changes)[0]
+    found = pool.run(2, exact, family, FLOAT64, False, changes)[0]
     assert found
     assert not any("embed" in name or "lm_head" in name for name in found)
 
 
 def test_experts_stay_whole(pool: Pool) -> None:
-    found = pool.run(2, exact, "mixtral", 2, FLOAT64, False, {"layers": 1})[0]
+    found = pool.run(2, exact, "mixtral", FLOAT64, False, {"layers": 1})[0]
     assert not any("experts" in name for name in found)
     assert "model.layers.0.self_attn.q_proj.weight" in found
 
@@ -343,20 +338,17 @@ def test_an_embedding_may_be_read_by_another_module(pool: Pool) -> None:
     assert pool.run(2, verdict, "gemma4", False) == ["exact"] * 2
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_several_backwards_add_up(pool: Pool, sequence: bool) -> None:
-    pool.run(2, accumulated, "qwen3", sequence)
+def test_several_backwards_add_up(pool: Pool) -> None:
+    pool.run(2, accumulated, "qwen3", True)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_stages_with_placeholders(pool: Pool, sequence: bool) -> None:
-    """A stage leaves its forward by an exception, and holds a part of what the plan names."""
-    pool.run(2, as_stages, "qwen3", sequence)
+def test_stages_with_placeholders(pool: Pool) -> None:
+    """A stage leaves its forward by an exception, and holds only a part of what the plan names."""
+    pool.run(2, as_stages, "qwen3", True)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_layers_may_be_recomputed(pool: Pool, sequence: bool) -> None:
-    pool.run(2, checkpointed, "qwen3", sequence)
+def test_layers_may_be_recomputed(pool: Pool) -> None:
+    pool.run(2, exact, "qwen3", FLOAT64, True, {}, True)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -381,26 +373,25 @@ def test_fsdp_over_another_axis(pool: Pool, family: str, sequence: bool, tied: b
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_every_type_is_exact_or_refused(pool: Pool, sequence: bool) -> None:
-    """Or fails on every rank alike: no type has a gradient that is wrong."""
-    told = {model_type: pool.run(2, verdict, model_type, sequence)
-            for model_type in zoo.TYPES if model_type not in zoo.SKIPPED}  # fmt: skip
-    assert {verdict for found in told.values() for verdict in found if verdict.startswith("differs")} == set()
-    assert sum(found[0] == "exact" for found in told.values()) >= 90
-    for model_type, (one, other) in told.items():
+    """Or fails on both ranks: no type has a gradient that is wrong."""
+    found = {model_type: pool.run(2, verdict, model_type, sequence)
+             for model_type in zoo.TYPES if model_type not in zoo.SKIPPED}  # fmt: skip
+    assert {each for verdicts in found.values() for each in verdicts if each.startswith("differs")} == set()
+    assert sum(one == "exact" for one, _ in found.values()) >= 90
+    for model_type, (one, other) in found.items():
         assert one == other, model_type
 
 
-def test_a_length_that_tp_does_not_divide_is_refused(pool: Pool) -> None:
-    """On every rank alike."""
-    for told in pool.run(2, refused_length):
-        assert told.startswith("a sequence of 11 tokens with sequence_parallel over tp=2")
-        assert "Pad to a length of 12" in told
+def test_a_length_that_tp_does_not_divide_is_refused_on_every_rank(pool: Pool) -> None:
+    for refused in pool.run(2, refused_length):
+        assert refused.startswith("a sequence of 11 tokens with sequence_parallel over tp=2")
+        assert "Pad to a length of 12" in refused
 
 
 def test_a_module_that_flattens_tokens_is_refused(pool: Pool) -> None:
     """llama4's mixtures give rows and tokens in one dimension: their second one is the width."""
-    for told in pool.run(2, verdict, "llama4_text", True):
-        assert told.startswith("fails: ModelError: what a Llama4TextMoe returns, of shape [24, 32]")
+    for found in pool.run(2, verdict, "llama4_text", True):
+        assert found.startswith("fails: ModelError: what a Llama4TextMoe returns, of shape [24, 32]")
 
 
 def test_ids_out_of_the_vocabulary_raise_as_without_tp(pool: Pool) -> None:
