@@ -6,26 +6,10 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, loop, simulate
-from penstock.schedule.builders import BUILDERS, conformance
+from penstock.schedule.builders import conformance
 from penstock.schedule.builders.conformance import ConformanceError, check_builder
-from penstock.schedule.builders.gpipe import gpipe, inference
+from penstock.schedule.builders.gpipe import gpipe
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
-
-PEAK_LIVE: dict[str, Callable[[int, int, int], int]] = {
-    "gpipe": lambda ranks, microbatches, rank: microbatches,
-    "1f1b": lambda ranks, microbatches, rank: min(ranks - rank, microbatches),
-    "inference": lambda ranks, microbatches, rank: 0,
-}
-
-
-@pytest.mark.parametrize("name", PEAK_LIVE)
-def test_the_built_in_builders_conform(name: str) -> None:
-    """The others' tests are in builders/."""
-    check_builder(BUILDERS[name], placement=loop, peak_live=PEAK_LIVE[name])
-
-
-def test_options_are_passed_on() -> None:
-    check_builder(inference, stages_per_rank=3, placement=lambda ranks: loop(ranks, 3))
 
 
 def crossed(ranks: int, microbatches: int) -> Schedule:
@@ -89,6 +73,10 @@ def unlucky(ranks: int, microbatches: int) -> Schedule:
     return gpipe(ranks, microbatches)
 
 
+def peak_of_1f1b(ranks: int, microbatches: int, rank: int) -> int:
+    return min(ranks - rank, microbatches)
+
+
 @pytest.mark.parametrize(
     ("builder", "rule"),
     [
@@ -105,9 +93,9 @@ def unlucky(ranks: int, microbatches: int) -> Schedule:
         (not_a_schedule, "it returns str; a builder returns a penstock.schedule.Schedule"),
     ],
 )
-def test_a_builder_that_does_not_conform_is_told_why(builder: Callable[..., Schedule], rule: str) -> None:
+def test_the_error_says_why_a_builder_does_not_conform(builder: Callable[..., Schedule], rule: str) -> None:
     with pytest.raises(ConformanceError, match=rule) as caught:
-        check_builder(builder, ranks=[2], microbatches=[3], placement=loop, peak_live=PEAK_LIVE["1f1b"])
+        check_builder(builder, ranks=[2], microbatches=[3], placement=loop, peak_live=peak_of_1f1b)
     assert caught.value.value == f"builder {builder.__name__}"
     assert caught.value.exit_code == 2
 
@@ -125,25 +113,17 @@ def test_a_builder_that_depends_on_the_call_is_caught() -> None:
 def test_every_size_that_fails_is_listed() -> None:
     with pytest.raises(ConformanceError) as caught:
         check_builder(unlucky, ranks=[1, 2, 3], microbatches=[1, 2, 3])
-    assert [(failure.ranks, failure.microbatches) for failure in caught.value.failures] == [
-        (2, 1),
-        (3, 1),
-        (3, 2),
-    ]
+    sizes = [(failure.ranks, failure.microbatches) for failure in caught.value.failures]
+    assert sizes == [(2, 1), (3, 1), (3, 2)]
     assert "ranks=3, microbatches=2: it raises ValueError: 2 < 3" in str(caught.value)
+    copy = pickle.loads(pickle.dumps(caught.value))  # it can be sent to another process
+    assert (str(copy), copy.failures) == (str(caught.value), caught.value.failures)
 
 
 def test_a_long_list_is_cut_in_the_message_only() -> None:
     with pytest.raises(ConformanceError, match="and 25 more") as caught:
         check_builder(not_a_schedule)  # type: ignore[arg-type]
     assert len(caught.value.failures) == 45
-
-
-def test_the_error_can_be_sent_to_another_process() -> None:
-    with pytest.raises(ConformanceError) as caught:
-        check_builder(unlucky)
-    copy = pickle.loads(pickle.dumps(caught.value))
-    assert (str(copy), copy.failures) == (str(caught.value), caught.value.failures)
 
 
 def test_sizes_may_be_given_by_iterators() -> None:

@@ -16,12 +16,13 @@ def test_a_backward_takes_both_gradients() -> None:
     assert costs.durations("B", loop(2), 2) == [[3.5, 3.5], [4.5, 4.5]]
 
 
-@pytest.mark.parametrize("name", ["forward", "input_grad", "weight_grad", "communication"])
-@pytest.mark.parametrize("value", [-1.0, nan, inf])
-def test_a_duration_is_finite_and_not_negative(name: str, value: float) -> None:
-    schedule = build("gpipe", ranks=2, microbatches=1)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("forward", -1.0), ("input_grad", nan), ("weight_grad", inf), ("communication", -1.0), ("sent", -1)],
+)
+def test_a_cost_is_finite_and_not_negative(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match="a cost is finite and not negative") as caught:
-        simulate(schedule, Costs(**{name: value}))
+        Costs(**{name: value})
     assert caught.value.value == f"Costs({name}={value!r})"
 
 
@@ -53,7 +54,7 @@ def test_what_was_measured_predicts_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dualpipe_v", "1f1b_paired"])
-def test_what_ran_beside_another_op_is_no_measure_of_it(name: str) -> None:
+def test_what_ran_next_to_another_op_is_no_measure_of_it(name: str) -> None:
     """A pair's ops begin and end together on paper: none of them takes so long alone."""
     schedule = chosen_schedule({"schedule": "1f1b", "paired": True} if "1f1b" in name else name, 2, 6)
     assert schedule.overlaps
@@ -66,8 +67,8 @@ def test_what_ran_beside_another_op_is_no_measure_of_it(name: str) -> None:
 
 def test_where_no_op_ran_alone_all_count() -> None:
     spans = (Span(0, Op(0, "F", 0), 0, 1), Span(0, Op(0, "F", 1), 1, 5), Span(0, Op(0, "B", 0), 1, 4))
-    beside = Timeline("mine", 1, spans, (2,), overlaps=frozenset({Pair(spans[1].op, spans[2].op)}))
-    assert Costs.measured(beside) == Costs([1], [3], [0])
+    overlapped = Timeline("mine", 1, spans, (2,), overlaps=frozenset({Pair(spans[1].op, spans[2].op)}))
+    assert Costs.measured(overlapped) == Costs([1], [3], [0])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_where_no_op_ran_alone_all_count() -> None:
     [
         {"forward": None}, {"forward": "1"}, {"forward": True}, {"forward": {0: 1}}, {"forward": [[[1]]]},
         {"bytes": -1}, {"bandwidth": "3"}, {"bandwidth": 0}, {"activation": [1, nan]},
-        {"communication": None}, {"buffer": None}, {"sent": -1}, {"held_in_backward": "2"},
+        {"communication": None}, {"buffer": None}, {"held_in_backward": "2"},
     ],
 )  # fmt: skip
 def test_what_is_no_cost_is_refused_at_once(wrong: Any) -> None:

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.schedule import Op, Pair, Placement, Schedule, both_ways, build, loop
+from support.programs import written
 
 ops = st.builds(Op, st.integers(0, 10_000), st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10_000))
 
@@ -42,9 +43,7 @@ def test_text_that_is_no_op_is_refused(text: str) -> None:
     ],
 )
 def test_predecessors_in_three_stages(op: str, needs: list[str]) -> None:
-    texts = ("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1I0 1W0", "2F0 2F1 2B1 2I0 2W0")
-    programs = tuple(tuple(map(Op.parse, text.split())) for text in texts)
-    schedule = Schedule("own", loop(3), 2, programs)
+    schedule = written(loop(3), 2, "0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1I0 1W0", "2F0 2F1 2B1 2I0 2W0")
     assert [str(needed) for needed in schedule.predecessors(Op.parse(op))] == needs
 
 
@@ -74,10 +73,7 @@ def test_a_schedule_prints_a_program_a_line() -> None:
     schedule = build("1f1b", ranks=2, microbatches=2)
     assert str(schedule) == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
     assert (schedule.ranks, schedule.stages, schedule.trains) == (2, 2, True)
-
-
-def test_a_schedule_without_backwards_does_not_train() -> None:
-    assert not Schedule("forward", loop(1), 1, ((Op(0, "F", 0),),)).trains
+    assert not build("inference", ranks=1, microbatches=1).trains
 
 
 def test_loop_goes_round_the_ranks() -> None:

@@ -13,7 +13,7 @@ from penstock.schedule import Costs, Op, Schedule, Timeline, Violation, loop, re
 from penstock.schedule.builders.conformance import check_builder
 from support.programs import can_finish, paired, perhaps_broken, valid
 
-modest = settings(max_examples=300, deadline=None)
+modest = settings(max_examples=150, deadline=None)
 
 
 def violations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -24,7 +24,7 @@ def violations(schedule: Schedule) -> tuple[Violation, ...]:
     return ()
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(perhaps_broken())
 def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
     assert (not violations(schedule)) == can_finish(schedule), f"{schedule.placement}\n{schedule}"
@@ -67,7 +67,7 @@ def test_the_proven_peaks_are_what_is_held(schedule: Schedule) -> None:
         assert tuple(max((held for _, held in curve), default=0) for curve in timeline.live) == tuple(live)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(valid())
 def test_any_valid_schedule_conforms_and_can_be_drawn(schedule: Schedule) -> None:
     if all(schedule.programs):

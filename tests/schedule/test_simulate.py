@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, Wait, build, loop, simulate
 from penstock.schedule.order import posts, received
-from support.programs import valid
+from support.programs import valid, written
 
 
 def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -53,9 +53,11 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 
 def test_stages_on_one_rank_hand_over_at_once() -> None:
-    programs = (tuple(map(Op.parse, ("0F0", "1F0", "1B0", "0B0"))),)
-    timeline = simulate(Schedule("mine", Placement((0, 0)), 1, programs), Costs(communication=100))
+    """And so they use no buffers."""
+    schedule = written(Placement((0, 0)), 1, "0F0 1F0 1B0 0B0")
+    timeline = simulate(schedule, Costs(communication=100, buffer=9))
     assert timeline.makespan == 6
+    assert timeline.peak_memory == (2.0,)
 
 
 def test_the_edge_is_crossed_while_the_ranks_work() -> None:
@@ -74,9 +76,8 @@ def test_spans_are_in_order_of_rank_then_start_even_where_ops_take_no_time() -> 
 
 
 def test_a_schedule_that_would_hang_is_refused() -> None:
-    programs = ((Op(0, "B", 0), Op(0, "F", 0)),)
     with pytest.raises(ScheduleError, match="it needs 0F0"):
-        simulate(Schedule("mine", loop(1), 1, programs))
+        simulate(written(loop(1), 1, "0B0 0F0"))
 
 
 def pair_of(costs: Costs) -> Timeline:
@@ -163,12 +164,6 @@ def test_what_nobody_waits_for_yet_stays_with_its_sender() -> None:
     activations, gradients_awaited = 4, 2
     assert (4.0, activations + gradients_awaited + 1) in first
     assert (11.0, activations + gradients_awaited) in first
-
-
-def test_stages_of_one_rank_use_no_buffers() -> None:
-    programs = (tuple(map(Op.parse, ("0F0", "1F0", "1B0", "0B0"))),)
-    schedule = Schedule("mine", Placement((0, 0)), 1, programs)
-    assert simulate(schedule, Costs(buffer=9)).peak_memory == (2.0,)
 
 
 def test_inference_holds_buffers_only() -> None:

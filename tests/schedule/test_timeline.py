@@ -10,13 +10,10 @@ SPANS = (
 )
 
 
-def test_the_clock_may_start_anywhere() -> None:
+def test_the_bubble_is_the_share_of_time_that_is_idle_whenever_the_clock_started() -> None:
     timeline = Timeline("mine", 2, SPANS, (1, 1))
+    assert timeline.of_rank(1) == SPANS[2:]
     assert (timeline.start, timeline.makespan) == (10.0, 8.0)
-
-
-def test_the_bubble_is_the_share_of_time_that_is_idle() -> None:
-    timeline = Timeline("mine", 2, SPANS, (1, 1))
     assert timeline.busy == (4.0, 3.0)
     assert timeline.rank_bubble == (0.5, 0.625)
     assert timeline.bubble == pytest.approx(1 - 7 / 16)
@@ -31,10 +28,6 @@ def test_what_runs_side_by_side_counts_once_whichever_began_first() -> None:
         assert timeline.side_by_side == {forward.op, backward.op}
 
 
-def test_the_spans_of_one_rank() -> None:
-    assert Timeline("mine", 2, SPANS, (1, 1)).of_rank(1) == SPANS[2:]
-
-
 def test_an_empty_timeline_has_no_bubble() -> None:
     empty = Timeline("mine", 2, (), (0, 0))
     assert (empty.makespan, empty.bubble, empty.rank_bubble) == (0.0, 0.0, (0.0, 0.0))
@@ -46,7 +39,7 @@ WAITS = (
 )
 
 
-def test_idle_time_is_told_apart() -> None:
+def test_idle_time_is_split_by_its_cause() -> None:
     """Rank 0 ends F at 11, waits for its peer until 13.5 and for the wire until 14.5, and goes on at 15."""
     timeline = Timeline("mine", 2, SPANS, (1, 1), waits=WAITS)
     assert timeline.inner_waits == WAITS[:1]

@@ -12,6 +12,12 @@ from penstock.schedule import Op, Pair, Placement, Schedule
 Token = tuple[str, int, int]
 
 
+def written(placement: Placement, microbatches: int, *programs: str) -> Schedule:
+    """A schedule from the text of its programs."""
+    rows = tuple(tuple(map(Op.parse, program.split())) for program in programs)
+    return Schedule("mine", placement, microbatches, rows)
+
+
 def takes_and_gives(op: Op, placement: Placement) -> tuple[set[Token], set[Token]]:
     """The tokens that an op uses up, and those that it leaves."""
     stage, kind, microbatch = op
