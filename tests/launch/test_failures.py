@@ -67,13 +67,16 @@ def test_a_rank_that_raised_comes_before_those_that_lost_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = ends(folder, 0, 1, lost(0, {1: "last reported 0.1 s ago: in 1F1"}))
-    error = ValueError("no")
-    give_account(error, Account("in 1F1, warm-up", "1 of 4 ops done", "timeline so far in x/rank-1.json"))
-    assert failures.report({0: first, 1: ends(folder, 1, 1, error)}) == 1
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 / 0  # noqa: B018
+    account = Account("in 1F1, warm-up", "1 of 4 ops done", "timeline so far in x/rank-1.json")
+    give_account(caught.value, account)
+    assert failures.report({0: first, 1: ends(folder, 1, 1, caught.value)}) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "penstock: error: rank 1: ValueError: no, in 1F1, warm-up"
+    assert lines[0] == "penstock: error: rank 1: ZeroDivisionError: division by zero, in 1F1, warm-up"
     assert lines[3] == "  rank 1 in 1F1, warm-up; 1 of 4 ops done; timeline so far in x/rank-1.json"
-    assert lines[4:] == ["ValueError: no"]
+    assert lines[4].startswith("Traceback")
+    assert lines[-1] == "ZeroDivisionError: division by zero"
 
 
 def test_a_stall_is_reported_with_what_the_silent_rank_did(
@@ -90,7 +93,7 @@ def test_a_stall_is_reported_with_what_the_silent_rank_did(
     )
 
 
-def test_what_fails_in_a_rank_that_was_ending_file_is_no_cause(
+def test_what_fails_in_a_rank_that_was_being_ended_is_no_cause(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures.ending_file(str(error_file(folder, 0))).touch()

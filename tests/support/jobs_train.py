@@ -16,11 +16,12 @@ from torch.optim import AdamW
 
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import EquivalenceError, PenstockError
-from penstock.runtime import sharded_weights as spread
+from penstock.runtime.sharded_weights import local_shard
 from penstock.train import loop
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.metrics import Display
+from penstock.train.run import _check_split, preflight, run
 from support.families import tiny_config
 from support.tiny import QWEN3, config
 
@@ -30,14 +31,11 @@ def trained(
     poisoned: Collection[int] = (),
     part: int = 0,
     resume: str | None = None,
-    wrong: tuple[int, str] | None = None,
 ) -> dict[str, Any]:
-    """What one process tells of the run; the first one's metrics lie in the output folder.
+    """What one process says of the run; the first one's metrics lie in the output folder.
 
     poisoned: steps in which a row of this part of the batch becomes NaN on its way
     resume: a checkpoint to go on from. One is written where the tree's `train.checkpoint_every` asks for it
-    wrong: a rank of the world, and the end of the name of a parameter whose gradient, what this rank holds of
-        it, comes out too large there
     """
     torch.set_num_threads(1)
     said = io.StringIO()
@@ -47,8 +45,6 @@ def trained(
         if "checkpoint_every" not in tree["train"]:
             patch.setattr(loop, "_save", lambda *_: Path("none"))
         poison(patch, poisoned, part)
-        if wrong is not None and wrong[0] == torch.distributed.get_rank():
-            enlarge(patch, wrong[1])
         updates = count_updates(patch)
         error = ""
         try:
@@ -58,6 +54,31 @@ def trained(
     return {"said": said.getvalue(), "updates": updates(), "error": error}
 
 
+def checked_on_a_mesh(tree: dict[str, Any], rank: int, name: str) -> tuple[str, str]:
+    """What the check says of a right pipeline, and of one in which `rank` spoils a gradient.
+
+    What that rank holds of the gradient of the first parameter whose name ends with `name` is too large.
+    """
+    torch.set_num_threads(1)
+    prepared, shown = preflight(TrainConfig.model_validate(tree)), Shown()
+    pipe = prepared.auto.build(prepared.model)
+    _check_split(prepared, pipe, shown)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            enlarge(patch, name)
+        with pytest.raises(EquivalenceError) as caught:
+            _check_split(prepared, pipe, shown)
+    pipe.close()
+    return shown.text, str(caught.value)
+
+
+class Shown(Display):
+    text = ""
+
+    def say(self, text: str) -> None:
+        self.text += text
+
+
 def enlarge(patch: pytest.MonkeyPatch, name: str) -> None:
     original = Pipeline.step
 
@@ -65,7 +86,7 @@ def enlarge(patch: pytest.MonkeyPatch, name: str) -> None:
         result = original(pipe, batch, **entries)
         gradient = next(p.grad for own, p in pipe.named_parameters() if own.endswith(name))
         assert gradient is not None
-        spread.local_shard(gradient).mul_(1.01)
+        local_shard(gradient).mul_(1.01)
         return result
 
     patch.setattr(Pipeline, "step", step)
@@ -114,7 +135,7 @@ def spoilt_row(pipe: Pipeline) -> Iterator[None]:
 
 
 def checked_on_ranks(folder: str, schedule: str) -> list[str]:
-    """What this rank is told: as built; with little memory on rank 0 alone; with rank 1 damaged."""
+    """What the check says on this rank: as built; with little memory on rank 0 alone; with rank 1 damaged."""
     here = Path(folder) / str(dist.get_rank())
     here.mkdir()
     made = config(here, {**QWEN3, "num_hidden_layers": 4, "tie_word_embeddings": True})
@@ -127,20 +148,20 @@ def checked_on_ranks(folder: str, schedule: str) -> list[str]:
     pipe = prepared.auto.build(prepared.model)
     reference = Reference(prepared.plan.source, prepared.auto.seed, prepared.auto.loss())
     batch = prepared.data.batch(1).content
-    told = [check_split(pipe, reference, batch, "auto")]
-    told.append(check_split(pipe, reference, batch, "auto", lambda _: None if dist.get_rank() else 1000))
+    said = [check_split(pipe, reference, batch, "auto")]
+    said.append(check_split(pipe, reference, batch, "auto", lambda _: None if dist.get_rank() else 1000))
     if dist.get_rank() == 1:
         spoil(next(p for name, p in pipe.named_parameters() if name.endswith("q_proj.weight")))
     try:
         check_split(pipe, reference, batch, "auto")
     except EquivalenceError as error:
-        told.append(str(error))
+        said.append(str(error))
     pipe.close()
-    return told
+    return said
 
 
 def checked_when_deep(layers: int) -> str:
-    """What a model in half precision is told whose products are shared out, in a pipeline of two."""
+    """What the check says of a model in half precision with tp=2, in a pipeline of two."""
     torch.set_num_threads(1)
     config = tiny_config("llama", layers=layers)
     axes = Axes(tp=2)
@@ -148,9 +169,9 @@ def checked_when_deep(layers: int) -> str:
     pipe = auto.build(config)
     tokens = torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(1))
     reference = Reference(auto.build_plan(config).source, auto.seed, auto.loss(), axes=axes)
-    told = check_split(pipe, reference, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
+    said = check_split(pipe, reference, {"input_ids": tokens, "labels": tokens.clone()}, "auto")
     pipe.close()
-    return told
+    return said
 
 
 @torch.no_grad()

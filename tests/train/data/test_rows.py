@@ -29,13 +29,13 @@ def rows_of(documents: list[int], packing: str, microbatches: int = 2, **more: A
     return DocumentRows(tokens, pieces, PACKINGS[packing](pieces.lengths, 8), microbatches, **more)
 
 
-def parts(batch: Batch) -> list[dict[str, Tensor]]:
+def content(batch: Batch) -> list[dict[str, Tensor]]:
     assert isinstance(batch.content, list)
     return batch.content
 
 
 def test_a_packed_batch_in_full() -> None:
-    first, second = parts(rows_of([3, 4, 2, 5], "sequential", flash=True).batch([0, 1]))
+    first, second = content(rows_of([3, 4, 2, 5], "sequential", flash=True).batch([0, 1]))
     assert first["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert first["labels"].tolist() == [[-100, 2, 3, -100, 5, 6, 7]]
     assert first["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3]]
@@ -48,7 +48,7 @@ def test_a_packed_batch_in_full() -> None:
 
 def test_padding_goes_to_the_last_document_of_its_row() -> None:
     rows = rows_of([3, 4, 2, 2, 8, 3], "sequential", microbatches=1, flash=True)  # rows of 7, 4, 8 and 3
-    (batch,) = parts(rows.batch([0, 1]))
+    (batch,) = content(rows.batch([0, 1]))
     assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 0, 0, 0]]
     assert batch["labels"][1].tolist() == [-100, 9, -100, 11, -100, -100, -100]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 4]]
@@ -57,14 +57,14 @@ def test_padding_goes_to_the_last_document_of_its_row() -> None:
 
 
 def test_only_packed_rows_have_positions() -> None:
-    (alone,) = parts(rows_of([3, 4], "none", 1).batch([0, 1]))
+    (alone,) = content(rows_of([3, 4], "none", 1).batch([0, 1]))
     assert alone.keys() == {"input_ids", "labels"}
-    (packed,) = parts(rows_of([3, 4], "best_fit", 1).batch([0]))
+    (packed,) = content(rows_of([3, 4], "best_fit", 1).batch([0]))
     assert packed.keys() == {"input_ids", "labels", "position_ids"}
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
 @given(
+    packing=st.sampled_from([*PACKINGS]),
     documents=st.lists(st.integers(0, 20), min_size=1, max_size=12),
     microbatches=st.integers(1, 4),
     padding=st.sampled_from([None, Padding(), Padding(length=10), Padding(multiple=3)]),
@@ -77,37 +77,41 @@ def test_every_token_is_there_once_and_predicted_by_its_own_document(
         return
     everything = list(range(len(rows)))
     batch = rows.batch(everything)
-    assert len(parts(batch)) == min(microbatches, len(rows))
+    made = content(batch)
+    assert len(made) == min(microbatches, len(rows))
     starts, lengths = rows.pieces.starts.tolist(), rows.pieces.lengths.tolist()
     first = {start + 1 for start in starts}
-    ids = torch.cat([part["input_ids"].flatten() for part in parts(batch)])
-    labels = torch.cat([part["labels"].flatten() for part in parts(batch)])
+    ids = torch.cat([each["input_ids"].flatten() for each in made])
+    labels = torch.cat([each["labels"].flatten() for each in made])
     real = sorted(ids[ids > 0].tolist())
     assert real == sorted(
         at + 1 for start, length in zip(starts, lengths, strict=True) for at in range(start, start + length)
     )
     assert sorted(labels[labels > 0].tolist()) == [token for token in real if token not in first]
-    for part in parts(batch):
-        predicting, predicted = part["input_ids"][:, :-1], part["labels"][:, 1:]
+    for each in made:
+        predicting, predicted = each["input_ids"][:, :-1], each["labels"][:, 1:]
         assert torch.equal(predicted[predicted > 0], predicting[predicted > 0] + 1)
-        if "position_ids" in part:
-            restarts = (part["position_ids"] == 0) & (part["input_ids"] > 0)
-            assert set(part["input_ids"][restarts].tolist()) <= first
+        if "position_ids" in each:
+            restarts = (each["position_ids"] == 0) & (each["input_ids"] > 0)
+            assert set(each["input_ids"][restarts].tolist()) <= first
 
     assert batch.fill == rows.fill(everything)
     assert batch.fill.tokens == len(real)
-    made = parts(batch)
     if padding is None:
-        assert all(part["input_ids"][:, -1].max() for part in made)  # no longer than its longest row
+        assert all(each["input_ids"][:, -1].max() for each in made)  # no longer than its longest row
     else:
         target = padding.lengths(padding.longest(made))
-        made = [padding.pad(part, target) for part in made]
-    assert batch.fill.slots == sum(part["input_ids"].numel() for part in made)
+        made = [padding.pad(each, target) for each in made]
+    assert batch.fill.slots == sum(each["input_ids"].numel() for each in made)
 
 
 def test_rows_of_similar_length_share_a_microbatch() -> None:
     rows = rows_of([2, 8, 3, 7, 2, 8], "none", microbatches=3)
-    assert [part["input_ids"].shape for part in parts(rows.batch(range(6)))] == [(2, 8), (2, 7), (2, 2)]
+    assert [each["input_ids"].shape for each in content(rows.batch(range(6)))] == [
+        (2, 8),
+        (2, 7),
+        (2, 2),
+    ]
     assert rows.fill(range(6)) == Fill(30, 34)
     assert rows.fill(range(6)).padding == pytest.approx(4 / 34)
 
@@ -127,7 +131,7 @@ TEXTS = [chr(ord("A") + number) * (2 + number % 11) for number in range(50)]
 
 
 def letters(batches: list[Batch]) -> set[str]:
-    ids = [part["input_ids"].flatten() for batch in batches for part in parts(batch)]
+    ids = [each["input_ids"].flatten() for batch in batches for each in content(batch)]
     return {chr(token) for token in torch.cat(ids).tolist() if token}
 
 
@@ -163,7 +167,7 @@ def test_too_few_rows_are_refused(tmp_path: Path, packing: str) -> None:
 def test_a_batch_follows_from_its_step_and_not_from_the_microbatches(tmp_path: Path, packing: str) -> None:
     data, again = (load(tmp_path / name, TEXTS, packing) for name in ("a.jsonl", "b.jsonl"))
     for step in (7, 1, 30):
-        for one, other in zip(parts(data.batch(step)), parts(again.batch(step)), strict=True):
+        for one, other in zip(content(data.batch(step)), content(again.batch(step)), strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
     assert isinstance(data.rows, DocumentRows)
     one_part = DocumentRows(data.rows.tokens, data.rows.pieces, data.rows.packing, 1)
