@@ -26,7 +26,7 @@ def test_each_entry_along_its_own_dimension() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "dims", "told"),
+    ("batch", "dims", "message"),
     [
         ({"x": torch.zeros(2)}, {}, "a batch of 2 rows: it is to be split into 3 microbatches"),
         (
@@ -50,17 +50,17 @@ def test_each_entry_along_its_own_dimension() -> None:
         ),
     ],
 )
-def test_refusals(batch: dict[str, object], dims: dict[str, int | None], told: str) -> None:
+def test_refusals(batch: dict[str, object], dims: dict[str, int | None], message: str) -> None:
     with pytest.raises(BatchError) as error:
         split(batch, 3, dims)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_negative_dimensions_count_from_the_end() -> None:
     assert batch_rows({"x": torch.zeros(2, 7)}, {"x": -1}) == 7
 
 
-def test_fingerprints_tell_steps_apart() -> None:
+def test_fingerprints_of_other_steps_differ() -> None:
     def number(batch: dict[str, torch.Tensor], count: int = 2, schedule: int = 1) -> int:
         return fingerprint([batch], count, schedule)[0]
 

@@ -52,11 +52,6 @@ def test_a_fixed_length_is_kept_whatever_comes_up_to_it() -> None:
         padding.lengths(101)
 
 
-def test_what_is_longer_than_all_buckets_is_rounded_alone() -> None:
-    padding = Padding(buckets=(8, 32), multiple=6)
-    assert [padding.lengths(longest).full for longest in (3, 8, 9, 33, 37)] == [12, 12, 36, 36, 42]
-
-
 @st.composite
 def packed_rows(draw: st.DrawFn) -> tuple[int, int, list[list[int]]]:
     rows, length = draw(st.integers(1, 4)), draw(st.integers(1, 12))
@@ -105,16 +100,6 @@ def test_nothing_real_moves_and_nothing_new_counts(
     assert after["max_length_q"] == after["max_length_k"] == expected["max_length_q"]
     if not extra:
         assert all(after[name] is before[name] for name in before)
-
-
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), multiple=st.integers(1, 9))
-def test_a_steps_microbatches_become_alike(lengths: list[int], multiple: int) -> None:
-    padding = Padding(multiple=multiple)
-    step = [microbatch(1 + length % 3, length) for length in lengths]
-    assert padding.longest(step) == max(lengths)
-    target = padding.lengths(padding.longest(step))
-    alike = [padding.pad(one, target) for one in step]
-    assert {one["input_ids"].shape[1] for one in alike} == {target.full}
 
 
 def test_what_may_or_may_not_be_a_sequence_has_to_be_named() -> None:

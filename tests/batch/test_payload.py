@@ -1,4 +1,4 @@
-"""What crosses an edge: taken apart, put together again, and told in advance."""
+"""What crosses an edge: taken apart, put together again, and described in advance."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_what_is_taken_apart_is_put_together_again(value: Any) -> None:
 
 
 @given(VALUES)
-def test_what_is_told_is_understood(value: Any) -> None:
+def test_specs_are_read_as_they_were_packed(value: Any) -> None:
     specs = specs_of(value)
-    told = unpack_specs(pack_specs(specs))
-    assert told == specs
-    assert str(told) == str(specs)
+    read = unpack_specs(pack_specs(specs))
+    assert read == specs
+    assert str(read) == str(specs)
     tensors, _ = flatten(value)
-    assert same(unflatten(tensors, told.form), value)
+    assert same(unflatten(tensors, read.form), value)
 
 
 @given(VALUES)
@@ -113,8 +113,8 @@ def test_declaring_tensors_says_what_they_are(value: Any) -> None:
 def test_names_that_are_numbers() -> None:
     value = {10: torch.ones(1), 2: torch.zeros(1)}
     tensors, form = flatten(value)
-    told = unpack_specs(pack_specs(EdgeSpecs.of(tensors, form)))
-    assert same(unflatten(tensors, told.form), value)
+    read = unpack_specs(pack_specs(EdgeSpecs.of(tensors, form)))
+    assert same(unflatten(tensors, read.form), value)
 
 
 @pytest.mark.parametrize("mapping", [OrderedDict, MappingProxyType])
@@ -136,9 +136,9 @@ def test_specs_stand_for_tensors() -> None:
 def test_gradients_come_back_for_what_has_one() -> None:
     specs = specs_of([*TENSORS, torch.ones(5, requires_grad=True)])
     assert specs.gradients == EdgeSpecs((specs.tensors[2], specs.tensors[-1]))
-    told = declared(list(TENSORS))  # whoever declares a tensor of floats means one with a gradient
-    carrying = [told.tensors[i] for i in (0, 1, 2, 5, 6)]
-    assert told.gradients == EdgeSpecs(tuple(carrying))
+    read = declared(list(TENSORS))  # whoever declares a tensor of floats means one with a gradient
+    carrying = [read.tensors[i] for i in (0, 1, 2, 5, 6)]
+    assert read.gradients == EdgeSpecs(tuple(carrying))
 
 
 def test_specs_in_words() -> None:
@@ -150,15 +150,15 @@ def test_specs_in_words() -> None:
 
 
 @pytest.mark.parametrize("strange", [object(), {1, 2}, torch.float32, b"bytes"])
-@pytest.mark.parametrize("tell", [flatten, declared])
-def test_what_cannot_cross(strange: object, tell: Any) -> None:
-    """Unreleased: what was declared was not looked at, and two objects were told apart by their addresses."""
+@pytest.mark.parametrize("take_apart", [flatten, declared])
+def test_what_cannot_cross(strange: object, take_apart: Any) -> None:
+    """Unreleased: what was declared was not looked at, and two objects differed by their addresses."""
     with pytest.raises(ShapeError, match=f"a {type(strange).__name__} in a stage's output: tensors, numbers"):
-        tell({"hidden": torch.zeros(1), "more": [strange]})
+        take_apart({"hidden": torch.zeros(1), "more": [strange]})
 
 
-def test_a_named_tuple_crosses_where_it_need_not_be_told() -> None:
-    """Unreleased: telling it ended in torch's own NotImplementedError."""
+def test_a_named_tuple_crosses_where_no_text_describes_it() -> None:
+    """Unreleased: describing it ended in torch's own NotImplementedError."""
     value = Pair(torch.ones(1), {"count": 3})
     tensors, form = flatten(value)
     back = unflatten(tensors, form)

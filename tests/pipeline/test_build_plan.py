@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from penstock import AutoPipeline, Axes, Checkpointing
-from penstock.errors import (
-    ConfigError,
-    PartitionError,
-)
+from penstock.errors import ConfigError, PartitionError
 from penstock.models.partition import LayerCosts
 from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
 from penstock.schedule import simulate
@@ -100,7 +97,7 @@ def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
 
 
 def test_a_memory_limit_counts_shards() -> None:
-    """0.5.0: what fits beside dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
+    """0.5.0: what fits with dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
     for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):

@@ -1,4 +1,4 @@
-"""What a comparison with the whole model tells: every tensor, where it stands, and how far it is off."""
+"""What a comparison with the whole model reports: every tensor, its place, and how far it is off."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pickle
 import pytest
 import torch
 
-from penstock import AutoPipeline
 from penstock.errors import DifferenceError, EquivalenceError
 from penstock.pipeline.compare import Compared, Report
 from penstock.train.check.memory import free_memory
-from support.families import ragged_batch, tiny_model
+from support.families import pipeline, ragged_batch, tiny_model
+from support.reference import gradients_of
 
 
 def compared(name: str, difference: float, size: float = 1.0, tolerance: float = 1e-5) -> Compared:
@@ -22,7 +22,7 @@ def compared(name: str, difference: float, size: float = 1.0, tolerance: float =
 
 def test_every_tensor_is_reported_with_its_place() -> None:
     model, batch = tiny_model("llama", tied=True), ragged_batch()
-    pipe = AutoPipeline(ranks=2, schedule="zb_v", microbatches=4).build(model)
+    pipe = pipeline(model, schedule="zb_v")
     report = pipe.verify_against(model, batch)
     assert report.passed
     assert report.wrong == ()
@@ -34,9 +34,18 @@ def test_every_tensor_is_reported_with_its_place() -> None:
     assert {(each.stage, each.rank) for each in report.tensors} == {(0, 0), (1, 1), (2, 1), (3, 0)}
 
 
+def test_a_comparison_leaves_gradients_as_they_were() -> None:
+    model, batch = tiny_model("llama"), ragged_batch()
+    pipe = pipeline(model)
+    pipe.step(batch)
+    before = gradients_of(pipe)
+    pipe.verify_against(model, batch)
+    torch.testing.assert_close(gradients_of(pipe), before, rtol=0, atol=0)
+
+
 def test_what_differs_comes_first_and_the_error_has_all_of_it() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    pipe = pipeline(model)
     for index, name, factor in ((1, "model.norm.weight", 1.001), (0, "model.embed_tokens.weight", 1.1)):
         parameter = pipe.modules[index].get_parameter(name)
         parameter.register_hook(lambda grad, factor=factor: grad * factor)  # type: ignore[no-untyped-call]
@@ -51,14 +60,16 @@ def test_what_differs_comes_first_and_the_error_has_all_of_it() -> None:
     for each, relative in zip(report.wrong, (0.1, 1e-3), strict=True):
         assert each.difference == pytest.approx(relative * each.size, rel=1e-2)
         assert each.tolerance == pytest.approx(1e-5 * each.size)
-    assert str(caught.value).index("embed_tokens") < str(caught.value).index("model.norm")
+    said = str(caught.value)
+    assert said.startswith("gradient model.embed_tokens.weight: it differs by ")
+    assert said.index("embed_tokens") < said.index("model.norm")
     assert pipe.compare(model, batch, tolerance=0.2).passed
     assert pickle.loads(pickle.dumps(caught.value)).report == report
 
 
 def test_weights_that_differ_are_reported_alone() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    pipe = pipeline(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.norm.weight[0] += 0.5
@@ -68,13 +79,14 @@ def test_weights_that_differ_are_reported_alone() -> None:
     (wrong,) = report.tensors
     assert (wrong.kind, wrong.name, wrong.stage, wrong.difference) == ("weight", "model.norm.weight", 1, 0.5)
     smaller = tiny_model("llama", intermediate_size=24)
-    told = pipe.compare(smaller, batch).problems()
-    assert any("its shape is" in line for line in told)
+    assert any("its shape is" in line for line in pipe.compare(smaller, batch).problems())
+    with pytest.raises(EquivalenceError, match=r"weight model\.norm\.weight: it differs before any step"):
+        pipe.verify_against(other, batch)
 
 
 def test_gradients_that_one_of_the_two_lacks() -> None:
     model, batch = tiny_model("llama"), ragged_batch()
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    pipe = pipeline(model)
     model.model.norm.weight.requires_grad_(False)
     (wrong,) = pipe.compare(model, batch).wrong
     assert wrong.name == "model.norm.weight"

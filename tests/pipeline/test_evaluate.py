@@ -6,22 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
-from penstock.errors import (
-    BatchError,
-    ConfigError,
-    PenstockError,
-)
-from support.families import ragged_batch, tiny_model
+from penstock.errors import BatchError, ConfigError, PenstockError
+from support.families import pipeline, ragged_batch, tiny_model
 from support.own_chain import Piece, squares, x_batch
 from support.pool import Pool
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
-
-
-def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
-    return AutoPipeline(**{"ranks": 2, "microbatches": 4, **options}).build(model)
 
 
 def test_evaluate_before_the_first_step_touches_nothing() -> None:

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Checkpointing, Pipeline, StageInfo
-from penstock.errors import (
-    BatchError,
-    ConfigError,
-    ModelError,
-)
+from penstock.errors import BatchError, ConfigError, ModelError
 from support.own_chain import squares
 
 WIDTH = 4
@@ -102,7 +98,7 @@ def test_what_has_no_gradient_is_a_stages_own() -> None:
 
 
 def test_a_backward_is_not_cast_by_the_callers_autocast() -> None:
-    """Plain torch is told to leave autocast before backward(), which a step gives no chance to."""
+    """Plain torch wants autocast left before backward(); a step leaves no moment for that."""
 
     class Mixed(Block):
         def forward(self, x: Tensor) -> Tensor:

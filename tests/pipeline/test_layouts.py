@@ -61,10 +61,9 @@ def exact(
     return auto
 
 
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", False)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_layouts_are_exact(family: str, layout: str, tied: bool) -> None:
+def test_layouts_are_exact(layout: str, family: str, tied: bool) -> None:
     layers = layout.count("t")
     if not layers:  # no model has none
         layout, layers = "E|tt||L", 2
@@ -72,10 +71,9 @@ def test_layouts_are_exact(family: str, layout: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str, checkpointing: bool) -> None:
+def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str) -> None:
     dtype = torch.float32 if family in FLOAT32_INSIDE else torch.float64
-    exact(family, 4, dtype, layout="E||tttt|L", activation_checkpointing=checkpointing)
+    exact(family, 4, dtype, layout="E||tt|L", layers=2, activation_checkpointing=family < "h")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +93,10 @@ def test_each_way_to_say_it_is_exact(ranks: int, options: dict[str, Any], counts
     assert [len(stage.layers) for stage in stages] == counts
 
 
-@pytest.mark.parametrize("layout", ["E|tt||ttL", "E|t||tttL", "|tttt||", "Et|tt|t|L"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("kinds", ["B", "IW"])
+@pytest.mark.parametrize(("layout", "ranks", "kinds"), [
+    ("E|tt||ttL", 1, "B"), ("E|t||tttL", 2, "B"), ("|tttt||", 2, "IW"), ("Et|tt|t|L", 4, "IW"),
+    ("E|tt||ttL", 2, "IW"), ("Et|tt|t|L", 1, "IW"),
+])  # fmt: skip
 def test_several_stages_on_a_rank(layout: str, ranks: int, kinds: str) -> None:
     """Also where a stage gets what it passes on from its own rank, and a tied weight stands on one rank."""
     schedule = there_and_back(ranks, 4 // ranks, 3, kinds)
@@ -138,14 +137,13 @@ def test_initial_values_hang_on_no_layout() -> None:
     assert all(torch.equal(parameter, found[name]) for name, parameter in one.named_parameters())
 
 
-def test_the_model_stays_as_it_was() -> None:
-    """Its first and its last layer are made doors in the copy alone."""
+def test_layers_keep_their_class() -> None:
+    """Those of the model, and those of the stages, of which the first and the last are boundaries."""
     model = tiny_model("llama")
     classes = [type(layer) for layer in model.model.layers]
     pipe = AutoPipeline(ranks=3, microbatches=1, layout="E|tttt|L").build(model)
     assert [type(layer) for layer in model.model.layers] == classes
     assert all(isinstance(pipe.modules[1].get_submodule(f"model.layers.{i}"), classes[0]) for i in range(4))
-    assert plain_step(model, ragged_batch())[0] == pytest.approx(pipe.evaluate(ragged_batch()).loss, rel=1e-5)
 
 
 @pytest.mark.parametrize(

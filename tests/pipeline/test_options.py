@@ -82,11 +82,11 @@ def test_an_axis_that_the_mesh_does_not_have(one_process: None) -> None:
         AutoPipeline(ranks=1, microbatches=2, mesh=mesh).build(tiny_config("llama"))
 
 
-def test_options_of_a_provider_are_checked_alike() -> None:
-    for options, told in (({"exchange": "batched", "shapes": "exchanged"}, "carries its shapes"),
-                          ({"shapes": "guessed"}, "shapes='guessed'"),
-                          ({"timeout": 0}, "timeout=0")):  # fmt: skip
-        with pytest.raises(ConfigError, match=told):
+def test_options_of_a_provider_are_checked() -> None:
+    for options, message in (({"exchange": "batched", "shapes": "exchanged"}, "carries its shapes"),
+                             ({"shapes": "guessed"}, "shapes='guessed'"),
+                             ({"timeout": 0}, "timeout=0")):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
             Pipeline.from_provider(Piece, ranks=2, microbatches=2, **options)
     pipe = Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares)
     assert pipe.schedule.name == "1f1b"

@@ -13,15 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.loss import NextToken
-from penstock.errors import (
-    BatchError,
-    CheckpointError,
-    ConfigError,
-    EquivalenceError,
-)
+from penstock.errors import BatchError, CheckpointError
 from penstock.pipeline.compare import whole_backward
 from support import jobs
-from support.families import ragged_batch, tiny_config, tiny_model
+from support.families import pipeline, ragged_batch, tiny_config, tiny_model
 from support.pool import Pool
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
@@ -85,47 +80,41 @@ def test_a_model_in_evaluation_mode_is_trained_all_the_same() -> None:
     pipe = AutoPipeline(ranks=2, microbatches=2, activation_checkpointing=True).build(
         tiny_model("llama").eval()
     )
+    plain = pipeline(tiny_model("llama"))
+    assert tensors_saved_by(pipe) < tensors_saved_by(plain)
+
+
+def tensors_saved_by(pipe: Pipeline) -> int:
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
         pipe.step(ragged_batch())
-    kept: list[int] = []
-    plain = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(1) or t, lambda t: t):  # type: ignore[func-returns-value]
-        plain.step(ragged_batch())
-    assert len(saved) < len(kept)
+    return len(saved)
 
 
 def test_a_refused_batch_costs_no_gradient() -> None:
     """0.1.0: tied weights lost what earlier steps had accumulated."""
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama", tied=True))
+    pipe = pipeline(tiny_model("llama", tied=True))
     pipe.step(ragged_batch())
     before = gradients_of(pipe)
     with pytest.raises(BatchError):
         pipe.step(ragged_batch(2))
-    assert all(
-        p.grad is not None and torch.equal(p.grad, before[n])
-        for n, p in pipe.named_parameters(remove_duplicate=False)
-    )
+    torch.testing.assert_close(gradients_of(pipe), before, rtol=0, atol=0)
 
 
 def test_a_tied_weight_that_is_unfrozen_later() -> None:
     """0.1.0: what was frozen when the pipeline was built was never summed."""
     model = tiny_model("llama", tied=True)
     model.lm_head.weight.requires_grad_(False)
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    pipe = pipeline(model)
     pipe.step(ragged_batch())
-    assert all(
-        p.grad is None
-        for name, p in pipe.named_parameters(remove_duplicate=False)
-        if "embed" in name or "head" in name
-    )
+    assert not [name for name in gradients_of(pipe) if "embed" in name or "head" in name]
     for parameter in (*pipe.parameters(), *model.parameters()):
         parameter.requires_grad_(True)
     pipe.verify_against(model, ragged_batch())
 
 
 def test_a_step_turns_gradients_on() -> None:
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
+    pipe = pipeline(tiny_model("llama"))
     with torch.no_grad():
         pipe.step(ragged_batch())
     assert all(p.grad is not None for p in pipe.parameters())
@@ -133,14 +122,14 @@ def test_a_step_turns_gradients_on() -> None:
 
 def test_verify_against_leaves_dropout_out() -> None:
     model = tiny_model("gpt2", resid_pdrop=0.5)
-    AutoPipeline(ranks=2, microbatches=2).build(model).verify_against(model, ragged_batch())
+    pipeline(model).verify_against(model, ragged_batch())
     assert model.training
 
 
 def test_the_model_stays_as_it_was() -> None:
     model = tiny_model("gemma3_text", tied=True)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    pipe = pipeline(model)
     pipe.step(ragged_batch())
     with torch.no_grad():
         for parameter in pipe.parameters():
@@ -148,33 +137,8 @@ def test_the_model_stays_as_it_was() -> None:
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-def test_verify_against_finds_what_differs() -> None:
-    model, batch = tiny_model("llama"), ragged_batch()
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
-    pipe.step(batch)
-    kept = gradients_of(pipe)
-    pipe.verify_against(model, batch)
-    assert all(
-        torch.equal(kept[n], p.grad)
-        for n, p in pipe.named_parameters(remove_duplicate=False)
-        if p.grad is not None
-    )
-
-    norm = pipe.modules[1].get_parameter("model.norm.weight")
-    hook = norm.register_hook(lambda grad: grad * 1.001)  # type: ignore[no-untyped-call]
-    with pytest.raises(
-        EquivalenceError, match=r"^gradient model\.norm\.weight: it differs by [^;]*: the split model"
-    ):
-        pipe.verify_against(model, batch)
-    hook.remove()
-    with torch.no_grad():
-        model.model.norm.weight[0] += 1e-3
-    with pytest.raises(EquivalenceError, match=r"weight model\.norm\.weight: it differs before any step"):
-        pipe.verify_against(model, batch)
-
-
 def test_batches_that_cannot_be_stepped_on() -> None:
-    pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_config("llama"))
+    pipe = pipeline(tiny_config("llama"))
     with pytest.raises(BatchError, match="a batch of 3 rows"):
         pipe.step(ragged_batch(3))
     with pytest.raises(BatchError, match="reads 'labels'"):
@@ -199,16 +163,7 @@ def test_a_loss_of_ones_own() -> None:
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-def test_options_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="schedule='1f1b' without ranks"):
-        AutoPipeline(microbatches=2).build(tiny_config("llama"))
-    with pytest.raises(ConfigError, match=r"Did you mean '1f1b'"):
-        AutoPipeline(ranks=2, microbatches=2, schedule="1F1").build(tiny_config("llama"))
-    with pytest.raises(ConfigError, match=r"timeout=-1"):
-        AutoPipeline(ranks=2, microbatches=2, timeout=-1).build(tiny_config("llama"))
-
-
-def test_all_ranks_tell_the_same_numbers(pool: Pool) -> None:
+def test_all_ranks_return_the_same_numbers(pool: Pool) -> None:
     answers = pool.run(3, jobs.results, "qwen2", 3, 4)
     assert answers[0] == answers[1] == answers[2]
     evaluated, loss, tokens, bubble, norm, clipped = answers[0]
@@ -218,18 +173,9 @@ def test_all_ranks_tell_the_same_numbers(pool: Pool) -> None:
     assert loss == pytest.approx(expected, rel=1e-5)
     assert tokens == int((ragged_batch()["labels"][:, 1:] != -100).sum())
     assert 0 < bubble < 1
-    total = torch.stack(
-        [g.norm() for n, g in gradients.items() if n in dict(model.named_parameters())]
-    ).norm()
+    total = torch.stack([gradients[name].norm() for name, _ in model.named_parameters()]).norm()
     assert norm == pytest.approx(float(total), rel=1e-5)
     assert clipped == pytest.approx(0.5, rel=1e-4)
-
-
-def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
-    return AutoPipeline(**{"ranks": 2, "microbatches": 4, **options}).build(model)
-
-
-Groups = list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -247,12 +193,16 @@ def test_autocast(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_weights_of_half_precision(schedule: str) -> None:
-    model, batch = tiny_model("llama", torch.bfloat16), ragged_batch()
+    model, batch = tiny_model("qwen3", torch.bfloat16), ragged_batch()
     pipe = pipeline(model, schedule=schedule)
+    pipe.verify_against(model, batch)
     found = pipe.step(batch).loss
     assert found == pytest.approx(whole_backward(model, pipe.microbatches(batch), NextToken()), rel=1e-3)
     assert all(parameter.dtype == torch.bfloat16 for parameter in pipe.parameters())
     assert_gradients(gradients_of(pipe), gradients_of(model), 3e-2)
+    _, exact = plain_step(tiny_model("qwen3"), batch)
+    for name, gradient in gradients_of(pipe).items():
+        assert (gradient.float() - exact[name]).norm() < 0.1 * exact[name].norm(), name
     torch.optim.AdamW(pipe.parameters()).step()
 
 
@@ -260,17 +210,9 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, nesterov=True)]
 
 
-def adamw(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW([p for _, p in named], lr=1e-2)]
-
-
-def adagrad(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
-    return [torch.optim.Adagrad([p for _, p in named], lr=1e-2)]
-
-
 def groups(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
     """By name: no decay for norms, another rate for the embedding."""
-    made: Groups = [
+    made: list[dict[str, Any]] = [
         {"params": [p for name, p in named if "norm" in name], "weight_decay": 0.0},
         {"params": [p for name, p in named if "embed" in name], "lr": 1e-3},
         {"params": [p for name, p in named if "norm" not in name and "embed" not in name]},
@@ -285,16 +227,17 @@ def muon(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(inner, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)]
 
 
-@pytest.mark.parametrize("optimizers", [sgd, adamw, adagrad, groups, muon])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("optimizers", "tied"), [(sgd, False), (groups, False), (groups, True), (muon, True)]
+)
 def test_any_optimizer(optimizers: Callable[..., list[torch.optim.Optimizer]], tied: bool) -> None:
-    """Three steps of two accumulated batches, on three ranks, beside one process."""
-    model = tiny_model("llama", torch.float64, tied=tied)
+    """Two steps of two accumulated batches, on three ranks, as in one process."""
+    model = tiny_model("llama", torch.float64, tied=tied, layers=3)
     pipe = pipeline(model, ranks=3)
     # of a tied weight the one name that it has in one process, or its copies would go into several groups
     ours = optimizers(list(pipe.named_parameters()))
     plain = optimizers(list(model.named_parameters()))
-    for step in range(3):
+    for step in range(2):
         for half in range(2):
             batch = ragged_batch(8, 8 + 2 * step + half)
             accumulate(model, batch)
@@ -317,13 +260,10 @@ def accumulate(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
         parameter.grad = found[name] if earlier is None else earlier + found[name]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "tied"),
-    [("gpipe", True), ("1f1b", True), ("1f1b", False), ("zb_v", True), ("dualpipe", True)],
-)
-def test_gradients_accumulate_over_steps(schedule: str, tied: bool) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+def test_gradients_accumulate_over_steps(schedule: str) -> None:
     """A shared weight's sum is not summed again."""
-    model = tiny_model("llama", tied=tied)
+    model = tiny_model("llama", tied=True)
     pipe = pipeline(model, schedule=schedule)
     for length in (8, 11, 9):
         accumulate(model, ragged_batch(8, length))
@@ -334,8 +274,7 @@ def test_gradients_accumulate_over_steps(schedule: str, tied: bool) -> None:
     assert_gradients(found, expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_loop_over_processes(pool: Pool, schedule: str) -> None:
+def test_a_loop_over_processes(pool: Pool) -> None:
     """Compiled layers, accumulated steps, tied weights, clipping, AdamW."""
     model = tiny_model("llama", torch.float64, tied=True)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -346,11 +285,9 @@ def test_a_loop_over_processes(pool: Pool, schedule: str) -> None:
         plain.step()
         plain.zero_grad()
     held: dict[str, Tensor] = {}
-    for rank in pool.run(2, trained, schedule):
+    for rank in pool.run(2, trained):
         held |= rank
-    assert held.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - (
-        {"lm_head.weight"} if "lm_head.weight" not in held else set()
-    )
+    assert held.keys() | {"lm_head.weight"} == dict(model.named_parameters(remove_duplicate=False)).keys()
     for name, parameter in held.items():
         torch.testing.assert_close(parameter, model.get_parameter(name).detach(), rtol=0, atol=1e-8)
 
@@ -363,11 +300,10 @@ def compiled(part: nn.Module) -> nn.Module:
     return part
 
 
-def trained(schedule: str) -> dict[str, torch.Tensor]:
+def trained() -> dict[str, torch.Tensor]:
     """This rank's weights after three steps, each of two that are accumulated, with compiled layers."""
-    pipe = AutoPipeline(
-        ranks=2, schedule=schedule, microbatches=4, timeout=30, parallelize_fn=compiled
-    ).build(tiny_model("llama", torch.float64, tied=True))
+    options = AutoPipeline(ranks=2, schedule="zb_v", microbatches=4, timeout=30, parallelize_fn=compiled)
+    pipe = options.build(tiny_model("llama", torch.float64, tied=True))
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     for step in range(3):
         for half in range(2):

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from penstock import AutoPipeline, Pipeline
+from penstock import AutoPipeline, Pipeline, StageInfo
 from penstock.pipeline import names_per_stage, provider_of
-from support.families import ragged_batch, tiny_model
+from support.families import each_layer, pipeline, ragged_batch, tiny_model
 from support.own_chain import Piece, made, squares, x_batch
 from support.pool import Pool
 
 
-def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
-    return AutoPipeline(**{"ranks": 2, "microbatches": 4, **options}).build(model)
-
-
-def each_layer(part: nn.Module) -> Iterator[nn.Module]:
-    yield from (m for m in part.modules() if type(m).__name__ == "LlamaDecoderLayer")
-
-
-def test_info_stages_and_parts() -> None:
+def test_info_stages_and_modules() -> None:
     model = tiny_model("llama")
     pipe = pipeline(model, layers_per_stage=[1, 3])
     assert [facts.layers for facts in pipe.info] == [(0,), (1, 2, 3)]
-    assert [(facts.info.stage, facts.info.stages, facts.rank) for facts in pipe.info] == [
-        (0, 2, 0),
-        (1, 2, 1),
-    ]
+    assert [(facts.info, facts.rank) for facts in pipe.info] == [(StageInfo(0, 2), 0), (StageInfo(1, 2), 1)]
     assert sum(facts.parameters for facts in pipe.info) == sum(p.numel() for p in model.parameters())
     assert [facts.bytes for facts in pipe.info] == [4 * facts.parameters for facts in pipe.info]
     assert [stage.index for stage in pipe.stages] == [0, 1]
@@ -61,7 +48,7 @@ def test_the_summary() -> None:
     assert sum(shares) == pytest.approx(100, abs=0.3)
     assert max(map(len, after)) <= 100
     assert "KiB" in after[3]
-    assert "KiB" not in after[6]  # of rank 0, whose memory stands beside its first stage
+    assert "KiB" not in after[6]  # of rank 0, whose memory stands at its first stage
     assert before[3].split()[4:6] != after[3].split()[4:6]
 
 
@@ -103,9 +90,7 @@ def test_the_costs_are_the_same_on_all_ranks(pool: Pool) -> None:
 
 def measured() -> Any:
     """Costs of the layers, the same on every rank, and gradients that are left as they were."""
-    pipe = Pipeline.from_provider(
-        Piece, schedule="1f1b", ranks=2, microbatches=4, loss_fn=squares, timeout=30
-    )
+    pipe = Pipeline.from_provider(Piece, ranks=2, microbatches=4, loss_fn=squares, timeout=30)
     pipe.step(x_batch())
     before = [parameter.grad for parameter in pipe.parameters()]
     costs = pipe.layer_costs(x_batch())

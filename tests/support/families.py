@@ -1,12 +1,15 @@
-"""Tiny random models of every family that must be exact."""
+"""Tiny random models of every family that must be exact, and pipelines of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from penstock import AutoPipeline, Pipeline
 
 # what each family's config needs beyond the sizes below; windows are shorter than the test's sequences
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -59,6 +62,15 @@ def tiny_model(
     # the grouped product of the default experts takes no float64
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     return model.to(dtype).train()
+
+
+def pipeline(model: PreTrainedModel, **options: Any) -> Pipeline:
+    return AutoPipeline(**{"ranks": 2, "microbatches": 4, **options}).build(model)
+
+
+def each_layer(stage: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a llama."""
+    yield from (module for module in stage.modules() if type(module).__name__ == "LlamaDecoderLayer")
 
 
 def ragged_batch(rows: int = 8, length: int = 10) -> dict[str, Tensor]:
