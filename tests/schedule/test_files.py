@@ -268,7 +268,7 @@ HOSTILE_CSV = [
     (b"0F0,-1F0\n", "row 1, column 2: '-1F0' is no op"),
     (b"0F0,0F0.5\n", "'0F0.5' is no op"),
     ("٣F0\n".encode(), "'٣F0' is no op"),
-    (b"1" * 6000 + b"F0\n", r"row 1, column 1: '1{37}'\.\.\. is no op"),
+    (b"1" * 6000 + b"F0\n", r"row 1, column 1: '1{37}\.\.\. is no op"),
     (b"0F99999999999\n", "is no op"),
     (b"0F0,0SEND_X0\n", "'0SEND_X0' is no op"),
     (b"0F0,0SEND_F\n", "'0SEND_F' is no op"),

@@ -13,13 +13,16 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Costs
+from penstock.schedule.files import load
 from penstock.schedule.ops import Schedule, check_numbers, check_size, not_a_count
+from penstock.schedule.search import search
 
 NEEDED = inspect.Parameter.empty  # the default of an option that has none
 
@@ -43,37 +46,13 @@ def _any_1f1b(
     return BUILDERS[name](ranks=ranks, microbatches=microbatches, **options)
 
 
-def _searched(
-    ranks: int,
-    microbatches: int,
-    placement: Literal["loop", "v"] = "loop",
-    stages_per_rank: int | None = None,
-    costs: Costs | None = None,
-    memory_limit: float | None = None,  # in the unit of costs.activation
-    objective: Literal["makespan", "extent"] = "makespan",
-    seconds: float = 30.0,
-    seed: int = 0,
-) -> Schedule:
-    """The best that `penstock.schedule.search` finds for the costs and the memory limit."""
-    from penstock.schedule.search import search
-
-    return search(
-        ranks=ranks,
-        microbatches=microbatches,
-        placement=placement,
-        stages_per_rank=stages_per_rank,
-        costs=costs,
-        memory_limit=memory_limit,
-        objective=objective,
-        seconds=seconds,
-        seed=seed,
-    ).schedule
+@wraps(search)  # for its options
+def _searched(**options: Any) -> Schedule:
+    return search(**options).schedule
 
 
 def _from_file(ranks: int, microbatches: int, path: str) -> Schedule:
     """A file that `penstock.schedule.dump` or PyTorch wrote."""
-    from penstock.schedule.files import load
-
     return check_numbers(load(Path(path)), ranks, microbatches)
 
 

@@ -44,8 +44,6 @@ Place = tuple[int, int]  # row and column, counted from 0; the row is the rank
 
 # what PyTorch adds for its executor
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV)_[FB]\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
-_OP = re.compile(r"\d{1,9}[FBIW]\d{1,9}", re.ASCII)
-_PAIR = re.compile(rf"\(\s*{_OP.pattern}\s*;\s*{_OP.pattern}\s*\)\s*OVERLAP_F_B", re.ASCII)
 _SHOWN = 10
 
 
@@ -70,29 +68,21 @@ class Cells:
                 ops += self._read(text, (rank, column))
         return tuple(ops)
 
-    def _read(self, text: str, place: Place) -> list[Op]:
+    def _read(self, text: str, place: Place) -> tuple[Op, ...]:
         if self._communication and _COMMUNICATION.fullmatch(text):
-            return []
-        if _OP.fullmatch(text):
-            ops = [Op.parse(text)]
-        elif _PAIR.fullmatch(text):
-            ops = self._pair(text, place)
-        else:
-            self.complain(place, f"{shortened(text)} is no op{_likely_cause(text)}")
-            return []
+            return ()
+        ops = _parsed(text)
+        if not ops:
+            self.complain(place, f"{_short(text)} is no op{_likely_cause(text)}")
+        elif isinstance(ops, Pair):
+            if ops.forward.kind != "F" or ops.backward.kind not in ("B", "I"):
+                self.complain(place, f"{ops} overlaps other kinds than a forward and then a backward")
+            self.overlaps.add(ops)
         for op in ops:
             first = self.places.setdefault(op, place)
             if first is not place:
                 self.complain(place, f"{op} is already at {self.name_place(first)}")
         return ops
-
-    def _pair(self, text: str, place: Place) -> list[Op]:
-        pair = Pair.parse(text)
-        assert pair is not None
-        if pair.forward.kind != "F" or pair.backward.kind not in ("B", "I"):
-            self.complain(place, f"{shortened(text)} overlaps other kinds than a forward and then a backward")
-        self.overlaps.add(pair)
-        return list(pair)
 
     def complain(self, place: Place, what: str) -> None:
         self.complaints.append(f"{self.name_place(place)}: {what}")
@@ -105,14 +95,10 @@ class Cells:
         if len(self.complaints) > 1:
             shown = "".join(f"\n  {complaint}" for complaint in self.complaints[:_SHOWN])
             more = len(self.complaints) - _SHOWN
-            rule = f"{len(self.complaints)} cells are wrong:{shown}" + (
-                f"\n  and {more} more" if more > 0 else ""
-            )
-        raise ConfigError(
-            f"schedule file {str(self._path)!r}",
-            rule,
-            "Write an op like 2F0 (stage 2, forward, microbatch 0) and each op once, a row for each rank",
-        )
+            rule = f"{len(self.complaints)} cells are wrong:{shown}"
+            rule += f"\n  and {more} more" if more > 0 else ""
+        remedy = "Write an op like 2F0 (stage 2, forward, microbatch 0) and each op once, a row for each rank"
+        raise _wrong(self._path, rule, remedy)
 
 
 def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
@@ -138,15 +124,24 @@ def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
     return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 
 
-def shortened(text: str) -> str:
-    return repr(text) if len(text) <= 40 else f"{text[:37]!r}..."
+def _parsed(text: str) -> Pair | tuple[Op, ...]:
+    """The ops of a cell; none if it is no op."""
+    try:
+        return Pair.parse(text) or (Op.parse(text),)
+    except ConfigError:
+        return ()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 42 else f"{text[:38]}..."
 
 
 def _likely_cause(text: str) -> str:
     """The usual mistakes of people and spreadsheets."""
     if "(" not in text and (";" in text or "\t" in text):
         return "; cells are separated by commas"
-    if _OP.fullmatch(text.upper()):
+    if _parsed(text.upper()):
         return f"; {text.upper()} is"
     if re.fullmatch(r"\d+[FBIW]", text, re.ASCII):
         return "; the microbatch is missing"
@@ -169,7 +164,17 @@ def dump(schedule: Schedule, path: str | Path) -> None:
     path = Path(path)
     write, read = _format(path)
     text = write(schedule)
-    _check_whole(schedule, path, text, read)
+    rule, remedy = "", "See what penstock.schedule.verify says"
+    if write is _to_csv and schedule.placement.replicas > 1:
+        rule, remedy = "CSV cannot say that there are several copies of the model", "Write it as .json"
+    else:
+        try:
+            if replace(read(text, path, None), name=schedule.name) != schedule:
+                rule = "its programs, overlapped pairs or microbatches do not come back as they are"
+        except ConfigError as error:
+            rule = error.rule
+    if rule:
+        raise ConfigError(f"schedule {schedule.name!r} as {path.name!r}", rule, remedy)
     write_text(path, text, "schedule file")
 
 
@@ -190,9 +195,7 @@ def check_path(path: str | Path) -> None:
     path = Path(path)
     _format(path)
     if not path.parent.is_dir():
-        raise ConfigError(
-            f"schedule file {str(path)!r}", f"there is no folder {str(path.parent)!r}", "Make it first"
-        )
+        raise _wrong(path, f"there is no folder {str(path.parent)!r}", "Make it first")
 
 
 def load(path: str | Path, *, placement: Placement | None = None) -> Schedule:
@@ -212,36 +215,18 @@ Reader = Callable[[str, Path, Placement | None], Schedule]
 
 
 def _format(path: Path) -> tuple[Callable[[Schedule], str], Reader]:
-    formats: dict[str, tuple[Callable[[Schedule], str], Reader]] = {
-        ".json": (_to_json, _from_json),
-        ".csv": (_to_csv, _from_csv),
-    }
-    ending = path.suffix.lower()
-    if ending not in formats:
-        raise ConfigError(
-            f"schedule file {str(path)!r}",
-            f"its ending chooses the format, and {ending or 'no ending'} chooses none",
-            "End the path in .json or in .csv",
-        )
-    return formats[ending]
+    match path.suffix.lower():
+        case ".json":
+            return _to_json, _from_json
+        case ".csv":
+            return _to_csv, _from_csv
+        case other:
+            rule = f"its ending chooses the format, and {other or 'no ending'} chooses none"
+            raise _wrong(path, rule, "End the path in .json or in .csv")
 
 
-def _check_whole(schedule: Schedule, path: Path, text: str, read: Reader) -> None:
-    """Raise ConfigError if the written text reads as another schedule."""
-    if path.suffix.lower() == ".csv" and schedule.placement.replicas > 1:
-        raise _unwritable(schedule, path, "CSV cannot say that there are several copies of the model",
-                          "Write it as .json")  # fmt: skip
-    try:
-        again = replace(read(text, path, None), name=schedule.name)
-    except ConfigError as error:
-        raise _unwritable(schedule, path, error.rule, "See what penstock.schedule.verify says") from error
-    if again != schedule:
-        rule = "its programs, overlapped pairs or microbatches do not come back as they are"
-        raise _unwritable(schedule, path, rule, "See what penstock.schedule.verify says")
-
-
-def _unwritable(schedule: Schedule, path: Path, rule: str, remedy: str) -> ConfigError:
-    return ConfigError(f"schedule {schedule.name!r} as {path.name!r}", rule, remedy)
+def _wrong(path: Path, rule: str, remedy: str) -> ConfigError:
+    return ConfigError(f"schedule file {str(path)!r}", rule, remedy)
 
 
 def _text(path: Path) -> str:
@@ -266,7 +251,7 @@ def _text(path: Path) -> str:
         elif not text.strip():
             wrong = "it is empty"
     if wrong:
-        raise ConfigError(f"schedule file {str(path)!r}", wrong, remedy)
+        raise _wrong(path, wrong, remedy)
     return text
 
 
@@ -283,8 +268,7 @@ def _from_csv(text: str, path: Path, placement: Placement | None) -> Schedule:
     programs = tuple(cells.program(rank, row) for rank, row in enumerate(rows))
     cells.check()
     if not cells.places:
-        rule = "it holds no op that computes"
-        raise ConfigError(f"schedule file {str(path)!r}", rule, "Write ops like 2F0, a row for each rank")
+        raise _wrong(path, "it holds no op that computes", "Write ops like 2F0, a row for each rank")
     where = placement or placed(programs, cells)
     microbatches = 1 + max(op.microbatch for op in cells.places)
     return Schedule(path.stem, where, microbatches, programs, frozenset(cells.overlaps))
@@ -296,14 +280,11 @@ def _rows(text: str, path: Path) -> list[list[str]]:
     try:
         rows = list(islice(reader, _MOST_ROWS + 1))
     except csv.Error as error:
-        raise ConfigError(
-            f"schedule file {str(path)!r}",
-            f"line {reader.line_num} is no CSV: {error}",
-            "Separate ops by commas, and leave quotes out",
-        ) from error
+        rule = f"line {reader.line_num} is no CSV: {error}"
+        raise _wrong(path, rule, "Separate ops by commas, and leave quotes out") from error
     if len(rows) > _MOST_ROWS:
         rule = f"it has more than {_MOST_ROWS:,} rows, and a row is a rank"
-        raise ConfigError(f"schedule file {str(path)!r}", rule, "Write the ops of a rank into one row")
+        raise _wrong(path, rule, "Write the ops of a rank into one row")
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
     return rows
@@ -349,11 +330,8 @@ def _fields(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise _malformed(path, f'it does not say "format": "{_FORMAT}"')
     if data.get("version") != _VERSION:
-        raise ConfigError(
-            f"schedule file {str(path)!r}",
-            f"its version is {data.get('version')!r}, and this penstock reads {_VERSION}",
-            "Write it with this version, or update penstock",
-        )
+        rule = f"its version is {data.get('version')!r}, and this penstock reads {_VERSION}"
+        raise _wrong(path, rule, "Write it with this version, or update penstock")
     for key in data:
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)
@@ -374,11 +352,4 @@ def _placement(rank_of: list[Any], replicas: int, path: Path) -> Placement:
 
 
 def _malformed(path: Path, rule: str) -> ConfigError:
-    return ConfigError(
-        f"schedule file {str(path)!r}", rule, "Fix it, or write it again with penstock.schedule.dump"
-    )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return _wrong(path, rule, "Fix it, or write it again with penstock.schedule.dump")

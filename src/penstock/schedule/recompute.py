@@ -95,14 +95,25 @@ def counts_within(
     limits = _limits(limit, schedule.ranks)
     most = verify(schedule).peak_live
 
-    def over(counts: Sequence[int]) -> list[bool]:
+    def peaks(counts: Counts) -> tuple[float, ...]:
         costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, counts))
-        peaks = simulate(schedule, costs).peak_memory
-        return [peak > bound * (1 + _ROUNDING) for peak, bound in zip(peaks, limits, strict=True)]
+        return simulate(schedule, costs).peak_memory
+
+    def over(counts: Counts) -> list[bool]:
+        return [peak > bound * (1 + _ROUNDING) for peak, bound in zip(peaks(counts), limits, strict=True)]
 
     low, high = [0] * schedule.ranks, list(most)
     if any(over(high)):
-        raise _too_little(schedule, kept, recomputed, limits)
+        held = [
+            f"rank {rank} would hold {round_up(peak)} of {limits[rank]:g}"
+            for rank, (peak, too_much) in enumerate(zip(peaks(None), over(None), strict=True))
+            if too_much
+        ]
+        raise ConfigError(
+            f"a memory limit of {', '.join(f'{bound:g}' for bound in sorted(set(limits)))}",
+            f"with every forward run again {', '.join(held)}",
+            "Take smaller microbatches, more ranks, or a schedule with fewer live activations",
+        )
     while low != high:  # bisect all ranks at once: to recompute more never holds more
         middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
         for rank, too_few in enumerate(over(middle)):
@@ -118,40 +129,28 @@ def counts_within(
     return tuple(low)
 
 
-def _per_rank(counts: Counts, ranks: int) -> list[float]:
+def _per_rank(counts: Counts, ranks: int) -> Sequence[float]:
     if counts is None:
         return [inf] * ranks
-    each = [counts] * ranks if isinstance(counts, int) else list(counts)
-    if len(each) != ranks:
-        rule = f"there are {ranks} ranks, and each takes one"
-        raise ConfigError(f"{len(each)} counts of activations to recompute", rule, f"Give one, or {ranks}")
+    each = _one_each(counts, ranks, f"{counts!r} as counts of activations to recompute")
     if any(type(count) is not int or count < 0 for count in each):
         rule = "it is how many activations in flight are recomputed, a whole number from 0 on"
         raise ConfigError(f"counts={counts!r}", rule, "Give 0 or more, or None for all")
-    return list(each)
+    return each
 
 
-def _limits(limit: float | Sequence[float], ranks: int) -> list[float]:
-    each = [limit] * ranks if isinstance(limit, int | float) else list(limit)
-    if len(each) != ranks:
-        rule = f"there are {ranks} ranks, and each takes one"
-        raise ConfigError(f"limit with {len(each)} numbers", rule, f"Give one number, or {ranks}")
+def _limits(limit: float | Sequence[float], ranks: int) -> Sequence[float]:
+    each = _one_each(limit, ranks, f"limit={limit!r}")
     if not all(bound >= 0 for bound in each):
         raise ConfigError(f"limit={limit!r}", "it is the most that a rank may hold", "Give 0 or more")
     return each
 
 
-def _too_little(schedule: Schedule, kept: Costs, recomputed: Costs, limits: Sequence[float]) -> ConfigError:
-    """The error for limits that are exceeded even if all is recomputed."""
-    costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, None))
-    held = simulate(schedule, costs).peak_memory
-    short = [
-        f"rank {rank} would hold {round_up(peak)} of {bound:g}"
-        for rank, (peak, bound) in enumerate(zip(held, limits, strict=True))
-        if peak > bound * (1 + _ROUNDING)
-    ]
-    return ConfigError(
-        f"a memory limit of {', '.join(f'{bound:g}' for bound in sorted(set(limits)))}",
-        f"with every forward run again {', '.join(short)}",
-        "Take smaller microbatches, more ranks, or a schedule with fewer live activations",
-    )
+def _one_each(values: float | Sequence[float], ranks: int, shown: str) -> Sequence[float]:
+    """One number per rank, from one for all or one per rank."""
+    each = [values] * ranks if isinstance(values, int | float) else values
+    if len(each) != ranks:
+        raise ConfigError(
+            shown, f"there are {ranks} ranks, and each takes one", f"Give one number, or {ranks}"
+        )
+    return each

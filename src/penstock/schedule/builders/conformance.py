@@ -75,77 +75,69 @@ def check_builder(
     peak_live: the exact peak of live activations from ranks, microbatches and the rank; None: not checked
     """
     failures = []
-    for rank_count, microbatch_count in product(ranks, microbatches):
-        case = _Case(builder, rank_count, microbatch_count, options)
-        rules = case.broken(placement, peak_live)
-        failures += [Failure(rank_count, microbatch_count, rule) for rule in rules]
+    for p, m in product(ranks, microbatches):
+        found = _broken(builder, p, m, options, placement, peak_live)
+        failures += [Failure(p, m, rule) for rule in found]
     if failures:
         raise ConformanceError(getattr(builder, "__name__", repr(builder)), failures)
 
 
-@dataclass(frozen=True)
-class _Case:
-    """The builder at one size."""
+def _broken(
+    builder: Builder,
+    ranks: int,
+    microbatches: int,
+    options: dict[str, Any],
+    placement: Callable[[int], Placement] | None,
+    peak_live: PeakLive | None,
+) -> Iterator[str]:
+    """The rules that the builder breaks at one size."""
+    try:
+        schedule: object = builder(ranks=ranks, microbatches=microbatches, **options)
+        again: object = builder(ranks=ranks, microbatches=microbatches, **options)
+    except Exception as error:  # of any type: it is one failure among others
+        yield f"it raises {type(error).__name__}: {error}"
+        return
+    if not isinstance(schedule, Schedule):
+        yield f"it returns {type(schedule).__name__}; a builder returns a penstock.schedule.Schedule"
+        return
+    if schedule.ranks != ranks:
+        yield f"its schedule is for {schedule.ranks} ranks"
+    if schedule.microbatches != microbatches:
+        yield f"its schedule is for {schedule.microbatches} microbatches"
+    if placement and schedule.placement != (expected := placement(ranks)):
+        placed, wanted = list(schedule.placement.rank_of), list(expected.rank_of)
+        yield f"its stages are placed on the ranks {placed} instead of {wanted}"
+    for rank, program in enumerate(schedule.programs):
+        if not program:
+            yield f"rank {rank} has an empty program"
+    changeable = list(_changeable(schedule, again))
+    yield from changeable
+    if changeable:  # verify and simulate need a well-formed schedule
+        return
+    try:
+        peaks = verify(schedule).peak_live
+    except ScheduleError as error:
+        yield from (f"verify refuses it: {violation}" for violation in error.violations)
+        return
+    for rank, peak in enumerate(peaks):
+        if peak_live and peak != (most := peak_live(ranks, microbatches, rank)):
+            yield f"rank {rank} holds {peak} live activations at its peak instead of {most}"
+    yield from _runs(schedule, Costs())
+    stages = range(1, schedule.stages + 1)
+    yield from _runs(schedule, Costs([1 / s for s in stages], [s + 0.5 for s in stages], 0.25, 0.125))
 
-    builder: Builder
-    ranks: int
-    microbatches: int
-    options: dict[str, Any]
 
-    def broken(
-        self, placement: Callable[[int], Placement] | None, peak_live: PeakLive | None
-    ) -> Iterator[str]:
-        try:
-            schedule: object = self._build()
-            again: object = self._build()
-        except Exception as error:  # of any type: it is one failure among others
-            yield f"it raises {type(error).__name__}: {error}"
-            return
-        if not isinstance(schedule, Schedule):
-            yield f"it returns {type(schedule).__name__}; a builder returns a penstock.schedule.Schedule"
-            return
-        yield from self._as_asked(schedule, placement)
-        inert = list(self._inert(schedule, again))
-        yield from inert
-        if inert:  # verify and simulate need a well-formed schedule
-            return
-        try:
-            peaks = verify(schedule).peak_live
-        except ScheduleError as error:
-            yield from (f"verify refuses it: {violation}" for violation in error.violations)
-            return
-        for rank, peak in enumerate(peaks):
-            if peak_live and peak != (expected := peak_live(self.ranks, self.microbatches, rank)):
-                yield f"rank {rank} holds {peak} live activations at its peak instead of {expected}"
-        yield from _runs(schedule, Costs())
-        stages = range(1, schedule.stages + 1)
-        yield from _runs(schedule, Costs([1 / s for s in stages], [s + 0.5 for s in stages], 0.25, 0.125))
-
-    def _build(self) -> Schedule:
-        return self.builder(ranks=self.ranks, microbatches=self.microbatches, **self.options)
-
-    def _inert(self, schedule: Schedule, again: object) -> Iterator[str]:
-        if schedule != again:
-            yield "two calls with the same arguments return different schedules"
-        try:
-            hash(schedule)
-        except TypeError as error:
-            yield f"its schedule is not frozen ({error}); give placement and programs as tuples of tuples"
-        for op in (op for program in schedule.programs for op in program):
-            if not _reads_back(op):
-                yield f"{op} is no op, or is not read back from its own text"
-
-    def _as_asked(self, schedule: Schedule, placement: Callable[[int], Placement] | None) -> Iterator[str]:
-        if schedule.ranks != self.ranks:
-            yield f"its schedule is for {schedule.ranks} ranks"
-        if schedule.microbatches != self.microbatches:
-            yield f"its schedule is for {schedule.microbatches} microbatches"
-        if placement and schedule.placement != (expected := placement(self.ranks)):
-            placed, wanted = list(schedule.placement.rank_of), list(expected.rank_of)
-            yield f"its stages are placed on the ranks {placed} instead of {wanted}"
-        for rank, program in enumerate(schedule.programs):
-            if not program:
-                yield f"rank {rank} has an empty program"
+def _changeable(schedule: Schedule, again: object) -> Iterator[str]:
+    """What keeps it from being frozen, inert data."""
+    if schedule != again:
+        yield "two calls with the same arguments return different schedules"
+    try:
+        hash(schedule)
+    except TypeError as error:
+        yield f"its schedule is not frozen ({error}); give placement and programs as tuples of tuples"
+    for op in (op for program in schedule.programs for op in program):
+        if not _reads_back(op):
+            yield f"{op} is no op, or is not read back from its own text"
 
 
 def _reads_back(op: object) -> bool:

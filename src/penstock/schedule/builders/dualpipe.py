@@ -71,74 +71,42 @@ def paired(
 
 def eight_phases(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, ...]]:
     """The program of one rank, overlapped pairs together."""
-    left_out = max(0, 2 * ranks - microbatches)
-    if not left_out:
-        yield from _in_full(ranks, rank, microbatches)
-        return
-    for entry in _in_full(ranks, rank, microbatches + left_out):
-        kept = tuple(step._replace(microbatch=step.microbatch - left_out) for step in entry
-                     if step.microbatch >= left_out)  # fmt: skip
-        if kept:
+    left_out = max(0, 2 * ranks - microbatches)  # the phases are those of 2P without the first ones
+    reached = dict.fromkeys(("F0", "F1", "B0", "B1"), -left_out)  # the next microbatch
+    deferred = deque[Step]()
+    for entry in _phases(ranks, rank, microbatches + left_out):
+        steps = list[Step]()
+        for text in entry.split("&"):
+            if text == "W":
+                steps.append(deferred.popleft())
+                continue
+            count = text.replace("I", "B")
+            steps.append(Step(int(text[1]), text[0], reached[count]))  # type: ignore[arg-type]
+            reached[count] += 1
+            if text[0] == "I":
+                deferred.append(steps[-1]._replace(kind="W"))
+        if kept := tuple(step for step in steps if step.microbatch >= 0):
             yield kept
 
 
-def _in_full(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, ...]]:
-    """The phases with at least 2P microbatches."""
+def _phases(ranks: int, rank: int, microbatches: int) -> list[str]:
+    """Kinds and chunks, with at least 2P microbatches."""
     after = ranks - 1 - rank
-    counts = _Counts()
-    f, b, i, w = counts.forward, counts.backward, counts.input_grad, counts.weight_grad
-    for _ in range(2 * after):  # phase 1: F0
-        yield (f(0),)
-    for _ in range(rank + 1):  # phase 2: F0 F1
-        yield (f(0),)
-        yield (f(1),)
-    for _ in range(after):  # phase 3: I1 W1 F1
-        yield (i(1),)
-        yield (w(),)
-        yield (f(1),)
-    for turn in range(microbatches - 2 * ranks + rank + 1):  # phase 4: F0&B1 F1&B0
-        if turn == 0 and after == 0:  # B1 needs no other rank here; one after the other, F0 is sent earlier
-            yield (f(0),)
-            yield (b(1),)
-        else:
-            yield f(0), b(1)
-        yield f(1), b(0)
-    for _ in range(after):  # phase 5: B1 F1&B0
-        yield (b(1),)
-        yield f(1), b(0)
-    whole = rank + 1  # phase 6: B1 B0, the second half of them as I
-    for at in range(2 * (rank + 1)):
-        chunk = 1 - at % 2
-        yield ((b if at < whole else i)(chunk),)
-    for _ in range(after):  # phase 7: W I0
-        yield (w(),)
-        yield (i(0),)
-    for _ in range(rank + 1):  # phase 8: W
-        yield (w(),)
-
-
-class _Counts:
-    """Counts the microbatches of each chunk; W ops follow in the order of their I ops."""
-
-    def __init__(self) -> None:
-        self._forwards, self._backwards = [0, 0], [0, 0]
-        self._deferred = deque[Step]()
-
-    def forward(self, chunk: int) -> Step:
-        self._forwards[chunk] += 1
-        return Step(chunk, "F", self._forwards[chunk] - 1)
-
-    def backward(self, chunk: int) -> Step:
-        self._backwards[chunk] += 1
-        return Step(chunk, "B", self._backwards[chunk] - 1)
-
-    def input_grad(self, chunk: int) -> Step:
-        step = self.backward(chunk)._replace(kind="I")
-        self._deferred.append(step._replace(kind="W"))
-        return step
-
-    def weight_grad(self) -> Step:
-        return self._deferred.popleft()
+    steady = ["F0&B1", "F1&B0"] * (microbatches - 2 * ranks + rank + 1)
+    if after == 0:  # B1 needs no other rank here; one after the other, F0 is sent earlier
+        steady[:1] = ["F0", "B1"]
+    backwards = ["B1", "B0"] * (rank + 1)
+    return [
+        *["F0"] * (2 * after),
+        *["F0", "F1"] * (rank + 1),
+        *["I1", "W", "F1"] * after,
+        *steady,
+        *["B1", "F1&B0"] * after,
+        *backwards[: rank + 1],
+        *[step.replace("B", "I") for step in backwards[rank + 1 :]],
+        *["W", "I0"] * after,
+        *["W"] * (rank + 1),
+    ]
 
 
 def dualpipe(ranks: int, microbatches: int) -> Schedule:
@@ -181,10 +149,10 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         stages = (rank, 2 * ranks - 1 - rank)  # of copy 0 and of copy 1
         near = 0 if rank < ranks // 2 else 1  # the copy whose data enters at the nearer end
         for steps in eight_phases(ranks // 2, from_end, each_way):
+            copies = [step.chunk ^ near for step in steps]
             yield tuple(
-                Op(stages[copy], kind, microbatch + copy * each_way)
-                for chunk, kind, microbatch in steps
-                for copy in (chunk ^ near,)
+                Op(stages[copy], step.kind, step.microbatch + copy * each_way)
+                for copy, step in zip(copies, steps, strict=True)
             )
 
     return paired("dualpipe", both_ways(ranks), microbatches, map(entries, range(ranks)))
