@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import product
 from random import Random
 
@@ -12,10 +11,10 @@ import pytest
 from penstock.schedule import Costs, Placement, loop, wave
 from penstock.schedule.search import search
 from penstock.schedule.search.bound import lower_bound
-from penstock.schedule.search.evaluate import fits, key, times
+from penstock.schedule.search.evaluate import Best, fits, key, times
 from penstock.schedule.search.exact import Part, solve
 from penstock.schedule.search.problem import Budget, Problem, Programs, problem
-from penstock.schedule.search.search import Objective
+from support.covering import Row, pairs
 
 COSTS = [
     Costs(),
@@ -45,48 +44,46 @@ def orders(given: Problem, rank: int) -> Iterator[list[int]]:
     return further((0,) * len(lines), 0)
 
 
-@cache
-def least(placement: Placement, microbatches: int, which: int, limit: float, from_first_op: bool) -> float:
-    given = problem(placement, microbatches, COSTS[which], [limit] * placement.ranks, None, from_first_op)
+def least(given: Problem) -> float:
+    """By trying everything."""
     values = []
     for programs in product(*(list(orders(given, rank)) for rank in range(given.ranks))):
-        found = list(programs)
-        ends = times(given, found)
+        ends = times(given, list(programs))
         if ends:
-            values.append(key(given, found, ends).value)
+            values.append(key(given, list(programs), ends).value)
     return min(values) * given.quantum
 
 
-CASES = [
-    *((loop(2), 3, which, limit) for which in range(len(COSTS)) for limit in (1.0, 2.0, 3.0)),
-    *((wave(1), 2, which, limit) for which in range(len(COSTS)) for limit in (2.0, 3.0)),
-    *((Placement((0, 1, 0)), 1, which, 2.0) for which in range(3)),
-]
+MICROBATCHES = {loop(2): 3, wave(1): 2, Placement((0, 1, 0)): 1}
 
 
-@pytest.mark.parametrize("objective", ["makespan", "extent"])
-@pytest.mark.parametrize(("placement", "microbatches", "which", "limit"), CASES)
-def test_proven_is_what_trying_everything_finds(
-    placement: Placement, microbatches: int, which: int, limit: float, objective: Objective
-) -> None:
-    best = least(placement, microbatches, which, limit, objective == "extent")
+def exists(row: Row) -> bool:
+    """A rank holds an activation of each of its stages at least; some costs are of two stages."""
+    placement = row.get("placement", loop(2))
+    costs_of_any = row.get("costs", Costs()) in COSTS[:3]
+    return (placement == loop(2) or row.get("limit", 2.0) >= 2) and (placement.stages == 2 or costs_of_any)
+
+
+CASES = pairs({
+    "placement": [*MICROBATCHES], "costs": COSTS, "limit": [1.0, 2.0, 3.0],
+    "objective": ["makespan", "extent"],
+}, exists)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_proven_is_what_trying_everything_finds(case: Row) -> None:
+    placement, costs, limit, objective = case.values()
+    count, ranks = MICROBATCHES[placement], placement.ranks
+    given = problem(placement, count, costs, [limit] * ranks, None, objective == "extent")
+    best = least(given)
     found = search(
-        ranks=placement.ranks, microbatches=microbatches, costs=COSTS[which], memory_limit=limit,
-        placement=placement, objective=objective, seconds=0.3,
+        ranks=ranks, microbatches=count, costs=costs, memory_limit=limit, placement=placement,
+        objective=objective, seconds=0.3,
     )  # fmt: skip
     assert found.optimal
     assert found.value == pytest.approx(best)
     assert found.lower_bound == pytest.approx(best)
-
-
-@pytest.mark.parametrize(("placement", "microbatches", "which", "limit"), CASES)
-def test_the_bound_without_ortools_is_below(
-    placement: Placement, microbatches: int, which: int, limit: float
-) -> None:
-    for from_first_op in (False, True):
-        given = problem(placement, microbatches, COSTS[which], [limit] * placement.ranks, None, from_first_op)
-        best = least(placement, microbatches, which, limit, from_first_op)
-        assert lower_bound(given) * given.quantum <= best + 1e-9
+    assert lower_bound(given) * given.quantum <= best + 1e-9  # which needs no OR-tools
 
 
 def serial(given: Problem) -> Programs:
@@ -100,7 +97,7 @@ def test_a_part_is_ordered_anew_and_the_rest_is_kept() -> None:
     ends = times(given, programs)
     assert ends is not None
     part = Part([3, 3, 3], [12, 12, 12])
-    solved = solve(given, programs, part, "value", 0, 1.0, 0, Budget(5))
+    solved = solve(Best(given, Random(0), Budget(5), least=0), programs, part, "value", 1.0)
     found = times(given, solved.programs)
     assert found is not None
     assert solved.proven
@@ -113,27 +110,23 @@ def test_a_part_is_ordered_anew_and_the_rest_is_kept() -> None:
 def test_ranks_that_keep_their_order_take_part() -> None:
     """What they do in the window depends on the ranks that are free: no order may be taken that deadlocks."""
     given = problem(wave(3), 5, Costs(1, 1.2, 0.8, communication=0.1), [9.0] * 3)
-    programs = [
-        [
-            n
-            for i in range(5)
-            for n in sorted((o for o in ops if o % given.row // 3 == i), key=_out_and_back(given))
-        ]
-        for ops in given.ops_of
-    ]
+    programs = [sorted(ops, key=_one_after_the_other(given)) for ops in given.ops_of]
     random = Random(0)
     for _ in range(12):
         lengths = [len(program) for program in programs]
         starts = [random.randrange(length // 2) for length in lengths]
         part = Part([min(starts)] * 3, [min(starts) + 12] * 3, frozenset({random.randrange(3)}))
-        programs = solve(given, programs, part, "both", 0, 0.1, 0, Budget(5)).programs
+        programs = solve(Best(given, random, Budget(5), least=0), programs, part, "both", 0.1).programs
         assert times(given, programs)
         assert fits(given, programs)
 
 
-def _out_and_back(given: Problem) -> Callable[[int], tuple[int, int]]:
-    def place(number: int) -> tuple[int, int]:
-        stage, kind = number // given.row, number % 3
-        return (0, stage) if kind == 0 else (1, -2 * stage + (kind == 2))
+def _one_after_the_other(given: Problem) -> Callable[[int], tuple[int, ...]]:
+    """Each microbatch out and back."""
+
+    def place(number: int) -> tuple[int, ...]:
+        stage, within = divmod(number, given.row)
+        microbatch, kind = divmod(within, 3)
+        return (microbatch, 0, stage) if kind == 0 else (microbatch, 1, -2 * stage + (kind == 2))
 
     return place

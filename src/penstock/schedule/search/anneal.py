@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 from math import exp
 from random import Random
 
-from penstock.schedule.search.evaluate import key, levels, times, times_after
-from penstock.schedule.search.problem import NOTHING, OP_TIMED, Budget, F, Problem, Programs, W
+from penstock.schedule.search.evaluate import Best, Key, key, levels, times, times_after
+from penstock.schedule.search.problem import NOTHING, OP_TIMED, F, Problem, Programs, W
 
 
 def replaced(problem: Problem, programs: Programs) -> Programs | None:
@@ -59,15 +59,16 @@ _HEAT = 0.15  # at the beginning, in cycles
 _ON_THE_PATH = 0.7  # share of the moves that are of a critical op
 
 
-def annealed(
-    problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
-) -> Programs:
-    """`programs` or better, after `share` of the budget. least: a lower bound on the value."""
-    ends = times(problem, programs)
+def anneal(best: Best, share: float) -> None:
+    """Improve on `best` until `share` of the budget is spent."""
+    problem, random, budget = best.problem, best.random, best.budget
+
+    def score(reached: Key) -> float:
+        return max(reached.value, best.least) + _ENDS_WEIGHT * reached.ends / problem.ranks
+
+    current, ends = list(best.programs), times(problem, best.programs)
     assert ends is not None, "the programs deadlock"
-    current = [list(program) for program in programs]
-    best, best_key = programs, key(problem, programs, ends)
-    score, path = _score(problem, current, ends, least), _critical(problem, current, ends)
+    now, path = score(best.key), _critical(problem, current, ends)
     steps = max(1.0, budget.left(share))
     while (left := budget.left(share)) > 0:
         heat = _HEAT * problem.cycle * (left / steps) ** 2
@@ -80,29 +81,20 @@ def annealed(
         budget.spend(0.7 * OP_TIMED * problem.size)
         current[rank] = new
         found = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
-        reached = _score(problem, current, found, least) if found else None
         threshold = random.random()  # drawn in any case, so that later draws do not depend on the score
-        if (
-            found is None
-            or reached is None
-            or (reached > score and threshold >= exp((score - reached) / (heat + 1e-9)))
-        ):
-            current[rank] = old
-            continue
-        ends, score, path = found, reached, _critical(problem, current, found)
-        now = key(problem, current, found)
-        if now < best_key:
-            best, best_key = [list(program) for program in current], now
-    return best
+        if found is not None:
+            reached = key(problem, current, found)
+            change = score(reached) - now
+            if change <= 0 or threshold < exp(-change / (heat + 1e-9)):
+                ends, now, path = found, score(reached), _critical(problem, current, found)
+                if reached < best.key:
+                    best.offer(list(current), "annealing")
+                continue
+        current[rank] = old
 
 
 def _first_difference(old: list[int], new: list[int], since: int) -> int:
     return next(at for at in range(since, len(old)) if old[at] != new[at])
-
-
-def _score(problem: Problem, programs: Programs, ends: list[int], least: int) -> float:
-    value, together = key(problem, programs, ends)
-    return max(value, least) + _ENDS_WEIGHT * together / problem.ranks
 
 
 def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Place]:

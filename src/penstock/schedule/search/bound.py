@@ -56,16 +56,13 @@ class _Bounds:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         # by line, over its microbatches
-        self.least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
-        self.most = [max((problem.duration[n] for n in line), default=0) for line in problem.lines]
-        self.delay = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
-        self.total = [sum(problem.duration[n] for n in line) for line in problem.lines]
+        self.least, self.most, self.total = (
+            problem.by_line(pick, problem.duration) for pick in (min, max, sum)
+        )
+        self.delay = problem.by_line(min, problem.delay)
         # by stage: the least that is held until I, and until W
-        stages = range(problem.placement.stages)
-        self.activation = [
-            min((problem.take[n] for n in problem.lines[3 * s + F]), default=0) for s in stages
-        ]
-        self.kept = [min((problem.give[n] for n in problem.lines[3 * s + W]), default=0) for s in stages]
+        self.activation = problem.by_line(min, problem.take)[F::3]
+        self.kept = problem.by_line(min, problem.give)[W::3]
         self.arrival = arrivals(problem)
         pairs = zip(problem.lines_of, problem.offset, strict=True)
         self.start = [min(self.arrival[line] for line in lines) - offset for lines, offset in pairs]
@@ -74,8 +71,7 @@ class _Bounds:
         self.limit = [limit - limit % grain for limit in problem.limit]
 
     def chain(self) -> int:
-        first, arrival, least = 0, self.arrival, self.least
-        return arrival[first + W] + least[first + W] - max(self.problem.offset)
+        return self.arrival[W] + self.least[W] - max(self.problem.offset)
 
     def busy(self, rank: int) -> int:
         before, after = self._before(rank), self._after(rank)
@@ -90,13 +86,8 @@ class _Bounds:
         put_off = max(self._fill(items, self.limit[rank]), self.most[3 * first + W])
         home = sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(first)) + self.least[W]
         start = self.arrival[3 * first + F] + self._before(rank)
-        return (
-            start
-            + self.problem.work[rank]
-            - put_off
-            + home
-            - self.problem.offset[self.problem.placement.rank_of[0]]
-        )
+        offset = self.problem.offset[self.problem.placement.rank_of[0]]
+        return start + self.problem.work[rank] - put_off + home - offset
 
     def residence(self, rank: int) -> int:
         """An activation is held at least until its gradient can come back, and then until W."""
@@ -121,9 +112,8 @@ class _Bounds:
 
     def _forwards(self, rank: int) -> int:
         """The most forward time that fits in memory before the first I."""
-        items = [
-            (self.most[3 * s + F], self.activation[s], self.total[3 * s + F]) for s in self._stages(rank)
-        ]
+        stages = self._stages(rank)
+        items = [(self.most[3 * s + F], self.activation[s], self.total[3 * s + F]) for s in stages]
         return self._fill(items, self.limit[rank])
 
     def _after(self, rank: int) -> int:
@@ -132,24 +122,21 @@ class _Bounds:
         first, last = 3 * stages[0], 3 * stages[-1]
         items: list[tuple[int, int, int]] = []
         for stage in stages:
-            whole, weight = self.total[3 * stage + I] + self.total[3 * stage + W], self.total[3 * stage + W]
+            i, w = 3 * stage + I, 3 * stage + W
             items += (
-                (self.most[3 * stage + I] + self.most[3 * stage + W], self.activation[stage], whole),
-                (self.most[3 * stage + W], self.kept[stage], weight),
+                (self.most[i] + self.most[w], self.activation[stage], self.total[i] + self.total[w]),
+                (self.most[w], self.kept[stage], self.total[w]),
             )
         left = min(self._fill(items, self.limit[rank]), sum(whole for _, _, whole in items[::2]))
-        return max(
-            0, self._return(stages[-1], stages[0]) + self.least[first + W] - self.most[last + F] - left
-        )
+        back = self._return(stages[-1], stages[0]) + self.least[first + W]
+        return max(0, back - self.most[last + F] - left)
 
     def _return(self, start: int, end: int) -> int:
         """The least time from F on stage `start` to the end of I on stage `end`, of one microbatch."""
         depth = self.problem.placement.depth
-        there = (
-            sum(self.least[3 * s + F] + self.delay[3 * s + F] for s in range(start, depth))
-            - self.delay[3 * start + F]
-        )
-        return there + sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(end, depth))
+        there = sum(self.least[3 * s + F] + self.delay[3 * s + F] for s in range(start, depth))
+        back = sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(end, depth))
+        return there - self.delay[3 * start + F] + back
 
     def _fill(self, items: list[tuple[int, int, int]], limit: int) -> int:
         """The most time that fits into `limit`, with fractions. items: time, size, and time in all."""

@@ -6,9 +6,11 @@ Each program is in an order that its rank could follow if no other rank kept it 
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass, field
+from random import Random
 from typing import NamedTuple
 
-from penstock.schedule.search.problem import NOTHING, Problem, Programs
+from penstock.schedule.search.problem import NOTHING, Budget, Problem, Programs
 
 
 class Key(NamedTuple):
@@ -16,6 +18,9 @@ class Key(NamedTuple):
 
     value: int
     ends: int
+
+
+_WORST = Key(2**62, 0)
 
 
 def times(problem: Problem, programs: Programs) -> list[int] | None:
@@ -106,6 +111,7 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
 
 
 def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
+    """That of programs that run. ends: their `times`"""
     last = [ends[program[-1]] if program else 0 for program in programs]
     return Key(max(end - offset for end, offset in zip(last, problem.offset, strict=True)), sum(last))
 
@@ -127,3 +133,35 @@ def fits(problem: Problem, programs: Programs) -> bool:
         max(levels(problem, program), default=0) <= limit
         for program, limit in zip(programs, problem.limit, strict=True)
     )
+
+
+def checked_key(problem: Problem, programs: Programs) -> Key:
+    """The key; worse than any other for programs that deadlock or hold too much."""
+    ends = times(problem, programs) if fits(problem, programs) else None
+    return key(problem, programs, ends) if ends else _WORST
+
+
+@dataclass
+class Best:
+    """The best programs so far and the step that found them; each step of a search improves on it.
+
+    least: a lower bound on the value
+    """
+
+    problem: Problem
+    random: Random
+    budget: Budget
+    least: int
+    programs: Programs = field(default_factory=list)
+    key: Key = _WORST
+    method: str = ""
+
+    def offer(self, programs: Programs | None, method: str) -> None:
+        """Keep programs that run, fit and are better."""
+        found = checked_key(self.problem, programs) if programs else _WORST
+        if programs and found < self.key:
+            self.programs, self.key, self.method = programs, found, method
+
+    @property
+    def is_least(self) -> bool:
+        return self.key.value <= self.least

@@ -12,23 +12,12 @@ from __future__ import annotations
 import importlib.util
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from penstock.schedule.search.evaluate import Key, fits, key, tails, times
-from penstock.schedule.search.problem import (
-    CP_SAT_SECOND,
-    NOTHING,
-    OP_MODELLED,
-    Budget,
-    F,
-    I,
-    Problem,
-    Programs,
-    W,
-)
+from penstock.schedule.search.evaluate import Best, checked_key, key, tails, times
+from penstock.schedule.search.problem import CP_SAT_SECOND, NOTHING, OP_MODELLED, F, I, Problem, Programs, W
 
 # minimize the value; the sum of the ranks' ends without a larger value; or both at once
 Aim = Literal["value", "ends", "both"]
@@ -38,8 +27,7 @@ def available() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-@dataclass(frozen=True)
-class Solved:
+class Solved(NamedTuple):
     """The best programs found. bound: no value is smaller, with all else fixed; proven: they are optimal"""
 
     programs: Programs
@@ -47,8 +35,7 @@ class Solved:
     proven: bool
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The positions from starts[r] up to stops[r] of rank r's program.
 
     in_order: ranks whose ops keep their order but may move in time
@@ -58,28 +45,16 @@ class Part:
     stops: Sequence[int]
     in_order: frozenset[int] = frozenset()
 
-    @classmethod
-    def whole(cls, programs: Programs) -> Part:
-        return cls([0] * len(programs), [len(program) for program in programs])
 
-
-def solve(
-    problem: Problem,
-    programs: Programs,
-    part: Part,
-    aim: Aim,
-    least: int,
-    seconds: float,
-    seed: int,
-    budget: Budget,
-) -> Solved:
-    """The best order of `part` found in so many deterministic seconds. least: a lower bound on the value."""
+def solve(best: Best, programs: Programs, part: Part, aim: Aim, seconds: float) -> Solved:
+    """The best order of `part` found in so many deterministic seconds. best: for all but its programs"""
     from ortools.sat.python import cp_model
 
+    problem, budget, least = best.problem, best.budget, best.least
     model = _Model(cp_model.CpModel(), problem, programs, part, aim, least)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # more of them race
-    solver.parameters.random_seed = seed
+    solver.parameters.random_seed = best.random.randrange(2**30)
     solver.parameters.max_deterministic_time = seconds
     solver.parameters.max_time_in_seconds = max(0.1, budget.wall_left)
     budget.spend(OP_MODELLED * len(model.start))
@@ -97,6 +72,19 @@ def solve(
         ordered = sorted(piece, key=lambda number: (start[number], problem.duration[number] > 0))
         found[rank][part.starts[rank] : part.stops[rank]] = ordered
     return Solved(found, bound, status == cp_model.OPTIMAL)
+
+
+def solve_whole(best: Best, aim: Aim, share: float) -> None:
+    """Improve on `best` by CP-SAT on all ops, with what is left of `share` of the budget."""
+    seconds = best.budget.left(share) / CP_SAT_SECOND
+    if seconds <= 0:
+        return
+    whole = Part([0] * len(best.programs), [len(program) for program in best.programs])
+    solved = solve(best, best.programs, whole, aim, seconds)
+    best.offer(solved.programs, "CP-SAT")
+    # with copies of the model, another distribution of the microbatches may be better
+    if best.problem.exact_sizes and best.problem.placement.replicas == 1:
+        best.least = max(best.least, solved.bound)
 
 
 class _Model:
@@ -249,30 +237,22 @@ _FIRST, _FEWEST, _MOST = 60.0, 24.0, 240.0  # ops in a window
 _GIVEN_UP = 60  # windows in a row that changed nothing
 
 
-def improved(
-    problem: Problem, programs: Programs, random: Random, budget: Budget, share: float, least: int
-) -> Programs:
-    """`programs` or better, after `share` of the budget."""
-    best, best_key = programs, _key(problem, programs)
+def solve_windows(best: Best, share: float) -> None:
+    """Improve on `best` until `share` of the budget is spent, or many windows in a row change nothing."""
+    programs, reached = best.programs, best.key
     size, idle = _FIRST, 0
-    while budget.left(share) > 0 and idle < _GIVEN_UP:
-        part = _window(problem, best, size, random)
-        seconds = min(_SECONDS, budget.left(share) / CP_SAT_SECOND)
-        solved = solve(problem, best, part, "both", least, seconds, random.randrange(2**30), budget)
+    while best.budget.left(share) > 0 and idle < _GIVEN_UP:
+        part = _window(best.problem, programs, size, best.random)
+        solved = solve(best, programs, part, "both", min(_SECONDS, best.budget.left(share) / CP_SAT_SECOND))
         # windows grow until CP-SAT cannot finish them
         size = min(_MOST, size * 1.08) if solved.proven else max(_FEWEST, size * 0.85)
-        found = _key(problem, solved.programs)
-        idle = 0 if found < best_key else idle + 1
+        # ops that take no time may come in an order that cannot run
+        found = checked_key(best.problem, solved.programs)
+        idle = 0 if found < reached else idle + 1
         # another order that is as good is taken too: the next window starts from there
-        if found <= best_key:
-            best, best_key = solved.programs, found
-    return best
-
-
-def _key(problem: Problem, programs: Programs) -> Key:
-    """Worse than any other if ops that take no time came in an order that cannot run."""
-    ends = times(problem, programs) if fits(problem, programs) else None
-    return key(problem, programs, ends) if ends else Key(2**62, 0)
+        if found <= reached:
+            programs, reached = solved.programs, found
+    best.offer(programs, "CP-SAT on windows")
 
 
 def _window(problem: Problem, programs: Programs, size: float, random: Random) -> Part:

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from operator import itemgetter
 from random import Random
 
-from penstock.schedule.search.evaluate import Key, key, times
-from penstock.schedule.search.problem import NOTHING, OP_LISTED, OP_TIMED, Budget, F, I, Problem, Programs, W
+from penstock.schedule.search.evaluate import Best, Key, key, times
+from penstock.schedule.search.problem import NOTHING, OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
 
 _KEPT = 6  # policies that are varied
 
@@ -34,50 +35,39 @@ class Policy:
     patience: int
 
 
-@dataclass(frozen=True)
-class Listed:
-    key: Key
-    programs: Programs
-    policy: Policy
+def list_schedules(best: Best, share: float, known: Sequence[Policy] = ()) -> list[Policy]:
+    """Improve on `best`; returns the best policies. It tries at least the `known` ones and two more.
 
-
-def listed(
-    problem: Problem,
-    random: Random,
-    budget: Budget,
-    share: float,
-    known: Sequence[Policy] = (),
-    least: int = 0,
-) -> list[Listed]:
-    """The best programs that policies lead to, best first; it tries at least the `known` ones and two more.
-
-    It stops when `share` of the budget is spent, or when `least` is reached and nothing improves for long.
+    It stops when `share` of the budget is spent, or when the least value is reached and nothing improves for
+    long.
     """
-    best: list[Listed] = []
+    problem, random = best.problem, best.random
+    kept: list[tuple[Key, Programs, Policy]] = []  # the best first
     room = reserves(problem)
     tried = idle = 0
-    while tried < len(known) + 2 or budget.left(share) > 0:
+    while tried < len(known) + 2 or best.budget.left(share) > 0:
         if tried < len(known):
             policy = known[tried]
-        elif best and random.random() < 0.7:
-            policy = _varied(problem, best[min(int(random.expovariate(0.7)), len(best) - 1)].policy, random)
+        elif kept and random.random() < 0.7:
+            _, _, policy = kept[min(int(random.expovariate(0.7)), len(kept) - 1)]
+            policy = _varied(problem, policy, random)
         else:
             policy = _drawn(problem, random)
         tried += 1
-        budget.spend(problem.size * (OP_LISTED + OP_TIMED))
+        best.budget.spend(problem.size * (OP_LISTED + OP_TIMED))
         programs = follow(problem, policy, room)
         ends = times(problem, programs) if programs else None
         if not programs or not ends:
             continue
-        found = Listed(key(problem, programs, ends), programs, policy)
-        idle += 1
-        if not best or found.key < best[0].key:
-            idle = 0
-        if all(found.key != other.key for other in best):
-            best = sorted([*best, found], key=lambda listed: listed.key)[:_KEPT]
-        if best[0].key.value <= least and idle > 300:
+        found = key(problem, programs, ends)
+        idle = 0 if not kept or found < kept[0][0] else idle + 1
+        if all(found != other for other, _, _ in kept):
+            kept = sorted([*kept, (found, programs, policy)], key=itemgetter(0))[:_KEPT]
+        if kept[0][0].value <= best.least and idle > 300:
             break
-    return best
+    if kept:
+        best.offer(kept[0][1], "list scheduling")
+    return [policy for _, _, policy in kept]
 
 
 def _drawn(problem: Problem, random: Random) -> Policy:
@@ -120,10 +110,9 @@ def _varied(problem: Problem, policy: Policy, random: Random) -> Policy:
 
 def _time_left(problem: Problem) -> list[float]:
     """By line: from the start of one of its ops to the end of the same microbatch."""
-    found = [0.0] * len(problem.lines)
-    depth, longest = problem.placement.depth, [
-        max((problem.duration[n] + problem.delay[n] for n in line), default=0) for line in problem.lines
-    ]  # fmt: skip
+    times = [duration + delay for duration, delay in zip(problem.duration, problem.delay, strict=True)]
+    longest, depth = problem.by_line(max, times), problem.placement.depth
+    found = [0.0] * len(longest)
     for first in range(0, problem.placement.stages, depth):
         left = 0.0
         for stage in range(first, first + depth):

@@ -7,7 +7,7 @@ whole backward: I and W next to each other take as long, and the gradient leaves
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -34,8 +34,7 @@ class Problem:
     travels take[n]: how much more the rank holds from the start of n; give[n]: how much less from its end
     limit[r]: the most that rank r may hold
     offset[r]: when the time of rank r begins to count
-    exact: no time was rounded; otherwise all were rounded down
-    exact_sizes: no size was rounded; otherwise all were rounded up
+    exact_sizes: no size was rounded; otherwise all were rounded up. Times are rounded down if at all
     alike: every microbatch costs the same, so that their order on a stage does not matter
     """
 
@@ -50,13 +49,16 @@ class Problem:
     give: list[int]
     limit: list[int]
     offset: list[int]
-    exact: bool
     exact_sizes: bool
     alike: bool
 
     @property
     def ranks(self) -> int:
         return self.placement.ranks
+
+    def by_line(self, pick: Callable[[list[int]], int], values: Sequence[int]) -> list[int]:
+        """By line: the min, max or sum (`pick`) of its ops' `values`; 0 for a line without ops."""
+        return [pick([values[number] for number in line] or [0]) for line in self.lines]
 
     @property
     def row(self) -> int:
@@ -203,7 +205,6 @@ def problem(
         # a limit that `simulate` calls kept, up to a last digit, is kept here
         limit=[total if x is None else min(total, floor(x * per_size * (1 + 1e-12) + 1e-9)) for x in limits],
         offset=[0] * placement.ranks,
-        exact=exact,
         exact_sizes=exact_sizes,
         alike=all(row == row[:1] * len(row) for rows in (*times, delays, *held) for row in rows),
     )
@@ -214,8 +215,7 @@ def problem(
 
 def arrivals(problem: Problem) -> list[int]:
     """By line: no op of it can start earlier, whatever the ranks do."""
-    least = [min((problem.duration[n] for n in line), default=0) for line in problem.lines]
-    delays = [min((problem.delay[n] for n in line), default=0) for line in problem.lines]
+    least, delays = problem.by_line(min, problem.duration), problem.by_line(min, problem.delay)
     found = [0] * len(problem.lines)
     depth = problem.placement.depth
     for first in range(0, problem.placement.stages, depth):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, isfinite
 from random import Random
@@ -23,24 +23,13 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Costs, Row
-from penstock.schedule.ops import Op, Placement, Schedule, check_size, loop, wave
+from penstock.schedule.ops import Op, Placement, Schedule, check_size, loop, not_a_count, wave
 from penstock.schedule.search import exact
-from penstock.schedule.search.anneal import annealed, replaced
+from penstock.schedule.search.anneal import anneal, replaced
 from penstock.schedule.search.bound import lower_bound
-from penstock.schedule.search.evaluate import Key, fits, key, times
-from penstock.schedule.search.exact import Aim, Part, improved
-from penstock.schedule.search.listing import Policy, listed
-from penstock.schedule.search.problem import (
-    CP_SAT_SECOND,
-    OP_TIMED,
-    Budget,
-    F,
-    I,
-    Problem,
-    Programs,
-    W,
-    problem,
-)
+from penstock.schedule.search.evaluate import Best
+from penstock.schedule.search.listing import Policy, list_schedules
+from penstock.schedule.search.problem import OP_TIMED, Budget, F, I, Problem, Programs, W, problem
 from penstock.schedule.search.repeat import extended, fewer
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
@@ -78,63 +67,6 @@ _ALL_AT_ONCE, _ALL_AT_ONCE_SINGLY = 400, 700
 _LARGE = 900  # from so many ops on, a smaller problem comes first
 
 
-_WORST = Key(2**62, 0)
-
-
-@dataclass
-class Best:
-    """The best programs so far and the method that found them. least: a lower bound on the value."""
-
-    problem: Problem
-    random: Random
-    budget: Budget
-    least: int
-    programs: Programs = field(default_factory=list)
-    key: Key = _WORST
-    method: str = ""
-
-    def offer(self, programs: Programs | None, method: str) -> None:
-        """Keep programs that run, fit and are better."""
-        ends = times(self.problem, programs) if programs and fits(self.problem, programs) else None
-        if programs is None or ends is None:
-            return
-        found = key(self.problem, programs, ends)
-        if found < self.key:
-            self.programs, self.key, self.method = programs, found, method
-
-    @property
-    def is_least(self) -> bool:
-        return self.key.value <= self.least
-
-    def list(self, share: float, known: Sequence[Policy], name: str = "list scheduling") -> list[Policy]:
-        """List scheduling until `share` of the budget; returns the best policies."""
-        found = listed(self.problem, self.random, self.budget, share, known, self.least)
-        for each in found:
-            self.offer(each.programs, name)
-        return [each.policy for each in found]
-
-    def anneal(self, share: float) -> None:
-        found = annealed(self.problem, self.programs, self.random, self.budget, share, self.least)
-        self.offer(found, "annealing")
-
-    def window(self, share: float) -> None:
-        found = improved(self.problem, self.programs, self.random, self.budget, share, self.least)
-        self.offer(found, "CP-SAT on windows")
-
-    def solve(self, aim: Aim, share: float) -> None:
-        """CP-SAT on all ops."""
-        seconds = self.budget.left(share) / CP_SAT_SECOND
-        if seconds <= 0:
-            return
-        whole = Part.whole(self.programs)
-        seed = self.random.randrange(2**30)
-        solved = exact.solve(self.problem, self.programs, whole, aim, self.least, seconds, seed, self.budget)
-        self.offer(solved.programs, "CP-SAT")
-        # with copies of the model, another distribution of the microbatches may be better
-        if self.problem.exact_sizes and self.problem.placement.replicas == 1:
-            self.least = max(self.least, solved.bound)
-
-
 def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random, budget: Budget) -> Best:
     """The best programs found. seeds: names and programs to start from; at least one must fit."""
     best = Best(problem, random, budget, lower_bound(problem))
@@ -158,14 +90,12 @@ def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Poli
     few = fewer(problem, microbatches)
     part = Best(few, best.random, budget, lower_bound(few))
     begun = budget.spent / budget.total
-    policies = part.list(begun + 0.5 * (share - begun), policies)
+    policies = list_schedules(part, begun + 0.5 * (share - begun), policies)
     if not part.programs:
         return policies
     best.offer(extended(problem, few, part.programs, budget), "list scheduling, its steady state repeated")
-    if exact.available():
-        part.window(share)
-    else:
-        part.anneal(share)
+    improve = exact.solve_windows if exact.available() else anneal
+    improve(part, share)
     best.offer(extended(problem, few, part.programs, budget), f"{part.method}, its steady state repeated")
     return policies
 
@@ -178,18 +108,18 @@ def _improve(best: Best, policies: list[Policy]) -> None:
     def until(share: float) -> float:
         return begun + share * (1.0 - begun)
 
-    best.list(until(0.2 if whole else 0.35), policies)
+    list_schedules(best, until(0.2 if whole else 0.35), policies)
     if not exact.available():
-        best.anneal(1.0)
+        anneal(best, 1.0)
         return
     if whole and not best.is_least:
-        best.solve("value", until(0.7))
+        exact.solve_whole(best, "value", until(0.7))
     if not best.is_least and best.problem.size <= _LARGE:  # with more ops, too few of them would move
-        best.anneal(until(0.8 if whole else 0.55))
+        anneal(best, until(0.8 if whole else 0.55))
     if whole and best.is_least:
-        best.solve("ends", 1.0)
+        exact.solve_whole(best, "ends", 1.0)
     else:
-        best.window(1.0)
+        exact.solve_windows(best, 1.0)
 
 
 Objective = Literal["makespan", "extent"]
@@ -288,8 +218,7 @@ def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None)
             )
         return choice
     if stages_per_rank is not None and (type(stages_per_rank) is not int or stages_per_rank < 1):
-        rule = "a rank has a whole number of them, and at least one"
-        raise ConfigError(f"stages_per_rank={stages_per_rank!r}", rule, "Give 1 or more")
+        raise not_a_count("stages_per_rank", stages_per_rank)
     if choice == "loop":
         return loop(ranks, stages_per_rank or 1)
     if choice == "v":
@@ -300,12 +229,11 @@ def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None)
 
 def _check(seconds: float, objective: str) -> None:
     if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
-        raise ConfigError(
-            f"seconds={seconds!r}", "a search takes some time, and ends", "Give more than 0, say 30"
-        )
+        rule = "a search takes some time, and ends"
+        raise ConfigError(f"seconds={seconds!r}", rule, "Give more than 0, say 30")
     if objective not in ("makespan", "extent"):
-        raise ConfigError(f"objective={objective!r}", "a search makes the makespan or the extent small",
-                          "Give 'makespan' or 'extent'")  # fmt: skip
+        rule = "a search makes the makespan or the extent small"
+        raise ConfigError(f"objective={objective!r}", rule, "Give 'makespan' or 'extent'")
 
 
 def _limits(memory_limit: float | Sequence[float] | None, ranks: int) -> list[float | None]:
@@ -326,10 +254,8 @@ def _limits(memory_limit: float | Sequence[float] | None, ranks: int) -> list[fl
 
 def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
     """Raise ConfigError for limits below what one microbatch at a time holds: every schedule needs that."""
-    alone = simulate(task.schedule(_serial(task)), costs).peak_memory
-    short = [
-        rank for rank, limit in enumerate(limits) if limit is not None and alone[rank] > limit * (1 + _DIGITS)
-    ]
+    timeline = simulate(task.schedule(_serial(task)), costs)
+    alone, short = timeline.peak_memory, _beyond(limits, timeline)
     if short:
         each = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
         one_for_all = isinstance(memory_limit, int | float)
@@ -370,14 +296,15 @@ def _fitting(
     found = []
     for name, schedule in candidates(task.placement, task.microbatches, costs):
         timeline = simulate(schedule, costs)
-        if _keeps(timeline, limits):
+        if not _beyond(limits, timeline):
             found.append((name, schedule, _value(task, timeline)))
     return sorted(found, key=lambda builder: builder[2])
 
 
-def _keeps(timeline: Timeline, limits: Sequence[float | None]) -> bool:
-    pairs = zip(timeline.peak_memory, limits, strict=True)
-    return all(limit is None or peak <= limit * (1 + _DIGITS) for peak, limit in pairs)
+def _beyond(limits: Sequence[float | None], timeline: Timeline) -> list[int]:
+    """The ranks that hold more than their limit."""
+    pairs = enumerate(zip(timeline.peak_memory, limits, strict=True))
+    return [rank for rank, (peak, limit) in pairs if limit is not None and peak > limit * (1 + _DIGITS)]
 
 
 def _value(task: Problem, timeline: Timeline) -> float:
