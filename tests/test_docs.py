@@ -93,8 +93,8 @@ def _name(formula: Any) -> str:
 def test_formulas(formula: Any) -> None:
     """Each at every size that it holds for; at least 15 of those tried."""
     seen = 0
-    for ranks in range(1, 8):
-        for microbatches in range(1, 23):
+    for ranks in range(1, 7):
+        for microbatches in range(1, 17):
             if formula.schedule == "dualpipe" and (ranks % 2 or microbatches % 2):
                 continue
             if not formula.value(formula.holds_for, P=ranks, m=microbatches):
