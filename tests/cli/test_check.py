@@ -16,9 +16,8 @@ from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch
 from penstock.pipeline import auto_pipeline
 from penstock.schedule import build, dump
+from support.command import Command
 from support.families import tiny_config, tiny_model
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         [],
         ["--ranks", "2", "--schedule", "zb_v", "--microbatches", "6", "--dtype", "float64"],
-        ["--ranks", "2", "--stages-per-rank", "2", "--rows", "11", "--length", "17"],
+        ["--ranks", "2", "--stages-per-rank", "2", "--rows", "11", "--length", "17", "--dtype", "bfloat16"],
         ["--ranks", "2", "--layout", "Ettt|tL", "--microbatches", "3", "--tolerance", "1e-4"],
-        ["--ranks", "2", "--dtype", "bfloat16"],
     ],
 )
 def test_a_folder_with_weights_passes(folder: Path, penstock: Command, options: list[str]) -> None:
     code, out, err = penstock("check", folder, *options)
     assert (code, err) == (0, "")
     assert out.startswith("LlamaForCausalLM in ")
-    for part in ("its weights\n", "stage  rank  layers", " split, ", " whole\n", "compared, each entry"):
-        assert part in out
+    for text in ("its weights\n", "stage  rank  layers", " split, ", " whole\n", "compared, each entry"):
+        assert text in out
     assert out.endswith("\npass\n")
 
 
@@ -71,11 +69,11 @@ def test_gradients_that_differ_are_listed_worst_first_and_not_all(
 
     def off(self: auto_pipeline._Build, stage: int) -> PreTrainedModel:
         """Every gradient of the second stage's layers is too large."""
-        part = model_of(self, stage)
-        for name, parameter in part.named_parameters():
+        model = model_of(self, stage)
+        for name, parameter in model.named_parameters():
             if stage == 1 and ".layers." in name:
                 parameter.register_hook(lambda grad: grad * 1.5)
-        return part
+        return model
 
     monkeypatch.setattr(auto_pipeline._Build, "_model", off)
     monkeypatch.setattr(command, "SHOWN", 5)
@@ -84,8 +82,8 @@ def test_gradients_that_differ_are_listed_worst_first_and_not_all(
     rows = [line for line in out.splitlines() if ".layers." in line]
     assert len(rows) == 5
     assert all("model.layers.2." in row or "model.layers.3." in row for row in rows)
-    for part in ("gradients that differ, the worst first", "and 13 more\n", "fail: 18 tensors differ, "):
-        assert part in out
+    for text in ("gradients that differ, the worst first", "and 13 more\n", "fail: 18 tensors differ, "):
+        assert text in out
     assert "pass" not in out
 
 

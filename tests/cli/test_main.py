@@ -7,32 +7,36 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock import AutoPipeline
+from penstock.train import run
+from support.command import Command
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
-
-Command = Callable[..., tuple[int, str, str]]
 
 
 def test_version_and_help(penstock: Command) -> None:
     code, out, _ = penstock("--version")
     assert code == 0
     assert out.startswith("penstock 0.")
-    assert penstock("train", "--help")[0] == 0
-    assert penstock("train")[0] == 2
-    assert penstock("trian", "x.yaml")[0] == 2
+    assert penstock("train", "--help").code == 0
+    assert penstock("train").code == 2
+    assert penstock("trian", "x.yaml").code == 2
 
 
 def test_a_dry_run_shows_what_is_known_and_writes_nothing(tmp_path: Path, penstock: Command) -> None:
-    code, out, _ = penstock("train", config_file(tmp_path), "--dry-run", "pipeline.microbatches=4")
+    sizes = ("pipeline.microbatches=2", "parallel.dp_shard=2")
+    code, out, _ = penstock("train", config_file(tmp_path), "--dry-run", *sizes)
     assert code == 0
-    for part in ("microbatches: 4", "final_fraction: 0.1", "rank 1 |", "predicted bubble", "AdamW", "0 to 0"):
-        assert part in out
+    for text in (
+        "microbatches: 2", "final_fraction: 0.1", "rank 1 |", "predicted bubble", "AdamW", "0 to 0",
+        "mesh of 4 processes: pp=2 x dp_shard=2", "rows 2-3", "gathered",
+    ):  # fmt: skip
+        assert text in out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.yaml", "text"]
 
 
@@ -85,17 +89,39 @@ def test_a_damaged_model_is_refused(tmp_path: Path, penstock: Command, damage: s
     assert "model-00001-of-" in err
 
 
+def test_ctrl_c_before_the_ranks_start_ends_with_130(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "preflight", interrupt)
+    assert penstock("train", config_file(tmp_path)) == (130, "", "penstock: interrupted\n")
+
+
+def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    reports = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        reports.append(penstock("train", config_file(tmp_path)))
+    remedy = "Start it with 2 processes, or set pipeline.ranks=3"
+    text = f"pipeline.ranks=2: each rank is one process and torchrun started 3. {remedy}\n"
+    assert reports == [(2, "", f"penstock: error: rank 0: {text}"), (2, "", "")]
+
+
 # ---- As processes of their own
 
 
-def start(*arguments: str | Path, torchrun: int | None = None, **environment: str) -> subprocess.Popen[str]:
-    """Start the command, under `torchrun` ranks if given."""
-    launcher = [f"--nproc-per-node={torchrun}", "--standalone", "-m"] if torchrun else []
-    module = ["torch.distributed.run", *launcher] if torchrun else []
-    return subprocess.Popen(
-        [sys.executable, "-m", *module, "penstock", *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
+def start(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", *launcher, "penstock", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -103,32 +129,21 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(tmp_path: Path) -> None:
-    file = config_file(tmp_path)
-    processes = [start("train", file, RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="3") for rank in "01"]
-    (code, _, err), (other_code, _, other_err) = map(finish, processes)
-    assert (code, other_code) == (2, 2)
-    assert err == (
-        "penstock: error: rank 0: pipeline.ranks=2: each rank is one process and torchrun started 3. "
-        "Start it with 2 processes, or set pipeline.ranks=3\n"
-    )
-    assert other_err == ""
-
-
-def test_two_ranks_train_and_resume_bit_for_bit(tmp_path: Path) -> None:
+def test_two_ranks_train_and_resume_bit_for_bit(tmp_path: Path, penstock: Command) -> None:
     """Started plainly, then under torchrun: the same run either way, and the same after resuming."""
     sampled = {"sample_prompt": "AB", "sample_tokens": 2}
     file = config_file(tmp_path, train={"checkpoint_every": 2}, output=sampled)
-    code, out, err = finish(start("train", file))
+    code, out, err = penstock("train", file)
     assert (code, err) == (0, "")
-    for part in ("step 4/4  loss", "held-out loss", "metrics.jsonl", "timeline.svg", "predicted", "\nAB"):
-        assert part in out
+    for text in ("step 4/4  loss", "held-out loss", "metrics.jsonl", "timeline.svg", "predicted", "\nAB"):
+        assert text in out
     names = {path.name for path in checkpoint(tmp_path, 4).iterdir()}
     assert {"optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"} <= names
 
     half = checkpoint(tmp_path, 2)
     again = f"output.folder={tmp_path / 'again' / 'out'}"
-    code, out, err = finish(start("train", file, "--resume", half, again, torchrun=2, OMP_NUM_THREADS="1"))
+    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
+    code, out, err = finish(start("train", file, "--resume", half, again, launcher=torchrun))
     assert code == 0, err
     assert f"going on from {half}" in out
     assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))
@@ -152,25 +167,16 @@ def ranks_of(parent: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("target", "number", "code", "said"),
-    [
-        ("1", signal.SIGKILL, 137, "penstock: error: rank 1 was killed by signal 9 (SIGKILL)"),
-        ("parent", signal.SIGINT, 130, "penstock: interrupted\n"),
-    ],
-)
-def test_a_run_that_is_cut_short_ends_at_once(
-    tmp_path: Path, target: str, number: signal.Signals, code: int, said: str
-) -> None:
+def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
     """Not when the other rank has waited for as long as it may, which is past the end of this test."""
     more = ("train.steps=100000", "train.evaluate_every=100000", "pipeline.timeout_seconds=600")
     process = start("train", config_file(tmp_path), *more)
     wait_for_rows(tmp_path, 5)
     ranks = ranks_of(process.pid)
     assert sorted(ranks) == ["0", "1"]
-    os.kill({**ranks, "parent": process.pid}[target], number)
+    os.kill(ranks["1"], signal.SIGKILL)
     ended_with, _, err = finish(process)
-    assert ended_with == code
-    assert err.startswith(said)
+    assert ended_with == 137
+    assert err.startswith("penstock: error: rank 1 was killed by signal 9 (SIGKILL)")
     assert err.count("penstock: ") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from penstock.batch.loss import IGNORED
+from penstock.cli.shared import table
 from penstock.errors import ConfigError, ModelError
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
@@ -166,24 +163,12 @@ def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) ->
     split = sum(stage.parameter_bytes for stage in plan.stages)
     largest = max(parameter.nbytes for parameter in plan.source.model.parameters())
     fixed = 2 * (whole + split + largest)  # the largest: it is compared in copies
-    microbatch = -(-shape[0] // plan.schedule.microbatches), shape[1]
-    with _silent("torch._subclasses.fake_tensor"):  # it warns at length about ops without an estimate
-        costs = auto.memory_costs(plan, microbatch)
+    costs = auto.memory_costs(plan, (-(-shape[0] // plan.schedule.microbatches), shape[1]))
     if costs is None:
         return fixed, None
     assert isinstance(costs.activation, list)
     held = sum(simulate(plan.schedule, costs).peak_memory)
     return fixed, int(held + sum(costs.activation))
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def refuse_too_large(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int], free: int | None) -> None:
@@ -224,21 +209,20 @@ def _show_passed(report: Report) -> None:
 
 
 def _show_wrong(report: Report) -> None:
-    console = Console(highlight=False, width=None if Console().is_terminal else 160)
     if report.loss_differs:
-        console.print("the loss differs")
+        print("the loss differs")
     wrong = report.wrong
     if wrong:
+        console = Console(highlight=False, width=None if Console().is_terminal else 160)
         kinds = "weights, before any step" if wrong[0].kind == "weight" else "gradients"
-        table = Table(title=f"{kinds} that differ, the worst first", title_justify="left")
-        for name in ("tensor", "stage", "rank", "difference", report.measure, "tolerance"):
-            table.add_column(name, justify="left" if name == "tensor" else "right", overflow="fold")
+        heads = ("tensor", "stage", "rank", "difference", report.measure, "tolerance")
+        rows = []
         for each in wrong[:SHOWN]:
             numbers = (f"{each.difference:.3g}", f"{each.size:.3g}", f"{each.tolerance:.3g}")
             cells = (each.remark, "", "") if each.remark else numbers
-            table.add_row(each.name, str(each.stage), str(each.rank), *cells)
-        console.print(table)
+            rows.append((each.name, each.stage, each.rank, *cells))
+        console.print(table(heads, rows, left=["tensor"], title=f"{kinds} that differ, the worst first"))
     if len(wrong) > SHOWN:
-        console.print(f"and {len(wrong) - SHOWN} more")
+        print(f"and {len(wrong) - SHOWN} more")
     equal = f", {len(report.tensors) - len(wrong)} are equal" if report.losses is not None else ""
-    console.print(f"fail: {len(wrong)} tensors differ{equal}")
+    print(f"fail: {len(wrong)} tensors differ{equal}")

@@ -49,20 +49,13 @@ def options(
 @app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config file.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Show config, stages, mesh, schedule, bubble and memory, and stop."),
-    ] = False,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Go on from the checkpoint whose path follows, or else the newest complete one."
-        ),
-    ] = False,
-) -> None:
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")] = None,
+    dry_run: Annotated[bool, typer.Option(
+        "--dry-run", help="Show config, stages, mesh, schedule, bubble and memory, and stop.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=
+        "Go on from the checkpoint whose path follows, or else the newest complete one.")] = False,
+) -> None:  # fmt: skip
     """Train a Hugging Face model through a pipeline.
 
     Started plainly it starts every rank, one process each; started under torchrun each process is one rank.
@@ -94,36 +87,23 @@ class Dtype(Enum):
 @app.command()
 @taking()
 def check(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL_DIR",
-            help="A local Hugging Face folder. With config.json alone, weights are random.",
-        ),
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help=
+        "A local Hugging Face folder. With config.json alone, weights are random.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
-    microbatches: Annotated[
-        int | None,
-        typer.Option("--microbatches", "-m", help="Microbatches a step. Default: two a rank."),
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")
-    ] = None,
+    microbatches: Annotated[int | None, typer.Option(
+        "--microbatches", "-m", help="Microbatches a step. Default: two a rank.")] = None,
+    layout: Annotated[str | None, typer.Option(
+        help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")] = None,
     stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
-    rows: Annotated[
-        int | None, typer.Option(help="Rows of the batch. Default: one more than microbatches.")
-    ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(help="Tokens a row. Default: 32, or more than a short sliding window."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(help="Largest difference that passes, relative to a gradient's largest entry."),
-    ] = None,
-) -> None:
+    rows: Annotated[int | None, typer.Option(
+        help="Rows of the batch. Default: one more than microbatches.")] = None,
+    length: Annotated[int | None, typer.Option(
+        help="Tokens a row. Default: 32, or more than a short sliding window.")] = None,
+    tolerance: Annotated[float | None, typer.Option(
+        help="Largest difference that passes, relative to a gradient's largest entry.")] = None,
+) -> None:  # fmt: skip
     """Check that a model, split into stages, computes what the whole one does.
 
     Compares the loss and every parameter's gradient on one batch of random tokens, all in this process and
@@ -155,10 +135,9 @@ def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
     try:
         return preflight(load_config(config, overrides), checkpoint)
     except Exception as error:
+        # every rank of this machine finds the same error, and one reports it
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
-            launch.fail(
-                error, quiet=True
-            )  # every rank of this machine finds the same error, and one reports it
+            launch.fail(error, quiet=True)
         raise
 
 

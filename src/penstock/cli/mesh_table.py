@@ -8,7 +8,8 @@ from itertools import pairwise
 import numpy as np
 from rich.table import Table
 
-from penstock.parallel.mesh import BATCH, LOSS, MESH, Axes
+from penstock.cli.shared import table
+from penstock.parallel.mesh import LOSS, MESH, Axes
 from penstock.pipeline.build_plan import BuildPlan
 
 SHOWN = 64  # processes; more lines would push what stands above off the screen
@@ -51,62 +52,50 @@ def mesh_table(plan: BuildPlan, axes: Axes, rows: int | None) -> Table:
     """
     grid = Grid(plan.schedule.ranks, axes)
     long = [name for name in MESH if name == "pp" or grid.sizes[name] > 1]
-    title = f"mesh of {len(grid)} processes: pp={plan.schedule.ranks} x {axes}"
-    table = Table(title=title, title_justify="left", caption=_caption(axes), caption_justify="left")
-    for name in ("process", *long):
-        table.add_column(name, justify="right")
-    for name in ("stages", "layers", "neighbours", "sums gradients with", "reads"):
-        table.add_column(name, no_wrap=name == "reads")
+    words = ("stages", "layers", "neighbours", "sums gradients with", "reads")
+    lines: list[tuple[object, ...]] = []
     for process in range(min(len(grid), SHOWN)):
         place = grid.place(process)
         held = [stage for stage in plan.stages if stage.rank == place["pp"]]
-        table.add_row(
-            str(process),
-            *(str(place[name]) for name in long),
+        lines.append((
+            process,
+            *(place[name] for name in long),
             ", ".join(str(stage.stage) for stage in held),
             ", ".join(_span(stage.layers) if stage.layers else "none" for stage in held),
-            _names(neighbours(plan, grid, process)),
-            _names(summed_with(grid, process)),
+            _names(_neighbours(plan, grid, process)),
+            _names([other for other in grid.along(process, LOSS) if other != process]),
             _reads(grid, process, rows),
-        )
+        ))  # fmt: skip
     if len(grid) > SHOWN:
-        table.add_row("...", *[""] * len(long), f"and {len(grid) - SHOWN} more")
-    return table
+        lines.append(("...", *[""] * len(long), f"and {len(grid) - SHOWN} more"))
+    title = f"mesh of {len(grid)} processes: pp={plan.schedule.ranks} x {axes}"
+    made = table(("process", *long, *words), lines, left=words, title=title, caption=_caption(axes))
+    made.columns[-1].no_wrap = True
+    return made
 
 
-def neighbours(plan: BuildPlan, grid: Grid, process: int) -> list[int]:
+def _neighbours(plan: BuildPlan, grid: Grid, process: int) -> list[int]:
     """The processes that it exchanges activations and their gradients with."""
     placement, rank = plan.schedule.placement, grid.place(process)["pp"]
-    ranks: set[int] = set()
-    for stage in placement.stages_of(rank):
-        ranks |= set() if placement.is_first(stage) else {placement.rank_of[stage - 1]}
-        ranks |= set() if placement.is_last(stage) else {placement.rank_of[stage + 1]}
+    stages = placement.stages_of(rank)
+    before = [stage - 1 for stage in stages if not placement.is_first(stage)]
+    behind = [stage + 1 for stage in stages if not placement.is_last(stage)]
+    ranks = {placement.rank_of[stage] for stage in (*before, *behind)} - {rank}
     pipeline = grid.along(process, ("pp",))
-    return [pipeline[other] for other in sorted(ranks - {rank})]
-
-
-def summed_with(grid: Grid, process: int) -> list[int]:
-    """The processes that hold the same stages and work on other data."""
-    return [other for other in grid.along(process, LOSS) if other != process]
-
-
-def part_of(grid: Grid, process: int) -> int:
-    """The part of the batch that it works on: Pipeline.batch_part's number."""
-    part, place = 0, grid.place(process)
-    for name in BATCH:
-        part = part * grid.sizes[name] + place[name]
-    return part
+    return [pipeline[other] for other in sorted(ranks)]
 
 
 def _reads(grid: Grid, process: int, rows: int | None) -> str:
-    part, parts = part_of(grid, process), grid.sizes["dp_replicate"] * grid.sizes["dp_shard"]
+    """The part of the batch that it works on; its number is Pipeline.batch_part's."""
+    place, sizes = grid.place(process), grid.sizes
+    part = place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]
+    parts = sizes["dp_replicate"] * sizes["dp_shard"]
     if rows is not None:
         numbers = np.array_split(range(rows), parts)[part]
         text = f"rows {_span(range(int(numbers[0]), int(numbers[-1]) + 1))}"
     else:
         text = f"part {part} of {parts}" if parts > 1 else "all rows"
-    cp = grid.sizes["cp"]
-    return f"{text}, part {grid.place(process)['cp']} of {cp} of each" if cp > 1 else text
+    return f"{text}, part {place['cp']} of {sizes['cp']} of each" if sizes["cp"] > 1 else text
 
 
 def _span(numbers: range) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.cli.mesh_table import mesh_table
+from penstock.cli.shared import table
 from penstock.schedule import Costs, render, simulate
 from penstock.train.optimizer import MOMENTS, OPTIMIZERS
 from penstock.train.run import Prepared
@@ -36,21 +37,12 @@ def show(prepared: Prepared) -> None:
         console.print(note, markup=False)
 
 
-def _table(title: str, left: str, *right: str) -> Table:
-    """A table whose columns are aligned to the right, except `left`, the first one."""
-    table = Table(title=title, title_justify="left")
-    table.add_column(left, justify="left" if left == "optimizer" else "right")
-    for name in right:
-        table.add_column(name, justify="right")
-    return table
-
-
 def _stages(prepared: Prepared) -> Table:
-    table = _table("stages", "rank", "stage", "layers", "parameters")
+    rows = []
     for stage in prepared.plan.stages:
         layers = f"{stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "none"
-        table.add_row(str(stage.rank), str(stage.stage), layers, f"{stage.parameters:,}")
-    return table
+        rows.append((stage.rank, stage.stage, layers, f"{stage.parameters:,}"))
+    return table(("rank", "stage", "layers", "parameters"), rows, title="stages")
 
 
 def stage_costs(prepared: Prepared) -> list[float]:
@@ -85,11 +77,12 @@ def optimizers(prepared: Prepared) -> dict[str, Trained]:
 
 
 def _optimizers(prepared: Prepared) -> Table:
-    table = _table("optimizers", "optimizer", "parameters", "entries")
-    table.add_column("which, without the layer's name")
-    for name, trained in optimizers(prepared).items():
-        table.add_row(name, f"{trained.parameters:,}", f"{trained.entries:,}", ", ".join(trained.names))
-    return table
+    heads = ("optimizer", "parameters", "entries", "which, without the layer's name")
+    rows = [
+        (name, f"{trained.parameters:,}", f"{trained.entries:,}", ", ".join(trained.names))
+        for name, trained in optimizers(prepared).items()
+    ]
+    return table(heads, rows, left=(heads[0], heads[-1]), title="optimizers")
 
 
 class Memory(NamedTuple):
@@ -130,24 +123,21 @@ def _moments(prepared: Prepared, names: Iterable[str]) -> int:
 
 
 def _memory(prepared: Prepared) -> Table:
-    title, axes, needs = (
-        "predicted memory a rank, MiB, without the framework's",
-        prepared.axes,
-        memory(prepared),
-    )
+    axes, needs = prepared.axes, memory(prepared)
+    title = "predicted memory a rank, MiB, without the framework's"
     if max(axes.tp, axes.ep) > 1:
         title += "; an upper bound, as what tp and ep split counts in full"
     gathered = ["gathered"] if any(need.gathered for need in needs) else []
     kinds = " and ".join(optimizers(prepared))
-    columns = ("parameters", "gradients", kinds, *gathered, "live", "activations", "together")
-    table = _table(title, "rank", *columns)
+    heads = ("rank", "parameters", "gradients", kinds, *gathered, "live", "activations", "together")
+    rows = []
     for rank, (need, peak) in enumerate(zip(needs, prepared.plan.proof.peak_live, strict=True)):
         *weights, live = need
         shown = weights if gathered else weights[:-1]
         activations, more = ("unknown", " and more") if live is None else (_mib(live), "")
         total = _mib(sum(weights) + (live or 0)) + more
-        table.add_row(str(rank), *map(_mib, shown), str(peak), activations, total)
-    return table
+        rows.append((rank, *map(_mib, shown), peak, activations, total))
+    return table(heads, rows, title=title)
 
 
 def _mib(count: int) -> str:

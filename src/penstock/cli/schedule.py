@@ -14,8 +14,9 @@ from penstock.cli import schedule_tables as view
 from penstock.cli.shared import Choice, chosen, costs_of, taking
 from penstock.errors import ConfigError, InputError, ScheduleError
 from penstock.schedule import Costs, Schedule, loop, render, verify, wave
+from penstock.schedule import compare as all_schedules
+from penstock.schedule import search as best_schedule
 from penstock.schedule import simulate as run_on_paper
-from penstock.schedule.compare import compare as all_schedules
 from penstock.schedule.compare import share
 from penstock.schedule.files import check_path, dump
 
@@ -180,24 +181,21 @@ def _searched(
     ranks: int, microbatches: int, costs: Costs, memory_limit: float | None, seconds: float
 ) -> list[tuple[str, Schedule]]:
     """The results of a search with one stage per rank and one on a V with two, in half the time each."""
-    from penstock.schedule.search import search as searching
-
     found: list[tuple[str, Schedule]] = []
-    for shape, stages_per_rank, placement in ((Shape.LOOP, 1, loop(ranks)), (Shape.V, 2, wave(ranks))):
+    for name, placement in (("loop", loop(ranks)), ("v", wave(ranks))):
         try:
-            best = searching(
+            best = best_schedule(
                 ranks=ranks,
                 microbatches=microbatches,
                 costs=share(costs, placement),
                 memory_limit=memory_limit,
-                placement=shape.value,
-                stages_per_rank=stages_per_rank,
+                placement=placement,
                 seconds=seconds / 2,
             )
         except InputError as error:  # compare the others all the same
-            typer.echo(f"penstock: no schedule found with placement={shape.value}: {error}", err=True)
+            typer.echo(f"penstock: no schedule found with placement={name}: {error}", err=True)
         else:
-            found.append((f"searched placement={shape.value}", best.schedule))
+            found.append((f"searched placement={name}", best.schedule))
     return found
 
 
@@ -222,11 +220,9 @@ def search(
 
     Example: penstock schedule search -r 4 -m 8 --memory-limit 4 --seconds 10 --out best.csv
     """
-    from penstock.schedule.search import search as searching
-
     if out is not None:
         check_path(out)  # before a search that may take long
-    found = searching(
+    found = best_schedule(
         ranks=ranks,
         microbatches=microbatches,
         costs=costs,

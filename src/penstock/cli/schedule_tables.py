@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from penstock.schedule import Op, Proof, Schedule, Timeline
-from penstock.schedule.compare import Entry
+from penstock.cli.shared import table
+from penstock.schedule import Entry, Found, Op, Proof, Schedule, Timeline
 
-if TYPE_CHECKING:
-    from penstock.schedule.search import Found
-
-
+_PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
 _WIDE = 500  # characters, more than any table: a narrow terminal then breaks lines, not cells
 _PATH_SHOWN = 8  # ops at each end of a critical path
 _STAGES_SHOWN = 8
+_FIGURES = ("makespan", "bubble", "inner_bubble")  # of a timeline
 
 
 def out(*parts: RenderableType) -> None:
@@ -55,14 +52,11 @@ def proven(proof: Proof) -> Iterator[RenderableType]:
         (rank, _stages(schedule.placement.stages_of(rank)), proof.peak_live[rank], proof.peak_deferred[rank])
         for rank in range(schedule.ranks)
     )
-    yield _table(("rank", "stages", "peak live", "awaiting W at most"), rows)
+    yield table(("rank", "stages", "peak live", "awaiting W at most"), rows, left=["stages"], **_PLAIN)
     yield "proven: each op is there once, on its rank, in an order that its rank can follow; no deadlock"
     buffered = proof.buffered_sends
-    yield (
-        f"even where a send blocks until it is received, if {buffered} more can lie on each edge"
-        if buffered
-        else "even where a send blocks until it is received"
-    )
+    more = f", if {buffered} more can lie on each edge" if buffered else ""
+    yield f"even where a send blocks until it is received{more}"
 
 
 def _stages(stages: Sequence[int]) -> str:
@@ -87,7 +81,7 @@ def timeline(found: Timeline, memory_limit: float | None) -> Iterator[Renderable
         "peak live",
         "peak memory",
     )
-    yield _table(heads, rows)
+    yield table(heads, rows, **_PLAIN)
     yield f"makespan {number(found.makespan)}, most memory {number(max(found.peak_memory))}"
     inner = percent(found.inner_bubble)
     yield f"bubble {percent(found.bubble)}, or {inner} between each rank's first and last op"
@@ -115,27 +109,20 @@ def _path(ops: Sequence[Op]) -> str:
 
 def timeline_data(schedule: Schedule, found: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """The data of `timeline`, with all of the critical path."""
+    by_rank = {
+        "rank": range(found.ranks),
+        "busy": found.busy,
+        "bubble": found.rank_bubble,
+        "inner_bubble": found.rank_inner_bubble,
+        "idle": [idle._asdict() for idle in found.idle],
+        "peak_live": found.peak_live,
+        "peak_memory": found.peak_memory,
+    }
     return {
-        "name": schedule.name,
-        "ranks": schedule.ranks,
-        "stages": schedule.stages,
-        "microbatches": schedule.microbatches,
-        "makespan": found.makespan,
-        "bubble": found.bubble,
-        "inner_bubble": found.inner_bubble,
+        **{name: getattr(schedule, name) for name in ("name", "ranks", "stages", "microbatches")},
+        **{name: getattr(found, name) for name in _FIGURES},
         "memory_limit": memory_limit,
-        "per_rank": [
-            {
-                "rank": rank,
-                "busy": found.busy[rank],
-                "bubble": found.rank_bubble[rank],
-                "inner_bubble": found.rank_inner_bubble[rank],
-                "idle": found.idle[rank]._asdict(),
-                "peak_live": found.peak_live[rank],
-                "peak_memory": found.peak_memory[rank],
-            }
-            for rank in range(found.ranks)
-        ],
+        "per_rank": [dict(zip(by_rank, row, strict=True)) for row in zip(*by_rank.values(), strict=True)],
         "critical_path": [str(op) for op in found.critical_path],
     }
 
@@ -147,7 +134,7 @@ def comparison(
     entries = tuple(entries)
     yield f"{ranks} ranks, {microbatches} microbatches{limit}"
     heads = ("schedule", "step time", "bubble", "inner", "stages", "live", "memory", "fits")
-    yield _table(heads, map(_row, entries), left=("schedule", "fits"))
+    yield table(heads, map(_row, entries), left=("schedule", "fits"), **_PLAIN)
     for entry in entries:
         if entry.also:
             yield f"{entry.label} is also {' and '.join(entry.also)}"
@@ -193,26 +180,11 @@ def _entry_data(entry: Entry) -> dict[str, Any]:
         "options": dict(entry.options),
         "also": list(entry.also),
         "stages": schedule.stages if schedule else None,
-        "makespan": found.makespan if found else None,
-        "bubble": found.bubble if found else None,
-        "inner_bubble": found.inner_bubble if found else None,
+        **{name: getattr(found, name, None) for name in _FIGURES},
         "peak_live": max(found.peak_live) if found else None,
         "peak_memory": entry.peak_memory if found else None,
-        "fits": entry.fits,
-        "refusal": entry.refusal,
-        "advice": entry.advice,
+        **{name: getattr(entry, name) for name in ("fits", "refusal", "advice")},
     }
-
-
-def _table(
-    heads: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = ("stages",)
-) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for head in heads:
-        table.add_column(head, justify="left" if head in left else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    return table
 
 
 def found(found: Found) -> Iterator[str]:

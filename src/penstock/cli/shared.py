@@ -1,4 +1,4 @@
-"""Options that the commands of ``penstock schedule`` share: the schedule, and the costs of its ops."""
+"""What commands share: the options that choose a schedule and the costs of its ops, and tables."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from penstock.errors import ConfigError
 from penstock.launch.failures import exit_code
@@ -155,26 +157,32 @@ def costs_of(
     exchange_in_backward: Annotated[str | None, typer.Option(
         help="The same part of B or I; by default as much.")] = None,
 ) -> Costs:  # fmt: skip
-    return Costs(
-        _cost("--forward", forward),
-        _cost("--input-grad", input_grad),
-        _cost("--weight-grad", weight_grad),
-        communication,
-        _cost("--bytes", sent),
-        bandwidth,
-        _cost("--activation", activation),
-        None if held_for_weight is None else _cost("--held-for-weight", held_for_weight),
-        exchange=_cost("--exchange", exchange),
-        exchange_in_backward=(
-            None if exchange_in_backward is None else _cost("--exchange-in-backward", exchange_in_backward)
-        ),
-    )
+    texts = {
+        "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "bytes": sent,
+        "activation": activation, "held_for_weight": held_for_weight, "exchange": exchange,
+        "exchange_in_backward": exchange_in_backward,
+    }  # fmt: skip
+    numbers: dict[str, Any] = {name: _cost(name, text) for name, text in texts.items() if text is not None}
+    return Costs(communication=communication, bandwidth=bandwidth, **numbers)
 
 
-def _cost(flag: str, text: str) -> float | list[float]:
+def _cost(name: str, text: str) -> float | list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
+        flag = f"--{name.replace('_', '-')}"
         remedy = f"Write {flag} 1 or {flag} 1,1.5,2"
         raise ConfigError(f"{flag} {text!r}", f"a cost is {_A_STAGE}", remedy) from None
     return numbers[0] if len(numbers) == 1 else numbers
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = (), **options: Any
+) -> Table:
+    """A table whose columns are aligned to the right, except those called `left`. options: of rich's Table"""
+    made = Table(title_justify="left", caption_justify="left", **options)
+    for head in heads:
+        made.add_column(head, justify="left" if head in left else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
