@@ -60,6 +60,10 @@ def data_of(page: str) -> dict[str, Any]:
     return data
 
 
+def legend_of(page: str) -> str:
+    return page.split('<div class="legend">')[1].split("</div>")[0]
+
+
 def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     text = page_of(COPIES, tmp_path)
     assert not re.search(r"https?://|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", text)
@@ -123,14 +127,13 @@ def test_reductions_are_in_the_data_the_legend_and_the_table(tmp_path: Path) -> 
     data = data_of(text)
     assert data["panels"][0]["reductions"] == [[0, 0, 6, 8], [1, 1, 4, 5]]
     assert data["panels"][0]["makespan"] == data["makespan"] == 8
-    legend = text.split('<div class="legend">')[1].split("</div>")[0]
-    assert f'<i class="reduce" style="background:{data["reduction"]["fill"]}"></i>' in legend
+    assert f'<i class="reduce" style="background:{data["reduction"]["fill"]}"></i>' in legend_of(text)
     head, first, second, whole = Page(text).cells
     at = head.index("reduce")
     assert [row[at] for row in (first, second, whole)] == ["25.0%", "12.5%", "18.8%"]
 
 
-def test_ops_side_by_side_are_told_from_those_that_are_not(tmp_path: Path) -> None:
+def test_ops_side_by_side_are_marked(tmp_path: Path) -> None:
     assert data_of(page_of(simulate(COPIES), tmp_path))["panels"][0]["sideBySide"] == []
     timeline = simulate(COPIES, Costs(2, 2, 2, exchange=1))
     (panel,) = data_of(page_of(timeline, tmp_path))["panels"]
@@ -169,12 +172,12 @@ def test_canvases_and_buttons_are_labelled(tmp_path: Path) -> None:
 
 
 def test_the_legend_lists_the_kinds_present(tmp_path: Path) -> None:
-    legend = page_of(SPLIT, tmp_path).split('<div class="legend">')[1].split("</div>")[0]
+    legend = legend_of(page_of(SPLIT, tmp_path))
     assert "input gradient" in legend
     assert "weight gradient" in legend
     assert ">backward" not in legend
     assert "to overlap" not in legend
-    legend = page_of(COPIES, tmp_path).split('<div class="legend">')[1].split("</div>")[0]
+    legend = legend_of(page_of(COPIES, tmp_path))
     assert "to overlap" in legend
     assert "light to dark: the copies of the model" in legend
 
@@ -205,6 +208,5 @@ def test_waits_stand_with_the_op_that_they_were_for(tmp_path: Path) -> None:
     names = [str(span.op) for span in timeline.spans]
     assert [(names[at], *times) for at, *times in panel["waits"]] == [("0B0", 1, 4.5, 5)]
     assert "· peer 25.0%, wire 3.6%, outside 28.6%" in text
-    legend = text.split('<div class="legend">')[1].split("</div>")[0]
-    assert 'class="peer"></i>waiting for another rank to compute' in legend
-    assert 'class="wire"></i>waiting for what is on its way' in legend
+    assert 'class="peer"></i>waiting for another rank to compute' in legend_of(text)
+    assert 'class="wire"></i>waiting for what is on its way' in legend_of(text)

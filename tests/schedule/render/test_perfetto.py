@@ -35,9 +35,7 @@ def only(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
     return [event for event in events if event["ph"] == phase]
 
 
-@pytest.mark.parametrize("schedule", [
-    SPLIT, COPIES, build("1f1b", ranks=4, microbatches=8), build("inference", ranks=2, microbatches=3),
-], ids=lambda schedule: schedule.name)  # fmt: skip
+@pytest.mark.parametrize("schedule", [SPLIT, COPIES], ids=["split", "copies"])
 def test_every_event_is_well_formed(schedule: Schedule, tmp_path: Path) -> None:
     for event in trace(schedule, tmp_path):
         assert isinstance(event["pid"], int)

@@ -8,12 +8,9 @@ from penstock.schedule import Costs, Op, Schedule, Timeline, build, loop, render
 
 @pytest.mark.parametrize("ending", [".txt", ".svg", ".html", ".json"])
 def test_a_step_without_length_is_drawn_too(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"drawing{ending}"
-    for timeline in (
-        Timeline("mine", 2, (), (0, 0)),
-        simulate(build("gpipe", ranks=2, microbatches=2), Costs(0, 0, 0)),
-    ):
-        render(timeline, path)
+    without_time = simulate(build("gpipe", ranks=2, microbatches=2), Costs(0, 0, 0))
+    for timeline in (Timeline("mine", 2, (), (0, 0)), without_time):
+        render(timeline, tmp_path / f"drawing{ending}")
         assert "makespan 0" in render(timeline)
 
 

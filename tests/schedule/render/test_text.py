@@ -102,7 +102,7 @@ def test_two_digit_microbatches_widen_the_columns() -> None:
     build("inference", ranks=2, microbatches=1, stages_per_rank=2),
     Schedule("mine", Placement((1, 0)), 1, ((Op(1, "F", 0),), (Op(0, "F", 0),))),
 ])  # fmt: skip
-def test_ops_are_written_in_full_where_the_rank_does_not_tell_their_stage(schedule: Schedule) -> None:
+def test_ops_are_written_in_full_where_the_rank_does_not_imply_their_stage(schedule: Schedule) -> None:
     text = render(schedule)
     assert all(str(op) in text for program in schedule.programs for op in program)
 
@@ -146,7 +146,7 @@ def test_golden_text_of_two_copies() -> None:
     ]
 
 
-def test_the_bubble_between_first_and_last_op_is_told_only_where_it_differs() -> None:
+def test_the_bubble_between_first_and_last_op_is_shown_only_where_it_differs() -> None:
     assert "makespan 6, bubble 0.0%; a" in render(build("gpipe", ranks=1, microbatches=2))
 
 

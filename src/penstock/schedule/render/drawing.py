@@ -68,20 +68,20 @@ def shades(panel: Panel) -> tuple[Shade, ...]:
     return tuple(Shade(s.op.kind, places[s.rank][s.op.stage]) for s in panel.timeline.spans)
 
 
-def in_order(used: set[Shade]) -> list[Shade]:
-    """Forward first, light to dark."""
+def used_shades(panels: tuple[Panel, ...]) -> list[Shade]:
+    """Those of all panels: forward first, light to dark."""
+    used = {shade for panel in panels for shade in shades(panel)}
     return sorted(used, key=lambda shade: (list(KINDS).index(shade.kind), shade.place))
 
 
 def meaning(panels: tuple[Panel, ...]) -> str:
     """The legend of light and dark shades; empty if they only separate neighbours."""
     stages = max(len(hosted) for panel in panels for hosted in panel.hosted)
-    copies = max(panel.copies for panel in panels)
     if stages <= 1:
         return ""
-    if copies == stages:
-        return "light to dark: the copies of the model"
-    return "light to dark: the rank's stages in order"
+    copies = max(panel.copies for panel in panels)
+    what = "the copies of the model" if copies == stages else "the rank's stages in order"
+    return f"light to dark: {what}"
 
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}

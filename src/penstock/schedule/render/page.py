@@ -22,12 +22,12 @@ from penstock.schedule.render.drawing import (
     Drawing,
     Panel,
     Shade,
-    in_order,
     is_shown,
     meaning,
     number,
     percent,
     shades,
+    used_shades,
 )
 from penstock.schedule.timeline import Timeline
 
@@ -47,11 +47,9 @@ class _Column(NamedTuple):
 def _table(drawing: Drawing) -> str:
     columns, panels = _columns(drawing), drawing.panels
     head = _plain_head(columns) if len(panels) == 1 else _head(columns, [panel.label for panel in panels])
-    rows = [
-        f'<tr><th scope="row">rank {rank}</th>{"".join(_cells(columns, panels, rank))}</tr>'
-        for rank in range(max(panel.timeline.ranks for panel in panels))
-    ]
-    total = f'<tr><th scope="row">all ranks</th>{"".join(_cells(columns, panels, None))}</tr>'
+    ranks = range(max(panel.timeline.ranks for panel in panels))
+    rows = [_row(f"rank {rank}", columns, panels, rank) for rank in ranks]
+    total = _row("all ranks", columns, panels, None)
     body = ["<tbody>", *rows, "</tbody>", "<tfoot>", total, "</tfoot>"]
     return "\n".join(
         ["<table>", "<caption>By rank</caption>", "<thead>", *head, "</thead>", *body, "</table>"]
@@ -64,11 +62,10 @@ def _columns(drawing: Drawing) -> list[_Column]:
     ) -> Callable[[Panel, int | None], float]:
         return lambda panel, rank: over_all(panel.timeline) if rank is None else by_rank(panel.timeline)[rank]
 
+    peak = of(lambda t: t.peak_memory, lambda t: max(t.peak_memory))
+
     def memory(panel: Panel, rank: int | None) -> float | None:
-        if not panel.timeline.memory:
-            return None
-        peaks = panel.timeline.peak_memory
-        return max(peaks) if rank is None else peaks[rank]
+        return peak(panel, rank) if panel.timeline.memory else None
 
     def idle(part: str) -> Callable[[Panel, int | None], float | None]:
         return lambda panel, rank: getattr(
@@ -107,30 +104,31 @@ def _head(columns: list[_Column], labels: list[str]) -> list[str]:
     return [f'<tr><th scope="col" rowspan="2">rank</th>{groups}</tr>', f"<tr>{names}</tr>"]
 
 
-def _cells(columns: list[_Column], panels: Sequence[Panel], rank: int | None) -> Iterator[str]:
+def _row(head: str, columns: list[_Column], panels: Sequence[Panel], rank: int | None) -> str:
     """One cell per column and panel; of all ranks if `rank` is None."""
+    cells = ""
     for column in columns:
         for panel in panels:
             exists = rank is None or rank < panel.timeline.ranks
-            yield f"<td>{_cell(column, column.value(panel, rank) if exists else None)}</td>"
+            cells += f"<td>{_cell(column, column.value(panel, rank) if exists else None)}</td>"
+    return f'<tr><th scope="row">{head}</th>{cells}</tr>'
 
 
 def _cell(column: _Column, value: float | None) -> str:
     if value is None:
         return "&ndash;"
     written = escape(column.written(value))
-    return f'{_bar(value)}<span class="share">{written}</span>' if column.bar else written
-
-
-def _bar(share: float) -> str:
-    return f'<span class="bar"><i style="width:{100 * min(1.0, max(0.0, share)):.1f}%"></i></span>'
+    if not column.bar:
+        return written
+    width = 100 * min(1.0, max(0.0, value))
+    return f'<span class="bar"><i style="width:{width:.1f}%"></i></span><span class="share">{written}</span>'
 
 
 _SCRIPTS = ("page_scale.js", "page_canvas.js", "page.js")
 
 
 def page(drawing: Drawing) -> str:
-    used = in_order({shade for panel in drawing.panels for shade in shades(panel)})
+    used = used_shades(drawing.panels)
     return Template(_read("page.html")).substitute(
         title=escape(drawing.title),
         style=_read("page.css"),
@@ -226,19 +224,13 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "sideBySide": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
         "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in timeline.pairs],
         "waits": [
-            [
-                panel.place_of[wait.op],
-                *(_short(time) for time in (wait.start, wait.turn, wait.end)),
-            ]
+            [panel.place_of[wait.op], *map(_short, (wait.start, wait.turn, wait.end))]
             for wait in timeline.inner_waits
         ],
-        "reductions": [
-            [each.rank, each.stage, *(_short(time) for time in (each.start, each.end))]
-            for each in timeline.reductions
-        ],
+        "reductions": [[rank, stage, *map(_short, times)] for rank, stage, *times in timeline.reductions],
         "curves": [[(_short(time), _short(now)) for time, now in c] for c in curves],
-        "peaks": [_short(peak) for peak in peaks],
-        "bubble": [_short(share) for share in timeline.rank_bubble],
+        "peaks": [*map(_short, peaks)],
+        "bubble": [*map(_short, timeline.rank_bubble)],
     }
 
 

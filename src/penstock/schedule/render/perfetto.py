@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.schedule.ops import Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
-from penstock.schedule.timeline import Reduction, Span, Wait
+from penstock.schedule.timeline import Span
 
 Event = dict[str, Any]
 
@@ -49,10 +49,16 @@ class _Process:
     def events(self) -> Iterator[Event]:
         yield from self._names()
         for span in self.timeline.spans:
-            yield self._slice(span)
+            stage, kind, microbatch = span.op
+            about = {"stage": stage, "microbatch": microbatch, "kind": KINDS[kind]}
+            yield self._slice(self._row(span), str(span.op), KINDS[kind], (span.start, span.end), about)
         for wait in self.timeline.inner_waits:
-            yield from self._stood(wait)
-        yield from map(self._reduction, self.timeline.reductions)
+            for reason, times in (("peer", (wait.start, wait.turn)), ("wire", (wait.turn, wait.end))):
+                event = self._slice(wait.rank, f"wait {reason}", "wait", times, {"for": str(wait.op)})
+                if event["dur"] > 0:
+                    yield event
+        for rank, stage, start, end in self.timeline.reductions:
+            yield self._slice(rank, f"reduce {stage}", "reduction", (start, end), {"stage": stage})
         yield from self._arrows()
         for rank in range(self.timeline.ranks):
             yield from self._counter(rank)
@@ -60,14 +66,12 @@ class _Process:
     def _names(self) -> Iterator[Event]:
         yield self._event("M", name="process_name", args={"name": self.name})
         yield self._event("M", name="process_sort_index", args={"sort_index": self.place})
-        for rank in range(self.timeline.ranks):
-            yield self._event("M", rank, name="thread_name", args={"name": f"rank {rank}"})
-            yield self._event("M", rank, name="thread_sort_index", args={"sort_index": rank})
-
-        for row in sorted({self._row(span) for span in self.timeline.spans if self._is_second(span)}):
-            rank = row - _SECOND
-            yield self._event("M", row, name="thread_name", args={"name": f"rank {rank}, overlapped"})
-            yield self._event("M", row, name="thread_sort_index", args={"sort_index": rank})
+        rows = {rank: f"rank {rank}" for rank in range(self.timeline.ranks)}
+        second = (span.rank for span in self.timeline.spans if self._is_second(span))
+        rows |= {_SECOND + rank: f"rank {rank}, overlapped" for rank in second}
+        for row, name in rows.items():
+            yield self._event("M", row, name="thread_name", args={"name": name})
+            yield self._event("M", row, name="thread_sort_index", args={"sort_index": row % _SECOND})
 
     def _is_second(self, span: Span) -> bool:
         return span.op.kind != "F" and span.op in self.timeline.side_by_side
@@ -75,34 +79,9 @@ class _Process:
     def _row(self, span: Span) -> int:
         return span.rank + (_SECOND if self._is_second(span) else 0)
 
-    def _slice(self, span: Span) -> Event:
-        start, end = self._time(span.start), self._time(span.end)
-        stage, kind, microbatch = span.op
-        return self._event(
-            "X",
-            self._row(span),
-            name=str(span.op),
-            cat=KINDS[kind],
-            ts=start,
-            dur=round(end - start, 3),
-            args={"stage": stage, "microbatch": microbatch, "kind": KINDS[kind]},
-        )
-
-    def _stood(self, wait: Wait) -> Iterator[Event]:
-        """The wait for the peer to compute, and then for the wire."""
-        for reason, start, end in (("peer", wait.start, wait.turn), ("wire", wait.turn, wait.end)):
-            since, length = self._time(start), round(self._time(end) - self._time(start), 3)
-            if length > 0:
-                about = {"cat": "wait", "args": {"for": str(wait.op)}}
-                yield self._event("X", wait.rank, name=f"wait {reason}", ts=since, dur=length, **about)
-
-    def _reduction(self, reduction: Reduction) -> Event:
-        since = self._time(reduction.start)
-        length = round(self._time(reduction.end) - since, 3)
-        about = {"cat": "reduction", "args": {"stage": reduction.stage}}
-        return self._event(
-            "X", reduction.rank, name=f"reduce {reduction.stage}", ts=since, dur=length, **about
-        )
+    def _slice(self, row: int, name: str, category: str, times: tuple[float, float], about: Event) -> Event:
+        start, end = map(self._time, times)
+        return self._event("X", row, name=name, cat=category, ts=start, dur=round(end - start, 3), args=about)
 
     def _arrows(self) -> Iterator[Event]:
         """The two ends of a flow share an id. It leaves at the end of a slice and binds to the next."""

@@ -20,12 +20,12 @@ from penstock.schedule.render.drawing import (
     Drawing,
     Panel,
     Shade,
-    in_order,
     is_shown,
     meaning,
     number,
     percent,
     shades,
+    used_shades,
 )
 from penstock.schedule.timeline import Reduction, Span, Wait
 
@@ -82,7 +82,7 @@ def svg(drawing: Drawing) -> str:
         sketch = _Sketch(drawing, panel, below)
         body += sketch.lines()
         below = sketch.bottom
-    used = in_order({shade for panel in drawing.panels for shade in shades(panel)})
+    used = used_shades(drawing.panels)
     body += _legend(drawing, used, below + 26)
     height = below + 48 + _LEGEND_PITCH
     colours = "\n".join(f".{shade.name} {{ fill: {shade.fill}; }}" for shade in used)
