@@ -15,14 +15,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 
 
 def result(rows: list[dict[str, object]], version: str = "1.2.3") -> str:
-    machine = {
-        "cpu": "a cpu",
-        "cores": "2",
-        "memory": "1 GiB",
-        "python": "3",
-        "torch": "2",
-        "date": "2030-01-02",
-    }
+    machine = dict.fromkeys(("cpu", "cores", "memory", "python", "torch"), "one") | {"date": "2030-01-02"}
     return json.dumps({
         "name": "overhead", "title": "A title", "version": version, "commit": "abc", "command": "a command",
         "machine": machine, "rows": rows, "notes": ["a_note"], "raw": {},
@@ -30,15 +23,8 @@ def result(rows: list[dict[str, object]], version: str = "1.2.3") -> str:
 
 
 def row(**values: object) -> dict[str, object]:
-    return {
-        "case": "a|b",
-        "what": "time",
-        "ours": 2.0,
-        "unit": "s",
-        "torch": None,
-        "bar": "",
-        "met": None,
-    } | values
+    plain = {"case": "a|b", "what": "time", "ours": 2.0, "unit": "s", "torch": None, "bar": "", "met": None}
+    return plain | values
 
 
 def test_the_page_is_what_the_results_say() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,25 @@ OWN_MODEL_SCHEDULES = ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe_v"]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / name), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run an example in this process: exit code, stdout and stderr, also of the ranks that it starts."""
+
+    def example(name: str, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [str(EXAMPLES / name), *options])
+        monkeypatch.setattr(sys, "orig_argv", [sys.executable, *sys.argv])
+        monkeypatch.syspath_prepend(EXAMPLES)
+        code = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        return code, *capfd.readouterr()
+
+    return example
 
 
 @pytest.mark.parametrize(
@@ -27,13 +43,13 @@ def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
     [pytest.param("afab.py", "gpipe", marks=pytest.mark.sweep), ("one_f_one_b.py", "1f1b")],
 )
 def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
-    name: str, schedule: str, tmp_path: Path
+    run: Run, name: str, schedule: str, tmp_path: Path
 ) -> None:
     sizes = ("--ranks", "2", "--microbatches", "3", "--pseudo-computation-time", "0.01")
-    done = run(name, *sizes, "--out", str(tmp_path / "new"))
-    assert done.returncode == 0, done.stderr
-    assert "predicted bubble 25.0%" in done.stdout
-    assert "measured bubble" in done.stdout
+    code, out, err = run(name, *sizes, "--out", str(tmp_path / "new"))
+    assert code == 0, err
+    assert "predicted bubble 25.0%" in out
+    assert "measured bubble" in out
     assert "<svg" in (tmp_path / "new" / f"{schedule}.svg").read_text()
     assert "rank 1 | .  F0" in (tmp_path / "new" / f"{schedule}.txt").read_text()
 
@@ -42,28 +58,21 @@ def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
     "options",
     [("--microbatches", "0"), ("--ranks", "0"), ("--ranks", "two"), ("--pseudo-computation-time", "-1")],
 )
-def test_wrong_options_end_in_one_line(
-    options: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The script in this process."""
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLES / "afab.py"), *options])
-    monkeypatch.syspath_prepend(EXAMPLES)
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+def test_wrong_options_end_in_one_line(run: Run, options: tuple[str, str]) -> None:
+    code, out, err = run("afab.py", *options)
+    assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert options[0] in err
     assert options[1] in err
 
 
-def test_a_model_of_ones_own_learns() -> None:
-    done = run("own_model.py", "--ranks", "3")
-    assert (done.returncode, done.stderr) == (0, "")
-    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
+def test_a_model_of_ones_own_learns(run: Run) -> None:
+    code, out, err = run("own_model.py", "--ranks", "3")
+    assert (code, err) == (0, "")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", out)]
     assert losses[0] > 2.5
     assert losses[-1] < 0.5
-    share = re.search(r"(\d+)% of the unseen numbers are right", done.stdout)
+    share = re.search(r"(\d+)% of the unseen numbers are right", out)
     assert share is not None
     assert int(share[1]) > 90
 

@@ -33,7 +33,7 @@ def test_a_v_with_room_for_half_as_much_again_has_hardly_a_bubble() -> None:
     costs = Costs(1, 1.2, 0.8, communication=0.1)
     built = simulate(BUILDERS["zb_v"](ranks=4, microbatches=8), costs)
     found = search(
-        ranks=4, microbatches=8, costs=costs, memory_limit=12, placement="v", objective="extent", seconds=0.6
+        ranks=4, microbatches=8, costs=costs, memory_limit=12, placement="v", objective="extent", seconds=0.2
     )
     assert holds(found, 12)
     assert found.timeline.inner_bubble < built.inner_bubble / 4
@@ -41,7 +41,7 @@ def test_a_v_with_room_for_half_as_much_again_has_hardly_a_bubble() -> None:
 
 def test_one_stage_a_rank_with_half_as_much_again_is_optimal() -> None:
     # room for 9 forwards on rank 0, whose first I comes at 11 at the earliest: 2 idle there, none elsewhere
-    found = search(ranks=6, microbatches=12, memory_limit=9, objective="extent", seconds=0.5)
+    found = search(ranks=6, microbatches=12, memory_limit=9, objective="extent", seconds=0.2)
     assert found.value == found.lower_bound == 3 * 12 + 2
     assert found.optimal
     assert (
@@ -58,7 +58,7 @@ def test_the_limit_is_on_activations_alone() -> None:
 
 
 def test_below_the_memory_of_1f1b_nothing_built_fits() -> None:
-    found = search(ranks=4, microbatches=8, memory_limit=2, seconds=0.5)
+    found = search(ranks=4, microbatches=8, memory_limit=2, seconds=0.2)
     assert (found.makespan, found.optimal, found.best_builder) == (41, True, None)
     assert holds(found, 2)
 
@@ -66,14 +66,14 @@ def test_below_the_memory_of_1f1b_nothing_built_fits() -> None:
 def test_unequal_stages() -> None:
     """An embedding in front and a head behind: the last rank never waits once it has begun."""
     work = [1.3, 1.0, 1.0, 1.8]
-    found = search(ranks=4, microbatches=8, costs=Costs(work, work, work), memory_limit=4, seconds=0.5)
+    found = search(ranks=4, microbatches=8, costs=Costs(work, work, work), memory_limit=4, seconds=0.2)
     assert found.optimal
     assert found.makespan == pytest.approx(3.3 + 8 * 3 * 1.8)
 
 
 def test_microbatches_that_differ_may_change_places() -> None:
     costs = Costs(forward=[[3, 1, 1, 2]] * 3, input_grad=[[3, 1, 1, 2]] * 3, weight_grad=0.5)
-    found = search(ranks=3, microbatches=4, costs=costs, memory_limit=3, seconds=0.5)
+    found = search(ranks=3, microbatches=4, costs=costs, memory_limit=3, seconds=0.2)
     built = min(
         simulate(BUILDERS[name](ranks=3, microbatches=4), costs).makespan for name in ("1f1b", "zb_h1")
     )
@@ -83,7 +83,7 @@ def test_microbatches_that_differ_may_change_places() -> None:
 
 def test_the_makespan_counts_first_and_the_ends_next() -> None:
     """zb_h1 and zb_h2 end alike; with room for zb_h2 no rank but the last two need wait inside."""
-    found = search(ranks=4, microbatches=8, memory_limit=7, seconds=0.5)
+    found = search(ranks=4, microbatches=8, memory_limit=7, seconds=0.2)
     assert found.makespan == simulate(BUILDERS["zb_h1"](ranks=4, microbatches=8)).makespan
     assert found.timeline.inner_bubble == pytest.approx(0)
 
@@ -175,7 +175,7 @@ def test_what_makes_no_sense_is_an_error(options: dict[str, Any]) -> None:
 def test_pairs_that_hide_an_exchange_are_the_answer_and_the_bound_knows_them() -> None:
     """0.5.0: the bound was that of ops one after the other, which pairs go below."""
     costs = Costs(4, 6, 2, exchange=2, exchange_in_backward=4)
-    found = search(ranks=2, microbatches=8, costs=costs, seconds=0.5)
+    found = search(ranks=2, microbatches=8, costs=costs, seconds=0.2)
     assert found.best_builder == "1f1b paired"
     assert found.schedule.overlaps
     assert found.value == found.makespan == found.builder_value
