@@ -82,4 +82,4 @@ def test_a_model_of_ones_own_has_the_gradients_of_one_stage_that_holds_all() -> 
 
 
 def test_a_model_of_ones_own_has_them_over_gloo_too(pool: Pool) -> None:
-    pool.run(3, jobs_edges.own_model, 3, OWN_MODEL_SCHEDULES)
+    pool.run(3, jobs_edges.own_model, 3, ["interleaved_1f1b", "dualpipe_v"])

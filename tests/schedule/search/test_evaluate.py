@@ -40,7 +40,9 @@ def some(given: Problem, seed: int) -> Programs:
 
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 10))
-def test_times_and_memory_are_those_of_simulate(drawn: tuple[Problem, Costs], seed: int) -> None:
+def test_times_and_memory_are_those_of_simulate_and_tails_reach_the_end(
+    drawn: tuple[Problem, Costs], seed: int
+) -> None:
     given, costs = drawn
     programs = some(given, seed)
     timeline = simulate(given.schedule(programs), costs)
@@ -49,6 +51,9 @@ def test_times_and_memory_are_those_of_simulate(drawn: tuple[Problem, Costs], se
     for span in timeline.spans:
         at = span.op.stage * given.row + 3 * span.op.microbatch + "FIW".index(span.op.kind)
         assert ends[at] * given.quantum == pytest.approx(span.end)
+    after = tails(given, programs)
+    longest = max(ends[number] + after[number] for program in programs for number in program)
+    assert longest == key(given, programs, ends).value
     for rank, program in enumerate(programs):
         # read off the first activation, which is 1; ops that take no time are one moment to `simulate`
         held = max(levels(given, program)) / given.take[0]
@@ -58,19 +63,8 @@ def test_times_and_memory_are_those_of_simulate(drawn: tuple[Problem, Costs], se
 
 
 @settings(max_examples=60, deadline=None)
-@given(problems(), st.integers(0, 10))
-def test_heads_and_tails_meet(drawn: tuple[Problem, Costs], seed: int) -> None:
-    given, _ = drawn
-    programs = some(given, seed)
-    ends, after = times(given, programs), tails(given, programs)
-    assert ends is not None
-    longest = max(ends[number] + after[number] for program in programs for number in program)
-    assert longest == key(given, programs, ends).value
-
-
-@settings(max_examples=60, deadline=None)
 @given(problems(), st.integers(0, 10), st.data())
-def test_a_move_is_reckoned_from_where_it_begins(
+def test_a_move_is_timed_from_where_it_begins(
     drawn: tuple[Problem, Costs], seed: int, data: st.DataObject
 ) -> None:
     given, _ = drawn

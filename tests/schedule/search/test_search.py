@@ -39,16 +39,6 @@ def test_a_v_with_room_for_half_as_much_again_has_hardly_a_bubble() -> None:
     assert found.timeline.inner_bubble < built.inner_bubble / 4
 
 
-def test_one_stage_a_rank_with_half_as_much_again_is_optimal() -> None:
-    # room for 9 forwards on rank 0, whose first I comes at 11 at the earliest: 2 idle there, none elsewhere
-    found = search(ranks=6, microbatches=12, memory_limit=9, objective="extent", seconds=0.2)
-    assert found.value == found.lower_bound == 3 * 12 + 2
-    assert found.optimal
-    assert (
-        found.timeline.inner_bubble < simulate(BUILDERS["zb_h1"](ranks=6, microbatches=12)).inner_bubble / 4
-    )
-
-
 def test_the_limit_is_on_activations_alone() -> None:
     plain, more = Costs(communication=0.1), Costs(communication=0.1, buffer=9, held_in_backward=7)
     one, other = (
@@ -57,18 +47,27 @@ def test_the_limit_is_on_activations_alone() -> None:
     assert (one.schedule, one.timeline) == (other.schedule, other.timeline)
 
 
-def test_below_the_memory_of_1f1b_nothing_built_fits() -> None:
-    found = search(ranks=4, microbatches=8, memory_limit=2, seconds=0.2)
-    assert (found.makespan, found.optimal, found.best_builder) == (41, True, None)
-    assert holds(found, 2)
+# an embedding in front and a head behind: the last rank never waits once it has begun
+UNEQUAL = Costs(*[[1.3, 1.0, 1.0, 1.8]] * 3)
 
 
-def test_unequal_stages() -> None:
-    """An embedding in front and a head behind: the last rank never waits once it has begun."""
-    work = [1.3, 1.0, 1.0, 1.8]
-    found = search(ranks=4, microbatches=8, costs=Costs(work, work, work), memory_limit=4, seconds=0.2)
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        # room for 9 forwards on rank 0, whose first I comes at 11 at the earliest: it idles 2, no other rank
+        ({"ranks": 6, "microbatches": 12, "memory_limit": 9, "objective": "extent"}, 3 * 12 + 2),
+        ({"ranks": 4, "microbatches": 8, "memory_limit": 2}, 41),  # less than any builder needs
+        ({"ranks": 4, "microbatches": 8, "memory_limit": 4, "costs": UNEQUAL}, 3.3 + 8 * 3 * 1.8),
+    ],
+    ids=["room for half as many again", "below the memory of 1f1b", "unequal stages"],
+)
+def test_known_optima_are_found_and_proven(options: dict[str, Any], value: float) -> None:
+    found = search(**options, seconds=0.2)
     assert found.optimal
-    assert found.makespan == pytest.approx(3.3 + 8 * 3 * 1.8)
+    assert found.value == pytest.approx(value)
+    assert found.lower_bound == pytest.approx(value)
+    assert holds(found, options["memory_limit"])
+    assert (found.best_builder is None) == (options["memory_limit"] == 2)
 
 
 def test_microbatches_that_differ_may_change_places() -> None:
