@@ -1,4 +1,4 @@
-"""FSDP2 around stages: verification, collectives of a step, mixed precision; gradients: test_equivalence.py."""
+"""FSDP2 around stages: verification, collectives, mixed precision; gradients are in test_equivalence.py."""
 
 from __future__ import annotations
 
