@@ -10,10 +10,19 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Form
-from penstock.errors import ShapeError
+from penstock.errors import BatchError, ShapeError
 from penstock.schedule import Op
 
 Microbatch = Mapping[str, Any]
+
+
+def model_input(microbatch: Microbatch) -> Tensor:
+    """input_ids (rows, tokens) or inputs_embeds (rows, tokens, width). Raises BatchError without either."""
+    found = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
+    if not isinstance(found, Tensor):
+        rule = "a model reads input_ids or inputs_embeds"
+        raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
+    return found
 
 
 class EdgeShapes(Protocol):

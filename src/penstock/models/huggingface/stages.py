@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from penstock.batch.packing import is_packed, refuse_packed, with_positions
 from penstock.batch.padding import ROUTED
 from penstock.batch.payload import EdgeSpecs, TensorSpec
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError, ModelError
 from penstock.models.huggingface.boundary import (
     Boundary,
@@ -156,11 +156,7 @@ class HFEdges:
         self.known = chain.only_hidden_states  # else only a run of the stages shows what crosses
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
-        if leading is None:
-            rule = "a model reads input_ids or inputs_embeds"
-            raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
-        return EdgeSpecs((TensorSpec((leading.shape[0], leading.shape[1], self._hidden), self._dtype),))
+        return EdgeSpecs((TensorSpec((*model_input(microbatch).shape[:2], self._hidden), self._dtype),))
 
 
 _SET_BY_PIPELINE = ("use_cache", "past_key_values", "return_dict", "output_router_logits")

@@ -37,7 +37,6 @@ from penstock.parallel.expert.balance import asks_for_balance, balance_function,
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 # functions of code that looks along the sequence by itself
 _ALONG = {"arange", "cumsum", "roll", "conv1d", "topk", "tril", "triu", "fft", "flip"}
-_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +56,8 @@ def check(model: PreTrainedModel, count: int, method: Method, tp: int = 1) -> No
         rule = "context parallelism is exact where tokens meet in registered causal attention only"
         raise ModelError(f"cp={count} for {type(model).__name__}: {reason}", rule, REMEDY)
     base_of(model)
-    _refuse_options(model)
+    if asks_for_balance(model):
+        _refuse_balance_loss(model)
     _try(model)
     if method == "ulysses":
         config = model.config.get_text_config()
@@ -122,20 +122,8 @@ def _names(kind: type) -> set[str]:
     }
 
 
-def _refuse_options(model: PreTrainedModel) -> None:
-    """Raise ConfigError for settings that the user can change."""
-    for owner in (model.config.get_text_config(), *attentions(model)):
-        for name in _DROPOUTS:
-            rate = getattr(owner, name, 0)
-            rate = rate.p if isinstance(rate, nn.Dropout) else rate
-            if rate and model.training:
-                raise ConfigError(
-                    f"{name}={rate} with cp",
-                    "no rank draws the same attention weights as one process would",
-                    f"Set {name}=0 in the model's config",
-                )
-    if not asks_for_balance(model):
-        return
+def _refuse_balance_loss(model: PreTrainedModel) -> None:
+    """Raise ConfigError, ModelError for a routers' loss that does not add up over parts of a sequence."""
     function = balance_function(model)
     if function is None:
         raise ConfigError(
@@ -152,7 +140,7 @@ def _try(model: PreTrainedModel) -> None:
     """Run a copy without values on two tokens. Raises what the first forward would."""
     memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
     memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
-    shadow = copy.deepcopy(model, memo)
+    shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
     register(shadow, ContextAttention(base_of(model)))
     part = split({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, 0, 1)
     part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}

@@ -23,7 +23,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from penstock.batch.loss import IGNORED, VALID_ITEMS
 from penstock.batch.packing import with_positions
 from penstock.batch.padding import KNOWN, Padding
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError
 
 FULL_SEQUENCE = "context"  # the entry of a split microbatch that holds its `FullSequence`
@@ -119,10 +119,7 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     """
     padded = padded_length(microbatch, count)
     microbatch = with_positions(microbatch)
-    leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
-    if not isinstance(leading, Tensor):
-        rule = "a model reads input_ids or inputs_embeds"
-        raise BatchError(f"a microbatch of {sorted(microbatch)}", rule, "Give one of them")
+    leading = model_input(microbatch)
     rows, length = leading.shape[:2]
     _refuse(microbatch, length)
     entries = {name: value for name, value in microbatch.items() if name not in _BOUNDARIES}

@@ -17,10 +17,9 @@ and tokens of which an engine says nothing (the last token of a row is never its
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.batch.padding import ROUTED
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
 from penstock.parallel.context.sequence import FULL_SEQUENCE
 from penstock.parallel.expert.experts import count_of, mixtures
@@ -73,7 +72,7 @@ class ModelRouting:
         choices = microbatch.get(ROUTED)
         if choices is None:
             return
-        shape = (*_rows(microbatch), len(self._experts), self._common_top_k())
+        shape = (*model_input(microbatch).shape[:2], len(self._experts), self._common_top_k())
         if not isinstance(choices, Tensor) or choices.shape != shape:
             shown = list(choices.shape) if isinstance(choices, Tensor) else type(choices).__name__
             raise BatchError(
@@ -151,15 +150,6 @@ def _look(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int]
     experts.forward = in_place_of_experts
 
 
-def _rows(microbatch: Microbatch) -> tuple[int, int]:
-    """Rows, and tokens per row."""
-    leading = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
-    if not isinstance(leading, Tensor):
-        rule = "a model reads input_ids or inputs_embeds"
-        raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
-    return leading.shape[0], leading.shape[1]
-
-
 class Recorded(NamedTuple):
     """The choices of a microbatch in the mixtures of a stage.
 
@@ -201,7 +191,7 @@ class StageRouting:
         self.recorded: dict[int, Recorded] = {}
         self._places = places
         self._microbatches: dict[int, _Held] = {}
-        self._forward: tuple[Choices | None, dict[str, Tensor] | None] | None = None  # to replay, and kept
+        self._forward: tuple[Choices | None, dict[str, Tensor] | None] = None, None  # to replay, and kept
         self._backward: int | None = None  # the microbatch whose backward runs
         for name in places:
             Router(name, self._task).attach(module)
@@ -210,14 +200,14 @@ class StageRouting:
         """For a forward that a backward follows: its choices are kept."""
         self.recorded.pop(number, None)
         full = microbatch.get(FULL_SEQUENCE)
-        held = _Held(*_rows(microbatch), None if full is None else full.length, {})
+        rows, tokens = model_input(microbatch).shape[:2]
+        held = _Held(rows, tokens, None if full is None else full.length, {})
         self._microbatches[number] = held
         return self._in_forward(self._batch_choices(microbatch), held.kept)
 
     def inference(self, microbatch: Microbatch) -> AbstractContextManager[None]:
         """For a forward that no backward follows: nothing is kept."""
-        choices = self._batch_choices(microbatch)
-        return nullcontext() if choices is None else self._in_forward(choices, None)
+        return self._in_forward(self._batch_choices(microbatch), None)
 
     @contextmanager
     def backward(self, number: int, last: bool) -> Iterator[None]:
@@ -279,16 +269,7 @@ class StageRouting:
                     "use_reentrant=False",
                 )
             return Task(kept[name])
-        if self._forward is None:
-            return None
         choices, keeping = self._forward
-        if choices is None and not trains:
+        if choices is None and not (trains and keeping is not None):
             return None
-        keep = functools.partial(_keep, keeping, name) if keeping is not None and trains else None
-        return Task(None if choices is None else choices[name], keep)
-
-
-def _keep(kept: dict[str, Tensor], name: str, chosen: Tensor) -> None:
-    if name in kept:
-        raise one_too_many(name, "called twice in one forward")
-    kept[name] = chosen
+        return Task(None if choices is None else choices[name], keeping if trains else None)

@@ -31,14 +31,14 @@ class Task(NamedTuple):
 
     choices: to replay, (tokens, top_k), where a token with negative numbers is left to the router; None
         leaves all tokens to it
-    keep: called with the choices that were made, (tokens, top_k)
+    kept: gets the choices that were made, (tokens, top_k), by the name of the mixture
     """
 
     choices: Tensor | None = None
-    keep: Callable[[Tensor], None] | None = None
+    kept: dict[str, Tensor] | None = None
 
 
-_NO_TASK = Task()
+_LOOK = Task()  # only to see which top-k is the choice
 
 
 class TopKs(TorchFunctionMode):
@@ -49,7 +49,7 @@ class TopKs(TorchFunctionMode):
         over: set when the experts are called; later ones choose nothing for them
     """
 
-    def __init__(self, name: str, choice: int | None = None, task: Task = _NO_TASK) -> None:
+    def __init__(self, name: str, choice: int | None = None, task: Task = _LOOK) -> None:
         super().__init__()
         self.found: list[Tensor] = []
         self.over = False
@@ -173,26 +173,26 @@ class Router:
         if self._choice is None:
             self._choice = topks.number_of(chosen)
         topks.over = True
+        if topks.task is _LOOK:
+            raise _LearntError
         if self._choice >= len(topks.found):
             raise not_top_k(self._name)
-        if (keep := topks.task.keep) is not None:
+        if (kept := topks.task.kept) is not None:
+            if self._name in kept:
+                raise one_too_many(self._name, "called twice in one forward")
             found = topks.found[self._choice]
-            keep(found.detach().reshape(-1, found.shape[-1]).clone())
+            kept[self._name] = found.detach().reshape(-1, found.shape[-1]).clone()
 
     def _learn_choice(self, block: nn.Module, forward: Callable[[], Any]) -> None:
         """Find out once which top-k of the block is the choice.
 
         The forward ends where the experts are called, on every rank, before anything is sent.
         """
-
-        def stop(_: Tensor) -> None:
-            raise _LearntError
-
         training = [(part, part.training) for part in block.modules()]
         for part, _ in training:
             part.training = False  # so that nothing random is drawn, and no noise put on the input in place
         try:
-            with torch.no_grad(), suppress(_LearntError), self._watching(Task(keep=stop)):
+            with torch.no_grad(), suppress(_LearntError), self._watching(_LOOK):
                 forward()
         finally:
             for part, before in training:
