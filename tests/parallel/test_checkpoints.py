@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock import Axes, CheckpointWriter, load_checkpoint
 from support.families import tiny_model
-from support.mesh import batch, build_whole, later, own_part
+from support.mesh import batch, build_whole, later, train, train_alone
 from support.pool import Pool
-from support.reference import plain_step
-
-
-def train(pipe: Any, whole: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        losses.append(pipe.step(own_part(whole, *pipe.batch_part)).loss)
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        pipe.zero_grad()
-    return losses
 
 
 def saved_and_read(
     folder: str, family: str, first: tuple[int, Axes, str], second: tuple[int, Axes, str], background: bool
 ) -> tuple[list[float], list[float]]:
     """Losses of three steps on one mesh, a checkpoint, and three more on another."""
-    whole = batch()
     losses = []
     for number, (ranks, axes, schedule) in enumerate((first, second)):
         model = tiny_model(family, torch.float64, layers=4, seed=number)
@@ -39,7 +25,7 @@ def saved_and_read(
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         if number:
             assert load_checkpoint(f"{folder}/checkpoint", pipe, optimizer) == {"step": 3}
-        losses.append(train(pipe, whole, optimizer, 3))
+        losses.append(train(pipe, batch(), [optimizer], 3, 1.0)[0])
         if not number:
             with CheckpointWriter(pipe, background=background) as writer:
                 writer.save(f"{folder}/checkpoint", optimizer, {"step": 3})
@@ -74,8 +60,7 @@ def test_training_continues_on_another_mesh(
     background: bool,
 ) -> None:
     expected, model = alone(family)
-    job = saved_and_read
-    for before, after in pool.run(4, job, str(tmp_path), family, first, second, background):
+    for before, after in pool.run(4, saved_and_read, str(tmp_path), family, first, second, background):
         assert before + after == pytest.approx(expected, rel=1e-9)
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained", dtype=torch.float64)
     for name, weight in model.named_parameters():
@@ -84,14 +69,6 @@ def test_training_continues_on_another_mesh(
 
 def alone(family: str) -> tuple[list[float], torch.nn.Module]:
     """Losses of six steps of one plain process, and the model after them."""
-    model, whole = tiny_model(family, torch.float64, layers=4), batch()
+    model = tiny_model(family, torch.float64, layers=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(6):
-        loss, gradients = plain_step(model, whole)
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss)
-    return losses, model
+    return train_alone(model, batch(), [optimizer], 6, 1.0)[0], model

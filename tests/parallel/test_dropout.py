@@ -23,7 +23,7 @@ from support.mesh import batch, build_whole, own_part
 from support.pool import Pool
 from support.tiny import tree
 
-STEPS = 3
+STEPS = 2
 
 
 def adapted(module: nn.Module) -> nn.Module:

@@ -18,7 +18,9 @@ from support.reference import plain_step
 ULYSSES, RING = {"context": "ulysses"}, {"context": "ring"}
 # family, ranks of the pipeline, axes, schedule, options
 CASES: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
-    ("qwen3", 2, Axes(tp=2), "1f1b", {}),
+    ("qwen3", 2, Axes(tp=2), "1f1b", {"activation_checkpointing": True}),
+    ("qwen3", 2, Axes(tp=2), "zb_v", {"sequence_parallel": True}),
+    ("llama", 1, Axes(dp_shard=2, tp=2), "1f1b", {"sequence_parallel": True, "tied": True}),
     ("mixtral", 1, Axes(dp_shard=2, cp=2, ep=4), "1f1b", ULYSSES),
     ("llama", 2, Axes(cp=2), "1f1b", ULYSSES),
     ("mistral", 2, Axes(cp=2), "zb_v", RING),
@@ -29,8 +31,10 @@ CASES: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
 MORE: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("mixtral", 2, Axes(dp_shard=2, ep=2), "dualpipe_v", {}),
     ("llama", 1, Axes(cp=2, tp=2), "1f1b", RING),
-    ("llama", 1, Axes(dp_shard=2, tp=2), "1f1b", {}),
     ("llama", 2, Axes(tp=2), "zb_v", {}),
+    *((family, 1, Axes(dp_shard=2, tp=2), "1f1b", {"sequence_parallel": sequence, "tied": tied})
+      for family, sequence, tied in (("qwen2", False, True), ("phi3", True, False), ("mixtral", True, True),
+                                     ("olmo2", True, True), ("llama", False, False))),
     ("mixtral", 1, Axes(dp_shard=4, ep=2), "1f1b", {}),
     ("mixtral", 1, Axes(dp_replicate=2, dp_shard=2, ep=2), "1f1b", {}),
     ("llama", 2, Axes(tp=2), "1f1b", {"tied": True}),
@@ -41,7 +45,7 @@ MORE: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("llama", 2, Axes(dp_replicate=2), "1f1b", {}),
     ("llama", 1, Axes(dp_shard=2, dp_replicate=2), "1f1b", {}),
     ("llama", 1, Axes(dp_shard=-1), "1f1b", {}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "ranks", "axes", "schedule", "options"), [*CASES, *later(*MORE)])

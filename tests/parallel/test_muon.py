@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from penstock import Axes
 from penstock.parallel.muon import Muon
-from support.mesh import batch, build_pipe, full, model_of, own_part
+from support.mesh import batch, build_pipe, full, model_of, train, train_alone
 from support.pool import Pool
-from support.reference import plain_step
 
 
 def optimizers(kind: str, parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -39,17 +38,8 @@ def trained(family: str, ranks: int, axes: Axes, kinds: list[str]) -> dict[str, 
     found = {}
     for kind in kinds:
         pipe = build_pipe(family, ranks, axes, {})
-        mine = own_part(batch(), *pipe.batch_part)
-        own = optimizers(kind, list(pipe.parameters()))
-        losses, norms = [], []
-        for _ in range(STEPS):
-            losses.append(pipe.step(mine).loss)
-            norms.append(pipe.clip_grad_norm_(0.5))
-            for optimizer in own:
-                optimizer.step()
-            pipe.zero_grad()
-        weights = {name: full(p.detach()).clone() for name, p in pipe.named_parameters()}
-        found[kind] = losses, norms, weights
+        losses, norms = train(pipe, batch(), optimizers(kind, list(pipe.parameters())), STEPS, 0.5)
+        found[kind] = losses, norms, {name: full(p.detach()).clone() for name, p in pipe.named_parameters()}
         pipe.close()
     return found
 
@@ -65,18 +55,9 @@ CASES: list[tuple[str, int, Axes, list[str]]] = [
 
 def alone(family: str, kind: str) -> Trained:
     """The same steps in one plain process."""
-    model, whole = model_of(family), batch()
-    parameters = list(model.parameters())
-    own = optimizers("muon" if kind == "muon" else "adamw", parameters)
-    losses, norms = [], []
-    for _ in range(STEPS):
-        loss, gradients = plain_step(model, whole)
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradients[name]
-        losses.append(loss)
-        norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.5)))
-        for optimizer in own:
-            optimizer.step()
+    model = model_of(family)
+    own = optimizers("muon" if kind == "muon" else "adamw", list(model.parameters()))
+    losses, norms = train_alone(model, batch(), own, STEPS, 0.5)
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 

@@ -73,15 +73,15 @@ class Peak(NamedTuple):
 
 
 def config_of(family: str, layers: int) -> PreTrainedConfig:
-    """Layers of 1 MiB, and no tensor of more than half of one: the allocator keeps some of what is let go."""
+    """Layers of 2 MiB, and no tensor of more than one: the allocator keeps some of what is freed."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1024,
              "tie_word_embeddings": False, "num_hidden_layers": layers}  # fmt: skip
     if family == "llama":
-        return LlamaConfig(**sizes, intermediate_size=512)
-    return MixtralConfig(**sizes, intermediate_size=128, num_local_experts=4)
+        return LlamaConfig(**sizes, intermediate_size=1024)
+    return MixtralConfig(**sizes, intermediate_size=128, num_local_experts=8)
 
 
-DEPTHS = 2, 44  # layers of a small model, by which everything is imported, and of the one that is measured
+DEPTHS = 2, 24  # layers of a small model, by which everything is imported, and of the one that is measured
 
 
 def peaks(axes: Axes, family: str, folders: tuple[str, str]) -> dict[str, Peak]:

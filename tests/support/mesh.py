@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
@@ -93,49 +94,47 @@ def same_on_all(found: list[Any]) -> Any:
     return found[0]
 
 
-def two_steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Two steps, the second without clearing: loss and gradients compared with the whole model's."""
-    options = dict(options)
-    tied, sizes = options.pop("tied", False), options.pop("model", {})
-    model = tiny_model(family, torch.float64, layers=4, tied=tied, **sizes)
-    whole = batch()
+def exact_steps(family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str, Any]) -> set[str]:
+    """An evaluation and two steps, the second without clearing, are those of the whole model.
+
+    Returns the names of this process's parameters.
+    """
+    model, whole = _whole_model(family, options), batch()
+    options = {name: value for name, value in options.items() if name not in ("tied", "model")}
     loss, expected = plain_step(model, whole)
+    norm = torch.stack([expected[name].norm() for name, _ in model.named_parameters()]).norm()  # tied: once
     pipe = build_whole(model, ranks, axes, schedule=schedule, **options)
     mine = own_part(whole, *pipe.batch_part)
     kinds = {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
-    evaluated = pipe.evaluate(mine)
-    results = [pipe.step(mine) for _ in range(2)]
+    assert pipe.evaluate(mine).loss == pytest.approx(loss, rel=1e-10)
+    for _ in range(2):
+        result = pipe.step(mine)
+        assert result.loss == pytest.approx(loss, rel=1e-10)
+        assert result.tokens == int((whole["labels"][:, 1:] != -100).sum())
     assert kinds == {name: type(parameter.data) for name, parameter in pipe.named_parameters()}
-    worst, where = worst_gradient(pipe, expected, times=2)
-    named = dict(pipe.named_parameters(remove_duplicate=False))
-    norm = pipe.clip_grad_norm_(1e9)
+    worst, name = worst_gradient(pipe, expected, times=2)
+    assert worst < 1e-10, f"{name} differs by {worst}"
+    assert not pipe.schedule.split or min(pipe.deferred_bytes) > 0  # the weights' half waits, of DTensors too
+    assert pipe.clip_grad_norm_(1e9) == pytest.approx(2 * float(norm), rel=1e-9)
+    names = dict(pipe.named_parameters(remove_duplicate=False))
     pipe.close()
-    return {
-        "loss": [result.loss for result in results], "expected": loss, "worst": worst, "where": where,
-        "names": sorted(named), "norm": norm, "tokens": results[0].tokens, "evaluated": evaluated.loss,
-        "rank": dist.get_rank(),
-    }  # fmt: skip
+    return {*names}
+
+
+def _whole_model(family: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    sizes = options.get("model", {})
+    return tiny_model(family, torch.float64, layers=4, tied=options.get("tied", False), **sizes)
 
 
 def compare(
     pool: Pool, family: str, ranks: int, axes: Axes, schedule: Any, options: dict[str, Any], world: int = 4
 ) -> None:
     """options: AutoPipeline's, and the model's: "tied", and sizes as "model"."""
-    found = pool.run(world, two_steps, family, ranks, axes, schedule, options)
-    sizes = options.get("model", {})
-    model = tiny_model(family, torch.float64, layers=4, tied=options.get("tied", False), **sizes)
-    whole = batch()
-    loss, expected = plain_step(model, whole)
-    norm = torch.stack([expected[name].norm() for name, _ in model.named_parameters()]).norm()  # tied: once
-    names = set()
-    for result in found:
-        assert result["worst"] < 1e-10, (result["rank"], result["where"])
-        assert result["loss"] == [pytest.approx(loss, rel=1e-10)] * 2
-        assert result["evaluated"] == pytest.approx(loss, rel=1e-10)
-        assert result["tokens"] == int((whole["labels"][:, 1:] != -100).sum())
-        assert result["norm"] == pytest.approx(2 * float(norm), rel=1e-9)
-        names |= set(result["names"])
-    assert names >= set(expected)
+    found = pool.run(world, exact_steps, family, ranks, axes, schedule, options)
+    model = _whole_model(family, options)
+    # a single stage yields a tied weight once
+    missing = dict(model.named_parameters(remove_duplicate=ranks == 1)).keys() - set().union(*found)
+    assert not missing
 
 
 class Piece(nn.Module):
@@ -160,3 +159,39 @@ def pieces(ranks: int, axes: Axes, options: dict[str, Any], *, random: bool = Fa
         lambda info: Piece(info.stage, random=random), ranks=ranks, microbatches=2, axes=axes, timeout=5,
         **{**common, **options},
     )  # fmt: skip
+
+
+Steps = tuple[list[float], list[float]]  # the loss and the gradients' norm of each
+
+
+def train(
+    pipe: Pipeline, whole: dict[str, Tensor], optimizers: Sequence[Optimizer], steps: int, max_norm: float
+) -> Steps:
+    losses, norms = [], []
+    for _ in range(steps):
+        losses.append(pipe.step(own_part(whole, *pipe.batch_part)).loss)
+        norms.append(pipe.clip_grad_norm_(max_norm))
+        for optimizer in optimizers:
+            optimizer.step()
+        pipe.zero_grad()
+    return losses, norms
+
+
+def train_alone(
+    model: PreTrainedModel,
+    whole: dict[str, Tensor],
+    optimizers: Sequence[Optimizer],
+    steps: int,
+    max_norm: float,
+) -> Steps:
+    """The same in one plain process."""
+    losses, norms = [], []
+    for _ in range(steps):
+        loss, gradients = plain_step(model, whole)
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        losses.append(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        for optimizer in optimizers:
+            optimizer.step()
+    return losses, norms

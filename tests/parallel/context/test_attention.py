@@ -23,85 +23,58 @@ from penstock.parallel.context.check import check
 from penstock.parallel.context.sequence import split
 from support import zoo
 from support.families import FAMILIES, FLOAT32_INSIDE, tiny_model
-from support.mixtures import none_wrong
+from support.mixtures import differences, gathered, none_wrong, valid
 from support.pool import Pool
-from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
+from support.reference import TOLERANCE, plain_step
 from support.sequences import BATCHES, Batch, odd, packed, plain
 
 Case = tuple[str, str, Method]  # family, batch, method
 # scores of tiny models are tiny: a cap that bends them
-HARDER = {"gemma2": {"attn_logit_softcapping": 0.002}}
+HARDER: dict[str, dict[str, Any]] = {"gemma2": {"attn_logit_softcapping": 0.002}}
 
 
-def parallel_step(
-    model: PreTrainedModel, batch: Mapping[str, Any], method: Method, checkpointed: bool = False
-) -> tuple[float, Gradients]:
-    """Loss and gradients, summed over the ranks, of a copy of the model that sees a part on each."""
+def loss_of(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
+    """This rank's share of the mean over all valid tokens of `batch`, by a parallel model."""
+    part = split(batch, dist.get_rank(), dist.get_world_size())
+    logits = model(**part, use_cache=False).logits
+    labels = part["shift_labels"].flatten()
+    total = F.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return total / valid(batch)
+
+
+def parallel(model: PreTrainedModel, method: Method) -> PreTrainedModel:
+    copied = copy.deepcopy(model)
     group = dist.group.WORLD
     assert group is not None
-    copied = copy.deepcopy(model)
-    if checkpointed:
-        copied.gradient_checkpointing_enable({"use_reentrant": False})
     parallelize_attention(copied, group, method)
-    part = split(batch, dist.get_rank(), dist.get_world_size())
-    loss = _loss(copied, part, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    gradients = _summed(copied)
-    whole = loss.detach()
-    dist.all_reduce(whole)
-    return float(whole), gradients
+    return copied
 
 
-def _loss(model: PreTrainedModel, part: Batch, batch: Mapping[str, Any]) -> Tensor:
-    """A rank's share of the mean over all valid tokens of `batch`."""
-    labels = part["shift_labels"]
-    logits = model(**part, use_cache=False).logits
-    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return total / int((batch["labels"][:, 1:] != -100).sum())
-
-
-def _summed(model: PreTrainedModel) -> Gradients:
-    gradients: Gradients = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(own)
-        gradients[name] = own
-    return gradients
-
-
-def difference_of(
-    model: PreTrainedModel, batch: Batch, method: Method, tolerance: float, checkpointed: bool = False
-) -> str | None:
+def differing(
+    label: str, model: PreTrainedModel, batch: Batch, method: Method, tolerance: float, again: bool = False
+) -> list[str]:
+    """Where a parallel copy of the model differs from it. again: layers run again in the backward"""
     loss, expected = plain_step(model, batch)
     if math.isnan(loss):  # gemma2 in float64: transformers adds float64's least number to scores in float32
-        return None
-    found, gradients = parallel_step(model, batch, method, checkpointed)
-    gradients = {name: gradient for name, gradient in gradients.items() if name in expected}
-    try:
-        assert abs(found - loss) <= tolerance * max(1.0, abs(loss)), f"loss {found} for {loss}"
-        assert len(gradients) == len(expected)
-        assert_gradients(gradients, expected, tolerance)
-    except AssertionError as wrong:
-        return str(wrong)
-    return None
+        return []
+    copied = parallel(model, method)
+    if again:
+        copied.gradient_checkpointing_enable({"use_reentrant": False})
+    own = loss_of(copied, batch)
+    own.backward()  # type: ignore[no-untyped-call]
+    return differences(label, own, loss, gathered(copied), expected, tolerance)
 
 
-def equivalence(
-    cases: Sequence[Case], dtype: torch.dtype = torch.float32, checkpointed: bool = False, **changes: Any
-) -> list[str]:
+def equivalence(cases: Sequence[Case], dtype: torch.dtype = torch.float32, again: bool = False) -> list[str]:
     """What went wrong on this rank."""
     wrong = []
     for family, name, method in cases:
         bound = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else dtype]
-        model = tiny_model(family, dtype, **{"layers": 2, **HARDER.get(family, {}), **changes})
+        model = tiny_model(family, dtype, layers=2, **HARDER.get(family, {}))
         if name == "packed" and mixes(model):
-            continue  # it is refused without a cut too (runtime/packed.py)
-        try:
-            found = difference_of(model, BATCHES[name](), method, bound, checkpointed=checkpointed)
-        except PenstockError as error:
-            found = f"{type(error).__name__}: {error}"
-        if found is not None:
-            wrong.append(f"{family} {name} {method} cp={dist.get_world_size()}: {found}")
+            continue  # it is refused without a split too
+        label = f"{family} {name} {method} cp={dist.get_world_size()}"
+        wrong += differing(label, model, BATCHES[name](), method, bound, again)
     return wrong
 
 
@@ -115,32 +88,20 @@ def mixes(model: PreTrainedModel) -> bool:
 
 def two_models() -> list[str]:
     """Two copies attend in two ways, over microbatches of two shapes; backward after both forwards."""
-    group, rank = dist.group.WORLD, dist.get_rank()
-    assert group is not None
     model = tiny_model("qwen2", layers=2)
-    batches = packed(), odd()
-    hows: tuple[Method, ...] = ("ulysses", "ring")
-    copies = [copy.deepcopy(model) for _ in hows]
-    for copied, method in zip(copies, hows, strict=True):
-        parallelize_attention(copied, group, method)
-    losses = [_loss(copied, split(batch, rank, group.size()), batch)
-              for copied, batch in zip(copies, batches, strict=True)]  # fmt: skip
+    copies, batches = [parallel(model, method) for method in HOW], (odd(), packed())
+    losses = [loss_of(copied, batch) for copied, batch in zip(copies, batches, strict=True)]
     wrong = []
     for loss, copied, batch in zip(losses, copies, batches, strict=True):
         loss.backward()  # type: ignore[no-untyped-call]
-        try:
-            assert_gradients(_summed(copied), plain_step(model, batch)[1], TOLERANCE[torch.float32])
-        except AssertionError as difference:
-            wrong.append(str(difference))
+        expected_loss, expected = plain_step(model, batch)
+        wrong += differences("two models", loss, expected_loss, gathered(copied), expected, 1e-5)
     return wrong
 
 
 def not_split() -> str:
-    """What a parallel model says of a microbatch that is not split."""
-    group = dist.group.WORLD
-    assert group is not None
-    model = tiny_model("llama", layers=1)
-    parallelize_attention(model, group, "ring")
+    """The error of a parallel model for a microbatch that is not split."""
+    model = parallel(tiny_model("llama", layers=1), "ring")
     with pytest.raises(ModelError) as refused:
         model(plain()["input_ids"], use_cache=False)
     return str(refused.value)
@@ -148,10 +109,8 @@ def not_split() -> str:
 
 def left_in_the_registry() -> set[str]:
     """Names of attention functions that stay registered after a parallel model is gone."""
-    group, before = dist.group.WORLD, set(ALL_ATTENTION_FUNCTIONS)
-    assert group is not None
-    model = tiny_model("llama", layers=1)
-    parallelize_attention(model, group, "ring")
+    before = set(ALL_ATTENTION_FUNCTIONS)
+    model = parallel(tiny_model("llama", layers=1), "ring")
     assert set(ALL_ATTENTION_FUNCTIONS) != before
     del model
     gc.collect()
@@ -170,12 +129,10 @@ def every_type(types: Sequence[str], method: Method) -> dict[str, str]:
             continue
         try:
             batch = {**zoo.tiny_batch(name)}
-            wrong = difference_of(model, batch, method, TOLERANCE[torch.float32])
+            wrong = differing(name, model, batch, method, 1e-5)
             if wrong:  # gradients that nearly cancel are no better than their rounding; parts stay in float32
-                wrong = difference_of(
-                    zoo.tiny_model(name, torch.float64), batch, method, TOLERANCE[torch.float32]
-                )
-            found[name] = wrong or "exact"
+                wrong = differing(name, zoo.tiny_model(name, torch.float64), batch, method, 1e-5)
+            found[name] = "".join(wrong) or "exact"
         except PenstockError as error:
             found[name] = f"refused in the first forward: {error.value}"
         except Exception as error:
@@ -277,7 +234,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], type[InputError], str]] 
     "rules of its own": (_zoo("gemma4_unified"), ModelError, "rules of the model's own"),
     "positions in attention": (_zoo("llama4_text"), ModelError, "arange"),
     "turns by the longest": (_tiny(rope_parameters=ROPE), ModelError, "longest position"),
-    "dropout": (_tiny(attention_dropout=0.1), ConfigError, "attention_dropout=0.1"),
     "routers' loss": (_tiny(output_router_logits=True), ConfigError, "router"),
     "heads": (_tiny(hidden_size=48, num_attention_heads=6), ConfigError, "6 attention heads"),
     "key heads": (_tiny(**WIDE), ConfigError, "3 key"),

@@ -44,24 +44,6 @@ def test_a_row_shorter_than_the_pieces_is_refused() -> None:
         split(plain(1, 7), 0, 4)
 
 
-def test_labels_are_shifted_before_the_split() -> None:
-    batch = plain(3, 17)
-    parts = [split(batch, rank, 2) for rank in range(2)]
-    assert all("labels" not in one for one in parts)
-    ids = concatenate([one["input_ids"] for one in parts], 1)
-    labels = concatenate([one["shift_labels"] for one in parts], 1)
-    assert ids.shape == labels.shape == (3, 20)
-    assert torch.equal(labels[:, :16], batch["labels"][:, 1:])
-    assert bool((labels[:, 16:] == -100).all())
-    assert torch.equal(ids[:, :17], batch["input_ids"])
-
-
-def test_positions_are_those_of_the_whole_sequence() -> None:
-    parts = [split(plain(2, 16), rank, 2) for rank in range(2)]
-    assert parts[1]["position_ids"].tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]] * 2
-    assert parts[1]["attention_mask"].tolist() == [[1] * 16] * 2
-
-
 def test_positions_of_none_count_from_0() -> None:
     part = split({**plain(2, 8), "position_ids": None}, 0, 2)
     assert part["position_ids"].tolist() == [[0, 1, 6, 7]] * 2

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -34,27 +33,12 @@ from support.mixtures import (
     valid,
 )
 from support.pool import Pool
-from support.reference import TOLERANCE, Gradients, plain_step
+from support.reference import TOLERANCE, Gradients, plain_steps
 
 
 def distributed(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """The parameters of experts, which `fully_shard` must leave alone."""
     named = ((name, part.named_parameters(recurse=False)) for name, part in mixtures(model).items())
     return {f"{name}.{key}": parameter for name, parameters in named for key, parameter in parameters}
-
-
-def slices_step(model: PreTrainedModel, batch: Batch, ranks: int) -> tuple[float, Gradients]:
-    """One plain process, the ranks' rows one after the other: for families that sum in float32 inside."""
-    model.zero_grad()
-    loss = 0.0
-    for rank in range(ranks):
-        part = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
-        part.backward()  # type: ignore[no-untyped-call]
-        loss += float(part.detach())
-    named = model.named_parameters(remove_duplicate=False)
-    found = {name: p.grad.clone() for name, p in named if p.grad is not None}
-    model.zero_grad()
-    return loss, found
 
 
 def own_step(
@@ -76,7 +60,8 @@ def equivalence(cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
         by_slices = options.pop("by_slices", False)
         model = mixture(model_type, DTYPES[dtype], **options)
         batch = zoo.tiny_batch(model_type, rows=8)
-        expected = slices_step(model, batch, ranks) if by_slices else plain_step(model, batch)
+        slices = [own_rows(batch, rank, ranks) for rank in range(ranks)] if by_slices else [batch]
+        expected = plain_steps(model, slices)
         if implementation:
             model.set_experts_implementation(implementation)
         names = set(dict(model.named_parameters()))
@@ -90,26 +75,6 @@ def equivalence(cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
     return wrong
 
 
-def under_fsdp(model_type: str) -> list[str]:
-    """FSDP2 around it, over the same ranks: it sums what is left to be summed, and leaves experts alone."""
-    mesh, rank, ranks = ep_mesh(), dist.get_rank(), dist.get_world_size()
-    model = mixture(model_type, torch.float32)
-    batch = ragged_batch()
-    loss, expected = plain_step(model, batch)
-    expert_parallel(model, mesh)
-    left = set(distributed(model).values())
-    shards = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
-    parts = [*model.model.layers, model]
-    for part in parts:
-        fully_shard(part, mesh=shards, ignored_params=left)
-        part.set_gradient_divide_factor(1.0)  # the losses are parts of one sum
-        part.set_force_sum_reduction_for_comms(True)
-    own = total_loss(model, own_rows(batch, rank, ranks)) / valid(batch)
-    own.backward()  # type: ignore[no-untyped-call]
-    found = {name: cast(DTensor, p.grad).full_tensor() for name, p in model.named_parameters()}
-    return differences(f"FSDP2 {model_type}", own, loss, found, expected, 1e-5)
-
-
 def starved(checkpointed: bool) -> list[str]:
     """Experts of the last rank get no token at all."""
     model = mixture("gpt_oss", torch.float32)
@@ -117,7 +82,7 @@ def starved(checkpointed: bool) -> list[str]:
         for name, parameter in model.named_parameters():
             if name.endswith("router.bias"):
                 parameter[:2] += 1000.0
-    expected = plain_step(model, ragged_batch())
+    expected = plain_steps(model, [ragged_batch()])
     expert_parallel(model, ep_mesh())
     if checkpointed:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -132,13 +97,14 @@ def starved(checkpointed: bool) -> list[str]:
 
 
 def in_two_threads(rounds: int) -> list[str]:
-    """A forward and a backward side by side, in another order on each rank."""
+    """A forward and a backward at the same time, in another order on each rank."""
     mesh, rank = ep_mesh(), dist.get_rank()
     directions = Directions.of(mesh, separate=True)
     assert directions.forward is not directions.backward
     torch.manual_seed(rank)
     chosen = torch.randint(0, 4, (6 + rank, 2))
     weights = torch.rand(6 + rank, 2)
+    sums = weights.sum(1, keepdim=True).expand(-1, 3)
     failed: list[str] = []
 
     def forward() -> tuple[Tensor, Tensor]:
@@ -146,7 +112,7 @@ def in_two_threads(rounds: int) -> list[str]:
         route = plan_route(chosen, 4, directions)
         rows, row_weights = dispatch(route, hidden, weights)
         result = combine(route, rows * row_weights, *chosen.shape)
-        if not torch.allclose(result, hidden * weights.sum(1, keepdim=True)):
+        if not torch.allclose(result, hidden * sums):
             failed.append("forward")
         return hidden, result
 
@@ -155,18 +121,15 @@ def in_two_threads(rounds: int) -> list[str]:
     def backwards() -> None:
         for hidden, result in waiting:
             result.sum().backward()  # type: ignore[no-untyped-call]
-            if hidden.grad is None or not torch.allclose(
-                hidden.grad, weights.sum(1, keepdim=True).expand(-1, 3)
-            ):
+            if hidden.grad is None or not torch.allclose(hidden.grad, sums):
                 failed.append("backward")
 
     def forwards() -> None:
         for _ in range(rounds):
             forward()
 
-    threads = [
-        threading.Thread(target=run) for run in ((forwards, backwards) if rank else (backwards, forwards))
-    ]
+    order = (forwards, backwards) if rank else (backwards, forwards)
+    threads = [threading.Thread(target=run) for run in order]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -212,19 +175,13 @@ def test_experts_without_a_token_have_gradients_of_zero(pool: Pool, checkpointed
     none_wrong(pool.run(2, starved, checkpointed))
 
 
-def test_inside_fully_shard(pool: Pool) -> None:
-    none_wrong(pool.run(2, under_fsdp, "deepseek_v3"))
-
-
-def test_a_forward_and_a_backward_side_by_side(pool: Pool) -> None:
+def test_a_forward_and_a_backward_at_the_same_time(pool: Pool) -> None:
     none_wrong(pool.run(2, in_two_threads, 20))
 
 
 def test_experts_that_ranks_do_not_divide_are_refused(pool: Pool) -> None:
-    for text, untouched in pool.run(3, refused, "mixtral"):
-        assert "ep=3" in text
-        assert "4 experts" in text
-        assert "1, 2, 4" in text
+    for words, untouched in pool.run(3, refused, "mixtral"):
+        assert re.match(r"ep=3 .* 4 experts .* 1, 2, 4 ", words), words
         assert untouched
 
 

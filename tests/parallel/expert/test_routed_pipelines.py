@@ -196,7 +196,8 @@ def ragged(case: Case, parts: int) -> None:
     """Microbatches of different lengths, each with its own choices; one of them without any."""
     model = model_of(case[0])
     whole = [batch(2, 9 + 3 * (at % 3)) for at in range(MICROBATCHES * parts)]
-    given = [some_choices(*each["input_ids"].shape, len(routers(model)), at) for at, each in enumerate(whole)]
+    mixtures = len(routers(model))
+    given = [some_choices(2, each["input_ids"].shape[1], mixtures, at) for at, each in enumerate(whole)]
     for each in given[1::MICROBATCHES]:
         each.fill_(-1)
     loss, expected, chosen = forced(model, whole, given)

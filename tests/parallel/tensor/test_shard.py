@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import product
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,19 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from penstock.errors import BatchError, PenstockError
-from penstock.models.huggingface.stages import HFCall, cut
-from penstock.models.stage import StageInfo
-from penstock.models.tracing.chain import find_chain
 from penstock.parallel.tensor.plan import check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
-from penstock.runtime.split_backward import recording as tape
-from penstock.runtime.split_backward.backward import hold, input_backward
 from support import census, zoo
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch
 from support.mesh import later
@@ -43,21 +35,11 @@ def batch_of(length: int = 12) -> dict[str, Tensor]:
     return batch
 
 
-def valid(batch: Mapping[str, Tensor]) -> int:
-    return int((batch["labels"][:, 1:] != -100).sum())
-
-
-def row_of(batch: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    return {name: value[row : row + 1] for name, value in batch.items()}
-
-
-def loss_of(model: PreTrainedModel, batch: Mapping[str, Tensor], count: int) -> Tensor:
-    """Summed over the valid tokens, over `count`."""
+def loss_of(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+    """The mean over the valid tokens."""
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     assert type(logits) is Tensor
-    targets = batch["labels"][:, 1:].flatten()
-    total = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, ignore_index=-100, reduction="sum")
-    return total / count
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
 
 def gathered(model: PreTrainedModel) -> Gradients:
@@ -74,149 +56,31 @@ def gathered(model: PreTrainedModel) -> Gradients:
     return found
 
 
-def assert_exact(
-    model: PreTrainedModel, loss: float, expected: tuple[float, Gradients], tolerance: float
-) -> None:
-    assert abs(loss - expected[0]) <= tolerance * abs(expected[0])
-    found = gathered(model)
-    assert found.keys() == expected[1].keys()
-    assert_gradients(found, expected[1], tolerance)
-
-
-def exact(
-    family: str,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
-    changes: dict[str, Any],
-    checkpointed: bool = False,
-) -> list[str]:
-    """One step compared with the plain process; the parameters of which each rank has a piece.
-
-    checkpointed: run each layer's forward again in the backward
-    """
+def exact(family: str, dtype: torch.dtype, sequence_parallel: bool, changes: dict[str, Any]) -> list[str]:
+    """One step compared with the plain process; the parameters of which each rank has a piece."""
     model, batch = build(family, dtype, **changes), batch_of()
     values = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
-    expected = plain_step(model, batch)
+    expected_loss, expected = plain_step(model, batch)
     tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
     made = dict(model.named_parameters(remove_duplicate=False))
     assert [*made] == [*values]
     assert all(torch.equal(p.full_tensor(), values[name]) for name, p in made.items())
-    for layer in model.model.layers if checkpointed else ():
-        layer.forward = _again(layer.forward)
-    loss = loss_of(model, batch, valid(batch))
+    loss = loss_of(model, batch)
     loss.backward()  # type: ignore[no-untyped-call]
     complete_gradients(model)
     tolerance = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else dtype]
-    assert_exact(model, float(loss), expected, tolerance)
-    return [name for name, p in made.items() if p.placements[0].is_shard()]
-
-
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def accumulated(family: str, sequence_parallel: bool) -> None:
-    """Microbatches one after the other, twice over, the gradients of the first time kept."""
-    model, batch = build(family, torch.float64), batch_of()
-    loss, expected = plain_step(model, batch)
-    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
-    for times in (1, 2):
-        losses = [loss_of(model, row_of(batch, row), valid(batch)) for row in range(4)]
-        for each in losses:
-            each.backward()  # type: ignore[no-untyped-call]
-        complete_gradients(model)
-        summed = {name: times * gradient for name, gradient in expected.items()}
-        assert_exact(model, float(sum(losses)), (loss, summed), 1e-10)
-
-
-def in_halves(family: str, sequence_parallel: bool) -> int:
-    """A stage's backward in two halves; the bytes that the second waited with."""
-    model = build(family, torch.float64)
-    hidden = torch.randn(4, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-    def forward(received: Tensor) -> Tensor:
-        result: Tensor = model(inputs_embeds=received, use_cache=False).logits.square().sum()
-        return result
-
-    plain = hidden.clone().requires_grad_()
-    forward(plain).backward()  # type: ignore[no-untyped-call]
-    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
-    received = hidden.clone().requires_grad_()
-    with tape.deferring() as held:
-        total = forward(received)
-    live = hold((received,), (total,), held)
-    inputs, deferred = input_backward(live, (torch.ones_like(total),))
-    waiting = deferred.nbytes
-    deferred.run()
-    assert_gradients({"inputs": inputs[0]}, {"inputs": plain.grad}, 1e-10)  # type: ignore[dict-item]
-    complete_gradients(model)
+    assert abs(float(loss) - expected_loss) <= tolerance * abs(expected_loss)
     found = gathered(model)
     assert found.keys() == expected.keys()
-    assert_gradients(found, expected, 1e-10)
-    return waiting
-
-
-def with_fsdp(family: str, sequence_parallel: bool, tied: bool, late: bool) -> list[str]:
-    """FSDP2 over the other axis of a mesh of 2 x 2, each of its ranks with half of the rows.
-
-    late: the reduction is put off until the last microbatch, as a pipeline does
-    """
-    model, batch = build(family, torch.float64, tied=tied), batch_of()
-    expected = plain_step(model, batch)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    tensor_parallel(model, mesh["tp"], sequence_parallel=sequence_parallel)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh["dp_shard"])
-    sharded: Any = fully_shard(model, mesh=mesh["dp_shard"])
-    for part in sharded.modules():
-        if hasattr(part, "set_gradient_divide_factor"):
-            part.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by all ranks' tokens
-    first = 2 * mesh["dp_shard"].get_local_rank()
-    total = torch.zeros(1, dtype=torch.float64)
-    for row in (first, first + 1):
-        if late:
-            sharded.set_requires_gradient_sync(row == first + 1)
-        loss = loss_of(model, row_of(batch, row), valid(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-    complete_gradients(model)
-    dist.all_reduce(total, group=mesh["dp_shard"].get_group())
-    assert_exact(model, float(total), expected, 1e-10)
-    return [str(p.placements) for p in model.parameters()]
-
-
-def as_stages(family: str, sequence_parallel: bool) -> None:
-    """Two stages of a pipeline one after the other, with placeholders for each other's modules."""
-    model, batch = build(family, torch.float64), batch_of()
-    expected = plain_step(model, batch)
-    chain, mesh = find_chain(model), tp_mesh()
-    infos = [StageInfo(0, 2), StageInfo(1, 2)]
-    stages = [cut(model, chain, range(info.stage, info.stage + 1), info) for info in infos]
-    for stage in stages:
-        tensor_parallel(stage, mesh, sequence_parallel=sequence_parallel)
-    first, last = (HFCall(stage, info) for stage, info in zip(stages, infos, strict=True))
-    hidden = first((), batch)
-    received = hidden.detach().requires_grad_()
-    logits = last((received,), batch)[:, :-1]
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-    loss.backward()  # type: ignore[no-untyped-call]
-    hidden.backward(received.grad)
-    found: Gradients = {}
-    for stage in stages:
-        complete_gradients(stage)
-        found |= gathered(stage)
-    assert abs(float(loss) - expected[0]) <= 1e-10
-    assert found.keys() == expected[1].keys()
-    assert_gradients(found, expected[1], 1e-10)
+    assert_gradients(found, expected, tolerance)
+    return [name for name, p in made.items() if p.placements[0].is_shard()]
 
 
 def refused_length() -> str:
     model = build("llama")
     tensor_parallel(model, tp_mesh(), sequence_parallel=True)
     with pytest.raises(BatchError) as refused:
-        loss_of(model, batch_of(11), 1)
+        loss_of(model, batch_of(11))
     return str(refused.value)
 
 
@@ -269,7 +133,6 @@ FLOAT32, FLOAT64 = torch.float32, torch.float64
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 Case = tuple[str, int, torch.dtype, bool, dict[str, Any]]
 EVERY_RUN: list[Case] = [
-    ("llama", 2, FLOAT32, False, {}),
     ("llama", 4, FLOAT64, True, {**HEADS, "tied": True}),
     ("qwen2", 2, FLOAT64, False, {"tied": True}),  # biases of columns
     ("qwen3", 2, FLOAT64, False, {}),  # norms of each head
@@ -336,37 +199,6 @@ def test_experts_stay_whole(pool: Pool) -> None:
 def test_an_embedding_may_be_read_by_another_module(pool: Pool) -> None:
     """0.5.0: gemma4 takes the padding token's row of it in its own forward, which met a DTensor there."""
     assert pool.run(2, verdict, "gemma4", False) == ["exact"] * 2
-
-
-def test_several_backwards_add_up(pool: Pool) -> None:
-    pool.run(2, accumulated, "qwen3", True)
-
-
-def test_stages_with_placeholders(pool: Pool) -> None:
-    """A stage leaves its forward by an exception, and holds only a part of what the plan names."""
-    pool.run(2, as_stages, "qwen3", True)
-
-
-def test_layers_may_be_recomputed(pool: Pool) -> None:
-    pool.run(2, exact, "qwen3", FLOAT64, True, {}, True)
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_a_split_backward_defers_weight_gradients(pool: Pool, sequence: bool) -> None:
-    """The tape looks through DTensors, so that the weights' half waits."""
-    assert min(pool.run(2, in_halves, "qwen3", sequence)) > 0
-
-
-WITH_FSDP = [("qwen3", False, False, False), ("qwen3", True, True, True)]
-SWEPT_FSDP = list(product(("llama", "qwen2", "phi3", "mixtral", "olmo2"), *3 * [(False, True)]))
-
-
-@pytest.mark.parametrize(
-    ("family", "sequence", "tied", "late"), [*WITH_FSDP, *later(*SWEPT_FSDP, mark=pytest.mark.sweep)]
-)
-def test_fsdp_over_another_axis(pool: Pool, family: str, sequence: bool, tied: bool, late: bool) -> None:
-    placements = pool.run(4, with_fsdp, family, sequence, tied, late)[0]
-    assert all(len(each.split("), ")) == 2 for each in placements)
 
 
 @pytest.mark.sweep
