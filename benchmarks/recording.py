@@ -34,8 +34,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat, shake_hands
 from penstock.runtime.memory import Held
 from penstock.runtime.recorder import Recorder
-from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.interface import LocalTransport
+from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Schedule
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 16, 64
@@ -83,8 +82,7 @@ def unrecorded(pipe: Pipeline) -> Iterator[None]:
             (Recorder, "add", _nothing),
             (Recorder, "waited", _nothing),
             (ops, "Ledger", Off),
-            (DistributedTransport, "buffer_bytes", 0),
-            (LocalTransport, "buffer_bytes", 0),
+            (Channels, "buffer_bytes", 0),
             (report, "pack", _only_loss),
             (report, "unpack", _only_losses),
             (report, "bubble", lambda *_: 0.0),

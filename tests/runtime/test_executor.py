@@ -1,4 +1,4 @@
-"""The executor beside the schedule: what it ran, what it held, what it left."""
+"""The executor follows the schedule: what it ran, what it held, what it left."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError, ShapeError
 from penstock.models.stage import StageInfo
 from penstock.schedule import Op, Placement, Schedule, build
+from penstock.schedule.choose import ScheduleLike
 
 
 class Chunk(nn.Module):
@@ -47,24 +48,12 @@ def whole(stages: int) -> nn.Sequential:
     return nn.Sequential(*(Chunk(StageInfo(stage, stages)) for stage in range(stages)))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (2, 1), (3, 2), (4, 7)])
-def test_runs_what_was_proven(name: str, ranks: int, microbatches: int) -> None:
-    schedule = build(name, ranks=ranks, microbatches=microbatches)
-    pipe = Pipeline.from_provider(Chunk, schedule=schedule, loss_fn=squares)
-    result = pipe.step(batch())
-    ran = [[span.op for span in pipe.timeline.of_rank(rank)] for rank in range(ranks)]
-    assert ran == [list(program) for program in schedule.programs]
-    assert pipe.timeline.peak_live == pipe.proof.peak_live
+def test_every_op_takes_time() -> None:
+    """test_every_schedule.py has the order, the gradients and the live activations."""
+    pipe = Pipeline.from_provider(Chunk, schedule="1f1b", ranks=3, microbatches=2, loss_fn=squares)
+    pipe.step(batch())
+    assert len(pipe.timeline.spans) == 2 * 3 * 2
     assert all(span.end > span.start for span in pipe.timeline.spans)
-
-    reference = whole(ranks)
-    loss = squares(reference(batch()["x"]), batch())
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
-    for stage, module in pipe.modules.items():
-        for name_, parameter in module.named_parameters():
-            torch.testing.assert_close(parameter.grad, reference[stage].get_parameter(name_).grad)
 
 
 def test_several_stages_on_a_rank_in_any_order() -> None:
@@ -80,8 +69,13 @@ def test_several_stages_on_a_rank_in_any_order() -> None:
         torch.testing.assert_close(weight(module).grad, weight(reference[stage]).grad)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_failed_step_leaves_nothing_behind(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    # on one rank of two stages, results for the second stage wait in the inbox when the sixth forward fails
+    [("1f1b", 2), ("zb_v", 2), ({"schedule": "looped_bfs", "stages_per_rank": 2}, 1)],
+    ids=str,
+)
+def test_a_failed_step_leaves_nothing_behind(schedule: ScheduleLike, ranks: int) -> None:
     class Moody(Chunk):
         calls = 0
 
@@ -92,19 +86,18 @@ def test_a_failed_step_leaves_nothing_behind(schedule: str) -> None:
                     raise RuntimeError("out of temper")
             return super().forward(x)
 
-    pipe = Pipeline.from_provider(Moody, schedule=schedule, ranks=2, microbatches=4, loss_fn=squares)
+    pipe = Pipeline.from_provider(Moody, schedule=schedule, ranks=ranks, microbatches=4, loss_fn=squares)
     with pytest.raises(RuntimeError, match="out of temper") as error:
         pipe.step(batch())
     assert pipe._training is not None
-    assert [executor.left_over for executor in pipe._training.executors] == [0, 0]
+    assert [executor.left_over for executor in pipe._training.executors] == [0] * ranks
     assert any("penstock: on rank" in note for note in error.value.__notes__)
     # 0.2.0: an error before the next step's first op was noted to be in the op of the one that had failed,
     # which no executor forgot
     with pytest.raises(BatchError) as refused:
         pipe.step(batch(1))
     assert not hasattr(refused.value, "__notes__")
-    for parameter in pipe.parameters():
-        parameter.grad = None
+    pipe.zero_grad()
     pipe.step(batch())
     reference = whole(len(pipe.modules))
     squares(reference(batch()["x"]), batch()).backward()  # type: ignore[no-untyped-call]
@@ -126,16 +119,6 @@ def test_an_output_that_the_next_rank_does_not_expect_is_not_sent(
 
     pipe = Pipeline.from_provider(Changing, schedule="1f1b", ranks=2, microbatches=2, loss_fn=squares)
     with pytest.raises(ShapeError, match=rf"0F0 gave {gave}: the next rank expects float64\[4, 3\]"):
-        pipe.step(batch())
-
-
-def test_what_a_stage_may_return() -> None:
-    class Lists(Chunk):
-        def forward(self, x: Tensor) -> Tensor:
-            return {"hidden": x, "when": object()}  # type: ignore[return-value]
-
-    pipe = Pipeline.from_provider(Lists, schedule="1f1b", ranks=2, microbatches=1, loss_fn=squares)
-    with pytest.raises(ShapeError, match="a object in a stage's output: tensors, numbers, strings"):
         pipe.step(batch())
 
 

@@ -1,9 +1,10 @@
-"""What a step is predicted to hold, what it tells that it held, and what is counted from outside."""
+"""What a step is predicted to hold, what it reports, and what is counted from outside."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -23,32 +24,22 @@ from support.schedules import FORMS
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
 MODES = {"kept": False, "full": "full", "one": Checkpointing(in_flight=1)}
+DEFAULT = (("1f1b", True, "one"), ("interleaved_1f1b", False, "full"), ("zb_v", True, "kept"),
+           ("dualpipe_v", False, "one"))  # fmt: skip
+CASES = [
+    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.sweep)
+    for case in product(SCHEDULES, (False, True), MODES)
+]
 
 
-@pytest.mark.parametrize(
-    ("form", "ragged", "how"),
-    [("1f1b", False, "kept"), ("1f1b", True, "one"), ("interleaved_1f1b", False, "full"),
-     ("zb_v", True, "kept"), ("dualpipe_v", False, "one"), ("gpipe", True, "full")],
-)  # fmt: skip
-def test_predicted_and_told(pool: Pool, form: str, ragged: bool, how: str) -> None:
-    compare(pool, form, ragged, how)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("how", MODES)
-@pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
-@pytest.mark.parametrize("form", SCHEDULES)
-def test_predicted_and_told_everywhere(pool: Pool, form: str, ragged: bool, how: str) -> None:
-    compare(pool, form, ragged, how)
-
-
-def compare(pool: Pool, form: str, ragged: bool, how: str) -> None:
+@pytest.mark.parametrize(("form", "ragged", "how"), CASES)
+def test_a_step_reports_what_it_holds_as_predicted(pool: Pool, form: str, ragged: bool, how: str) -> None:
     """Within 5 %, or a message for each stage: one more or less is a question of who is how fast just then,
     and where all layers are checkpointed it is a large part of what is left."""
-    for rank, (told, predicted, counted, hosted) in enumerate(
+    for rank, (reported, predicted, counted, hosted) in enumerate(
         pool.run(4, peaks, 4, FORMS[form], ragged, MODES[how])
     ):
-        assert told == pytest.approx(counted, rel=0.01), (rank, "told", "counted")
+        assert reported == pytest.approx(counted, rel=0.01), (rank, "reported", "counted")
         scalars = 64  # bytes that come and go with a message: a loss, a count
         near = pytest.approx(counted, rel=0.05, abs=hosted * (LARGEST_MESSAGE + scalars))
         assert predicted == near, (rank, "predicted", "counted")
@@ -68,7 +59,7 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_an_output_that_the_graph_keeps_is_told_apart(keeps: bool) -> None:
+def test_an_output_that_the_graph_keeps_counts_as_activation(keeps: bool) -> None:
     x, module = torch.randn(3, 4, requires_grad=True), Keeps(keeps)
     with Measured() as measured:
         output = module(x)
@@ -92,9 +83,9 @@ def test_what_is_gone_is_not_counted() -> None:
 
 LARGEST_MESSAGE = 2 * 48 * 64 * 4  # bytes: rows, tokens, hidden
 # Seconds that each look at what is held takes. The ops of so small a model are over before a busy machine has
-# let a sender's thread run: with these they are as long, beside messages, as the ops of a real one.
+# let a sender's thread run: with these they are as long, next to messages, as the ops of a real one.
 OP = 0.015
-# told by the rank, predicted, counted, and how many stages the rank hosts
+# reported by the rank, predicted, counted, and how many stages the rank hosts
 Peaks = tuple[int, float, int, int]
 
 
@@ -118,16 +109,16 @@ def peaks(ranks: int, schedule: Any, ragged: bool, how: Any) -> Peaks:
     forget_buffers(pipe)
     counted = count_bytes(pipe, batch)
     predicted = simulate(pipe.schedule, pipe.costs()).peak_memory[dist.get_rank()]
-    told = pipe.memory[dist.get_rank()].total
+    reported = pipe.memory[dist.get_rank()].total
     hosted = len(pipe.stages)
     pipe.close()
-    return told, predicted, counted, hosted
+    return reported, predicted, counted, hosted
 
 
 def forget_buffers(pipe: Pipeline) -> None:
     """Those of the step before would not be counted."""
-    channels: Any = pipe._world.transport
-    channels._opened._pool._buffers.clear()
+    channels: Any = pipe._world.transport.messages
+    channels._pool._buffers.clear()
 
 
 def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:

@@ -1,30 +1,58 @@
+"""Plans: golden ones, and for any schedule that messages pair up and are freed only once received."""
+
 from __future__ import annotations
 
 from collections import Counter
+from itertools import accumulate
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.runtime.plan import Compute, Free, Message, Plan, Post, Send, Wait, lower
+from penstock.runtime.plan import (
+    Action,
+    Begin,
+    Compute,
+    Deliver,
+    End,
+    Exchange,
+    Free,
+    Message,
+    Plan,
+    Post,
+    Send,
+    Wait,
+    lower,
+)
 from penstock.schedule import Op, Placement, Proof, Schedule, build, verify
 from penstock.schedule.builders.gpipe import forwards
-from penstock.schedule.order import AHEAD
+from penstock.schedule.choose import chosen_schedule
+from penstock.schedule.order import AHEAD, exchanges
 from support.programs import valid
+from support.schedules import FORMS
 
 
 def text(plan: Plan) -> list[str]:
     """One line for each op: what is done before it, the op, what is sent after it."""
-    lines, line = [], []
+    lines: list[list[str]] = [[]]
     for action in plan.actions:
+        name = type(action).__name__.lower()
         match action:
             case Compute(op):
-                line.append(str(op))
-            case Post(message) | Wait(message) | Send(message) | Free(message):
-                line.append(f"{type(action).__name__.lower()} {message.op}")
-        if isinstance(action, Compute):
-            lines.append(line)
-            line = []
-    return [" ".join(actions) for actions in [*lines, line]]
+                lines[-1].append(str(op))
+                lines.append([])
+            case Begin(compute) | End(compute):
+                lines[-1].append(f"{name} {compute.op}")
+            case Post(message) | Wait(message) | Send(message) | Free(message) | Deliver(message):
+                lines[-1].append(f"{name} {message.op}")
+            case Exchange():
+                lines[-1].append(name)
+    return [" ".join(line) for line in lines]
+
+
+def peak_posted(plan: Plan) -> int:
+    """The largest number of receives that are posted and not yet waited for."""
+    return max(accumulate((isinstance(a, Post) - isinstance(a, Wait) for a in plan.actions), initial=0))
 
 
 def test_golden_first_rank() -> None:
@@ -53,10 +81,34 @@ def test_golden_last_rank() -> None:
         "1B2",
         "send 1B2 free 1B1 free 1B2",
     ]
-    assert plan.peak_posted == 1
 
 
-def test_how_far_ahead_can_be_told() -> None:
+def test_golden_in_exchanges() -> None:
+    schedule = chosen_schedule("1f1b", 2, 2)
+    assert text(lower(verify(schedule), 1, exchanges=exchanges(schedule))) == [
+        "post 0F0 exchange wait 0F0 1F0",
+        "1B0",
+        "send 1B0 post 0F1 exchange wait 0F1 1F1",
+        "1B1",
+        "send 1B1 exchange free 1B0 free 1B1",
+    ]
+
+
+def test_golden_overlapped() -> None:
+    proof = verify(build("1f1b", ranks=2, microbatches=4, paired=True))
+    first, second = (text(lower(proof, rank, overlap=True)) for rank in range(2))
+    assert first[3:] == [
+        "send 0F2 post 1B1 wait 1B0 free 0F0 free 0F1 begin 0B0 0F3",
+        "send 0F3 end 0B0 post 1B2 wait 1B1 free 0F2 0B1",
+        "post 1B3 wait 1B2 free 0F3 0B2",
+        "wait 1B3 0B3",
+        "",
+    ]
+    assert "begin 1B0 1F1" in second[1]
+    assert second[2].startswith("end 1B0 send 1B0")
+
+
+def test_receives_are_posted_as_far_ahead_as_asked() -> None:
     proof = verify(build("gpipe", ranks=2, microbatches=3))
     assert text(lower(proof, 1, ahead=0))[:3] == [
         "post 0F0 wait 0F0 1F0", "post 0F1 wait 0F1 1F1", "post 0F2 wait 0F2 1F2",
@@ -64,7 +116,7 @@ def test_how_far_ahead_can_be_told() -> None:
     assert text(lower(proof, 1, ahead=2))[:3] == [
         "post 0F0 post 0F1 post 0F2 wait 0F0 1F0", "wait 0F1 1F1", "wait 0F2 1F2",
     ]  # fmt: skip
-    assert [lower(proof, 1, ahead=ahead).peak_posted for ahead in (0, 1, 2, 9)] == [1, 2, 3, 3]
+    assert [peak_posted(lower(proof, 1, ahead=ahead)) for ahead in (0, 1, 2, 9)] == [1, 2, 3, 3]
     assert lower(proof, 1) == lower(proof, 1, ahead=AHEAD)
 
 
@@ -118,35 +170,18 @@ def test_every_plan_pairs_up(proof: Proof, ahead: float) -> None:
 
 
 @settings(deadline=None)
-@given(any_proof, depths)
-def test_nothing_is_waited_for_before_it_is_posted(proof: Proof, ahead: float) -> None:
-    for rank in range(proof.schedule.ranks):
-        plan = lower(proof, rank, ahead=ahead)
-        posted, waiting, most = set(), 0, 0
-        for action in plan.actions:
-            match action:
-                case Post(message):
-                    posted.add(message)
-                    waiting += 1
-                    most = max(most, waiting)
-                case Wait(message):
-                    assert message in posted
-                    waiting -= 1
-        assert plan.peak_posted == most
-
-
-@settings(deadline=None)
 @given(proofs())
 def test_few_receives_are_posted_at_once(proof: Proof) -> None:
     """What this op and the two after it need."""
-    assert all(lower(proof, rank).peak_posted <= 3 for rank in range(proof.schedule.ranks))
+    assert all(peak_posted(lower(proof, rank)) <= 3 for rank in range(proof.schedule.ranks))
 
 
 class Machine:
-    """Takes the ranks' plans step by step, and knows what was sent and received so far."""
+    """Takes the ranks' plans step by step, and knows what was posted, sent and received so far."""
 
-    def __init__(self, proof: Proof) -> None:
-        self.left = [list(lower(proof, rank).actions) for rank in range(proof.schedule.ranks)]
+    def __init__(self, proof: Proof, ahead: float) -> None:
+        self.left = [list(lower(proof, rank, ahead=ahead).actions) for rank in range(proof.schedule.ranks)]
+        self.posted: set[Message] = set()
         self.sent: set[Message] = set()
         self.received: set[Message] = set()
 
@@ -155,7 +190,10 @@ class Machine:
         if not self.left[rank]:
             return False
         match self.left[rank][0]:
+            case Post(message):
+                self.posted.add(message)
             case Wait(message):
+                assert message in self.posted
                 if message not in self.sent:
                     return False
                 self.received.add(message)
@@ -168,11 +206,11 @@ class Machine:
 
 
 @settings(deadline=None)
-@given(any_proof)
-def test_a_send_is_freed_only_once_its_receiver_took_it(proof: Proof) -> None:
+@given(any_proof, depths)
+def test_a_message_is_posted_before_its_wait_and_freed_only_once_received(proof: Proof, ahead: float) -> None:
     """Whichever rank runs as far ahead as it can, while the others dawdle."""
     for eager in range(proof.schedule.ranks):
-        machine = Machine(proof)
+        machine = Machine(proof, ahead)
         while any(machine.left):
             while machine.advance(eager):
                 pass
@@ -190,3 +228,44 @@ def test_consumers_that_go_another_way_get_the_right_message() -> None:
     )
     plan = lower(verify(schedule), 1)
     assert text(plan) == ["post 0F0 post 0F1 wait 0F1 1F1", "wait 0F0 1F0", ""]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if "searched" not in name])
+def test_all_that_is_posted_or_sent_goes_into_the_next_exchange(name: str) -> None:
+    schedule = chosen_schedule(FORMS[name], 4, 8)
+    proof, together = verify(schedule), exchanges(schedule)
+    for rank in range(4):
+        moved: list[Action] = []  # since the last exchange
+        for action in lower(proof, rank, exchanges=together).actions:
+            match action:
+                case Post() | Send():
+                    moved.append(action)
+                case Exchange():
+                    assert moved
+                    moved = []
+                case _:
+                    assert not moved
+        assert not moved
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 12), (4, 6), (4, 12)])
+@pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v", "1f1b"])
+def test_nothing_is_waited_for_within_a_pair(name: str, ranks: int, microbatches: int) -> None:
+    options = {"paired": True} if name == "1f1b" else {}
+    schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
+    for rank in range(ranks):
+        actions, open_ = lower(verify(schedule), rank, overlap=True).actions, None
+        for action in actions:
+            match action:
+                case Begin(compute):
+                    assert open_ is None
+                    open_ = compute
+                case End(compute):
+                    assert compute == open_
+                    open_ = None
+                case Wait() | Post() | Free():
+                    assert open_ is None
+        begun = [action.backward for action in actions if isinstance(action, Begin)]
+        kept = [action for action in actions if not isinstance(action, Begin | End)]
+        assert Counter([*kept, *begun]) == Counter(lower(verify(schedule), rank).actions)
+        assert len(begun) == sum(pair.forward in schedule.programs[rank] for pair in schedule.overlaps)

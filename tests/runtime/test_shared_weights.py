@@ -1,6 +1,8 @@
-"""Two copies of the model in one pipeline: alike from the start, and alike after every step."""
+"""Two copies of the model in one pipeline: equal from the start, and equal after every step."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +22,9 @@ PROGRAMS = (
     "0F0 0F2 3F1 3B1 0B0 0B2",
     "2F1 1F0 1I0 1W0 1F2 1B2 2B1",
 )
-
-
-def schedule() -> Schedule:
-    programs = tuple(tuple(map(Op.parse, text.split())) for text in PROGRAMS)
-    return Schedule("both ways", both_ways(2), 3, programs)
+BOTH_WAYS = Schedule(
+    "both ways", both_ways(2), 3, tuple(tuple(map(Op.parse, text.split())) for text in PROGRAMS)
+)
 
 
 class Part(nn.Module):
@@ -48,24 +48,28 @@ def batch() -> dict[str, Tensor]:
     return {"x": x, "y": x.flip(0)}
 
 
-def reference(pipe_modules: dict[int, nn.Module]) -> tuple[float, list[nn.Module]]:
+def made(provider: Any = Part, schedule: Schedule = BOTH_WAYS, **options: Any) -> Pipeline:
+    return Pipeline.from_provider(provider, schedule=schedule, loss_fn=mean_square, **options)
+
+
+def reference(pipe: Pipeline) -> tuple[float, list[nn.Module]]:
     """A plain process with the values of the first copy; the loss and modules with gradients."""
     whole = [Part(StageInfo(stage, 2)) for stage in range(2)]
     for stage, part in enumerate(whole):
-        part.load_state_dict(pipe_modules[stage].state_dict())
+        part.load_state_dict(pipe.modules[stage].state_dict())
     loss = mean_square(nn.Sequential(*whole)(batch()["x"]), batch())
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), list(whole)
 
 
-def test_copies_start_alike_and_get_the_sum_of_the_gradients() -> None:
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
-    modules = dict(pipe.modules)
+def test_copies_start_equal_and_get_the_sum_of_the_gradients() -> None:
+    pipe = made()
+    modules = pipe.modules
     for stage in (0, 1):
         for one, other in zip(modules[stage].parameters(), modules[stage + 2].parameters(), strict=True):
             assert torch.equal(one, other)
             assert one is not other
-    loss, whole = reference(modules)
+    loss, whole = reference(pipe)
     assert pipe.step(batch()).loss == pytest.approx(loss, rel=1e-12)
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
@@ -79,8 +83,8 @@ def test_copies_start_alike_and_get_the_sum_of_the_gradients() -> None:
 
 
 def test_gradients_of_several_steps_add_up() -> None:
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
-    _, whole = reference(dict(pipe.modules))
+    pipe = made()
+    _, whole = reference(pipe)
     pipe.step(batch())
     pipe.step(batch())
     for stage, module in pipe.modules.items():
@@ -90,9 +94,9 @@ def test_gradients_of_several_steps_add_up() -> None:
         )
 
 
-def test_a_copy_counts_once_in_the_norm_and_stays_alike_under_an_optimizer() -> None:
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
-    _, whole = reference(dict(pipe.modules))
+def test_a_copy_counts_once_in_the_norm_and_stays_equal_under_an_optimizer() -> None:
+    pipe = made()
+    _, whole = reference(pipe)
     pipe.step(batch())
     norm = nn.utils.clip_grad_norm_([p for part in whole for p in part.parameters()], 1e9)
     assert pipe.clip_grad_norm_(1e9) == pytest.approx(float(norm), rel=1e-12)
@@ -104,8 +108,7 @@ def test_a_copy_counts_once_in_the_norm_and_stays_alike_under_an_optimizer() -> 
 
 def test_a_rank_whose_copy_gets_no_microbatch() -> None:
     """0.2.0: such a step ended in "max() arg is an empty sequence": the bubble took an op of every rank."""
-    schedule = Schedule("apart", Placement((0, 1), 2), 1, ((Op(0, "F", 0), Op(0, "B", 0)), ()))
-    pipe = Pipeline.from_provider(Part, schedule=schedule, loss_fn=mean_square)
+    pipe = made(schedule=Schedule("apart", Placement((0, 1), 2), 1, ((Op(0, "F", 0), Op(0, "B", 0)), ())))
     result = pipe.step(batch())
     assert pipe.evaluate(batch()).loss == pytest.approx(result.loss, rel=1e-12)
     assert pipe.timeline.bubble == pytest.approx(result.bubble)
@@ -114,35 +117,24 @@ def test_a_rank_whose_copy_gets_no_microbatch() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def check_frozen(told: list[str]) -> None:
-    for words in told:
-        assert words.startswith(
-            "model.embed_tokens.weight of stage 0 frozen, and lm_head.weight of stage 1 not: "
-        ), words
-
-
-def test_a_tied_weight_of_which_one_copy_is_frozen_is_refused() -> None:
-    """0.5.0: the copies went apart, and a checkpoint held the frozen one."""
-    check_frozen(jobs.frozen_copies())
-
-
-def test_a_frozen_copy_is_refused_on_all_ranks_alike(pool: Pool) -> None:
-    """0.5.0: the other rank waited for its part of the gradient until the timeout."""
-    for told in pool.run(2, jobs.frozen_copies):
-        check_frozen(told)
+def test_a_tied_weight_of_which_one_copy_is_frozen_is_refused_on_all_ranks(pool: Pool) -> None:
+    """0.5.0: the copies went apart, or the other rank waited for its part of the gradient."""
+    for errors in (jobs.frozen_copies(), *pool.run(2, jobs.frozen_copies)):
+        for text in errors:
+            assert text.startswith(
+                "model.embed_tokens.weight of stage 0 frozen, and lm_head.weight of stage 1 not: "
+            )
 
 
 def test_a_stage_of_which_one_copy_is_frozen_is_refused() -> None:
     def freeze_all_but_the_first(module: nn.Module) -> nn.Module:
-        made.append(module.requires_grad_(not made))
+        seen.append(module.requires_grad_(not seen))
         return module
 
-    made: list[nn.Module] = []
+    seen: list[nn.Module] = []
     with pytest.raises(ModelError, match=r"^unused of stage 2 frozen, and unused of stage 0 not: "):
-        Pipeline.from_provider(
-            Part, schedule=schedule(), loss_fn=mean_square, parallelize_fn=freeze_all_but_the_first
-        )
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
+        made(parallelize_fn=freeze_all_but_the_first)
+    pipe = made()
     frozen = pipe.modules[3].get_parameter("linear.bias").requires_grad_(False)
     with pytest.raises(ModelError, match=r"^linear.bias of stage 3 frozen, and linear.bias of stage 1 not: "):
         pipe.step(batch())
@@ -154,20 +146,20 @@ def test_a_stage_of_which_one_copy_is_frozen_is_refused() -> None:
 
 def test_over_gloo(pool: Pool) -> None:
     """Each rank holds stage 0 of one copy and stage 1 of the other."""
-    told = pool.run(2, jobs.replicas)
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square)
-    for values, gradients, loss, norm in told:
+    found = pool.run(2, jobs.replicas)
+    pipe = made()
+    for values, gradients, loss, norm in found:
         for stage, state in values.items():
             pipe.modules[stage].load_state_dict(state)
-        assert told[0][2:] == (loss, norm)
+        assert found[0][2:] == (loss, norm)
         for stage in gradients:
-            other = told[1 - pipe.schedule.placement.rank_of[stage]][1][(stage + 2) % 4]
+            other = found[1 - pipe.schedule.placement.rank_of[stage]][1][(stage + 2) % 4]
             assert all(map(torch.equal, gradients[stage], other))
-    loss, whole = reference(dict(pipe.modules))
-    assert told[0][2] == pytest.approx(loss, rel=1e-12)
-    for stage, found in told[0][1].items():
+    loss, whole = reference(pipe)
+    assert found[0][2] == pytest.approx(loss, rel=1e-12)
+    for stage, gradients in found[0][1].items():
         expected = [p.grad for p in whole[stage % 2].parameters() if p.grad is not None]
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
 
 
@@ -179,6 +171,6 @@ def test_copies_begin_with_the_values_of_one_of_them() -> None:
         values.append(part.linear.weight.detach().clone())
         return part
 
-    pipe = Pipeline.from_provider(provider, schedule=schedule(), loss_fn=mean_square)
+    pipe = made(provider)
     for module in pipe.modules.values():
         assert any(torch.equal(module.get_parameter("linear.weight"), value) for value in values)

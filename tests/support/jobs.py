@@ -132,15 +132,11 @@ def other_tokens(rank: int) -> dict[str, Tensor]:
     return batch
 
 
-def two_pipelines(dp: int, sliced: bool) -> list[Any]:
-    """A mesh of `dp` pipelines of two ranks: each gives the numbers of a plain process on its own batch.
-
-    sliced: whether a pipeline is given its own part of the mesh
-    """
+def two_pipelines(dp: int) -> list[Any]:
+    """Slices of a mesh, `dp` pipelines of two ranks: each gives the numbers of a plain process."""
     mesh = init_device_mesh("cpu", (dp, 2), mesh_dim_names=("dp_replicate", "pp"))
     model = tiny_model("llama", tied=True)
-    given = mesh["pp"] if sliced else mesh
-    pipe = AutoPipeline(ranks=2, microbatches=3, mesh=given, timeout=30).build(model)
+    pipe = AutoPipeline(ranks=2, microbatches=3, mesh=mesh["pp"], timeout=30).build(model)
     batch = ragged_batch(6 + mesh.get_local_rank("dp_replicate"))
     result = pipe.step(batch)
     loss, expected = plain_step(model, batch)
@@ -167,10 +163,10 @@ def group_per_channel(ranks: int) -> None:
 
 def replicas() -> Any:
     """Values and gradients by stage, loss and norm, of a schedule that keeps two copies of the model."""
-    from runtime.test_shared_weights import Part, batch, mean_square, schedule
+    from runtime.test_shared_weights import batch, made
 
     torch.manual_seed(dist.get_rank())
-    pipe = Pipeline.from_provider(Part, schedule=schedule(), loss_fn=mean_square, timeout=30)
+    pipe = made(timeout=30)
     values = {stage: module.state_dict() for stage, module in pipe.modules.items()}
     result = pipe.step(batch())
     gradients = {

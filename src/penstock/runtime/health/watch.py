@@ -180,8 +180,12 @@ class Watch:
         if self._mesh_notes is not None:
             self._mesh_notes.fail(self._mesh_notes.rank, reason, end)
 
-    def error(self, cause: BaseException) -> PeerLostError | StalledPeerError:
-        """The typed error for a wait that failed with `cause`."""
+    def error(
+        self, cause: BaseException, what: Message | str = "", peer: int | None = None
+    ) -> PeerLostError | StalledPeerError:
+        """The typed error for a wait that failed with `cause`: the one for `what`, or the one last begun."""
+        if what:
+            self.begin(what, peer)
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
         notes = filter(None, (self._notes, self._mesh_notes))
         # a rank may have failed while its process lives on: then waits time out too

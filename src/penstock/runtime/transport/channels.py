@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
-from penstock.errors import RunError
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Pool, Staging
 from penstock.runtime.transport.emulated import STAMP, Network
 from penstock.runtime.transport.groups import Groups
-from penstock.runtime.transport.interface import narrowed, on_wire, restored
+from penstock.runtime.transport.interface import Messages, narrowed, on_wire, restored
 from penstock.runtime.transport.point_to_point import (
     Batches,
-    Carrier,
     OneByOne,
     P2PGroup,
     SendCompletion,
@@ -89,7 +87,7 @@ class Receiving(NamedTuple):
     stamp: Tensor | None
 
 
-class Channels:
+class Channels(Messages):
     """The channels of one rank.
 
     Args:
@@ -112,7 +110,7 @@ class Channels:
         network: Network | None = None,
     ) -> None:
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
-        self._carrier: Carrier = Batches(groups.pipeline, ring_exchange()) if batched else OneByOne()
+        self._carrier = Batches(groups.pipeline, ring_exchange()) if batched else OneByOne()
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)
         staged = groups.backend == "gloo" and device.type == "cuda"
@@ -155,7 +153,10 @@ class Channels:
         try:
             return self._carrier.receive(self._p2p_groups[message.channel], buffers)
         except RuntimeError as cause:
-            raise self._broken(cause, message, self._hosts[message.op.stage]) from cause
+            raise self._watch.error(cause, message, self._hosts[message.op.stage]) from cause
+
+    def arrived(self, message: Message) -> bool:
+        return True  # `receive` waits for it
 
     def receive(self, message: Message) -> Payload:
         queue = self._unknown.get(message.channel)
@@ -199,7 +200,7 @@ class Channels:
             for work in works:
                 work.wait(self._limit)
         except RuntimeError as cause:
-            raise self._broken(cause, message, peer) from cause
+            raise self._watch.error(cause, message, peer) from cause
         self._watch.end()
 
     # ---- sending
@@ -241,7 +242,7 @@ class Channels:
         try:
             return self._carrier.send(self._p2p_groups[message.channel], tensors)
         except RuntimeError as cause:
-            raise self._broken(cause, message, self._hosts[message.target]) from cause
+            raise self._watch.error(cause, message, self._hosts[message.target]) from cause
 
     def _headers(self, specs: EdgeSpecs) -> Iterator[Tensor]:
         text = pack_specs(specs)
@@ -257,8 +258,7 @@ class Channels:
         try:
             self._carrier.start(in_line)
         except RuntimeError as cause:
-            self._watch.begin("an exchange", None)
-            raise self._watch.error(cause) from cause
+            raise self._watch.error(cause, "an exchange") from cause
 
     def free(self, message: Message) -> None:
         """Report a failed send when its buffer is freed."""
@@ -270,14 +270,10 @@ class Channels:
         try:
             sending.finish(self._limit)
         except RuntimeError as cause:
-            raise self._broken(cause, message, peer) from cause
+            raise self._watch.error(cause, message, peer) from cause
         self._watch.end()
 
     # ---- state
-
-    def _broken(self, cause: RuntimeError, message: Message, peer: int) -> RunError:
-        self._watch.begin(message, peer)
-        return self._watch.error(cause)
 
     @property
     def pending(self) -> int:

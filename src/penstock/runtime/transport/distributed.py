@@ -8,18 +8,18 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.batch.payload import EdgeSpecs, Payload
 from penstock.errors import BatchError
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Message, channels
+from penstock.runtime.plan import channels
 from penstock.runtime.recorder import Progress
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
@@ -36,7 +36,7 @@ _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 class DistributedTransport(Transport):
     """The transport of one rank on the `pp` axis of a mesh; also the `Processes` of its pipeline.
 
-    It has no channels before `open`.
+    It has no messages before `open`.
 
     Args:
         timeout: seconds that a wait for another rank may take.
@@ -49,7 +49,6 @@ class DistributedTransport(Transport):
         self._groups, self._limit = groups, groups.limit
         self._device, self._at = device, groups.control_device(device)
         self._everyone = GroupProcesses(groups.pipeline, groups.limit, self._at)
-        self._channels: Channels | None = None
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
         # a number that sets this pipeline's notes apart from those of others in the same job
@@ -65,53 +64,14 @@ class DistributedTransport(Transport):
         self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
     ) -> None:
         """Make the channels of a schedule, which is the same on all ranks. Collective."""
-        hosts = schedule.placement.rank_of
-        self._channels = Channels(
-            self._groups, channels(schedule), hosts, self._device, wire, self.watch,
+        self.messages = Channels(
+            self._groups, channels(schedule), schedule.placement.rank_of, self._device, wire, self.watch,
             batched=batched, network=network,
         )  # fmt: skip
-
-    # ---- messages
-
-    @property
-    def _opened(self) -> Channels:
-        assert self._channels is not None, "open() comes first"
-        return self._channels
-
-    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
-        if self._agreement is not None:  # before anything is posted: a refused batch leaves nothing behind
-            self.settle()
-        self._opened.post(message, specs)
-
-    def arrived(self, message: Message) -> bool:
-        return True  # `receive` waits for it
-
-    def receive(self, message: Message) -> Payload:
-        return self._opened.receive(message)
-
-    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
-        if self._agreement is not None:
-            self.settle()
-        self._opened.send(message, payload, with_specs)
-
-    def start(self, in_line: bool) -> None:
-        self._opened.start(in_line)
-
-    def free(self, message: Message) -> None:
-        self._opened.free(message)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return self._opened.buffer_bytes
-
-    @property
-    def pending(self) -> int:
-        return self._opened.pending
-
-    # ---- values, between all ranks
+        self.closers.append(self.messages.close)
 
     def agree(self, fingerprint: int, description: str) -> None:
-        """Started here, and read before the first message is sent or waited for: it costs no time."""
+        """Started here, and read before the first message: it costs no time."""
         mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._at)
         with self.watch.waiting("the start of the step", None):
             self._agreement = (*self._everyone.start_all_gather(mine), description)
@@ -134,8 +94,7 @@ class DistributedTransport(Transport):
         )
 
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        if self._agreement is not None:
-            self.settle()
+        self.settle()
         (mine,) = vectors
         with self.watch.waiting("the end of the step", None):
             return self._everyone.all_gather(mine)
@@ -152,22 +111,14 @@ class DistributedTransport(Transport):
         if len(ranks) == 1:
             return
         peer = next(rank for rank in ranks if rank != self.rank)
-        for bucket in _buckets(tensors):
+        for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
+            joined = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
             with self.watch.waiting("its part of a shared gradient", peer):
-                self._all_reduce(bucket, self._sharing[ranks])
-
-    def _all_reduce(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """One all-reduce for all tensors, which have one dtype."""
-        alone = len(tensors) == 1 and tensors[0].is_contiguous()
-        joined = tensors[0] if alone else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-        work = dist.all_reduce(joined, group=group, async_op=True)
-        assert work is not None
-        work.wait(self._limit)
-        if alone:
-            return
-        pieces = torch.split(joined, [tensor.numel() for tensor in tensors])
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.view_as(tensor))
+                work = dist.all_reduce(joined, group=self._sharing[ranks], async_op=True)
+                assert work is not None
+                work.wait(self._limit)
+            sums = _unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(bucket, list(sums))
 
     def in_background(self) -> GroupProcesses:
         """The same ranks over a group of their own, for another thread: a group serves one thread only.
@@ -178,25 +129,18 @@ class DistributedTransport(Transport):
         groups.backend, groups.limit = "gloo", _SLOW
         return GroupProcesses(groups.new(range(groups.size), "pp background"), _SLOW, torch.device("cpu"))
 
-    # ---- life
-
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
         if not isinstance(cause, dist.DistError) and not _OF_GLOO.search(str(cause)):
             return cause
-        self.watch.begin(f"what {doing} exchanges", None)
-        try:
-            return self.watch.error(cause)
-        finally:
-            self.watch.end()
+        error = self.watch.error(cause, f"what {doing} exchanges")
+        self.watch.end()
+        return error
 
     def follow(self, progress: Callable[[], Progress | None]) -> None:
         self.watch.follow(progress)
 
     def fail(self, reason: str) -> None:
         self.watch.failed(reason)
-
-    def end_step(self) -> None:
-        self._opened.end_step()
 
     def reset(self) -> None:
         """A step that failed on one rank cannot be resumed: buffers may still be written to.
@@ -208,28 +152,12 @@ class DistributedTransport(Transport):
     def close(self) -> None:
         super().close()
         self.watch.close()
-        if self._channels is not None:
-            self._channels.close()
         self._groups.close()
 
 
 def in_background(processes: Processes) -> Processes:
     """The same processes, for another thread. Collective over all processes of the job."""
     return processes.in_background() if isinstance(processes, DistributedTransport) else processes
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of tensors of one dtype, small enough to copy."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in sorted(tensors, key=lambda tensor: str(tensor.dtype)):  # stable: the same on all ranks
-        if bucket and (tensor.dtype != bucket[0].dtype or size + tensor.nbytes > _BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def _store() -> Store:

@@ -1,4 +1,4 @@
-"""How results move between ranks: what a transport offers, and the transport within one process."""
+"""What a transport offers to the ranks of a pipeline, and the transport within one process."""
 
 from __future__ import annotations
 
@@ -14,24 +14,13 @@ from penstock.runtime.recorder import Progress
 from penstock.schedule import Op
 
 
-class Transport:
-    """Moves messages over channels, first in first out, and values between all ranks of the pipeline.
+class Messages:
+    """Moves messages over channels, first in first out.
 
-    The defaults fit a transport that has no other process to wait for.
-
-    Attributes:
-        overlap: whether the schedule's overlapped pairs run in two threads.
-        needless: the actions that have no effect here.
-        closers: called by `close`.
+    needless: the actions of a plan that have no effect here
     """
 
-    overlap = False
     needless: frozenset[type[Action]] = frozenset()
-
-    def __init__(self) -> None:
-        self.closers: list[Callable[[], None]] = []
-
-    # ---- messages
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Post a receive. specs: None where the message carries its own"""
@@ -68,15 +57,72 @@ class Transport:
     @property
     def pending(self) -> int:
         """Messages posted, on their way or not yet freed; 0 after every step."""
-        return 0
+        raise NotImplementedError
 
-    # ---- values, between all ranks
+    def end_step(self) -> None:
+        """Free what only a step like the last one would need."""
+
+    def reset(self) -> None:
+        """Forget a failed step, where another one may follow."""
+
+    def close(self) -> None:
+        """Free threads."""
+
+
+class LocalMessages(Messages):
+    """All ranks in one process: a message is handed over as it is, and takes no buffer.
+
+    wire: the dtype that floating-point tensors are rounded to on their way; None leaves them as they are
+    """
+
+    needless: frozenset[type[Action]] = frozenset({Post, Exchange, Free})
+
+    def __init__(self, wire: torch.dtype | None = None) -> None:
+        self._wire = wire
+        self._mail: dict[Message, Payload] = {}
+
+    def arrived(self, message: Message) -> bool:
+        return message in self._mail
+
+    def receive(self, message: Message) -> Payload | None:
+        return self._mail.pop(message, None)
+
+    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
+        tensors = payload.tensors
+        if self._wire is not None:
+            tensors = restored(narrowed(tensors, self._wire), payload.specs)
+        self._mail[message] = Payload(detached(tensors, payload.specs), payload.specs)
+
+    @property
+    def pending(self) -> int:
+        return len(self._mail)
+
+    def reset(self) -> None:
+        self._mail.clear()
+
+
+class Transport:
+    """How the ranks of a pipeline communicate: their messages, and values between all of them.
+
+    The values are those of a process that holds all ranks; `DistributedTransport` joins several.
+
+    Attributes:
+        messages: of the schedule that is run.
+        overlap: whether the schedule's overlapped pairs run in two threads.
+        closers: called by `close`.
+    """
+
+    messages: Messages
+    overlap = False
+
+    def __init__(self) -> None:
+        self.closers: list[Callable[[], None]] = []
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Make sure, before the first message of a step, that all ranks work on the same step."""
 
     def settle(self) -> None:
-        """Wait for the result of `agree`; otherwise the first message does."""
+        """Wait for the result of `agree`. To be called before a step's first message."""
 
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Give one float64 vector for each rank of this process; get every rank's, in order. Collective."""
@@ -99,8 +145,6 @@ class Transport:
     def _sum_first(self, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
         """Sum the first copy of each weight over the ranks of other processes."""
 
-    # ---- life
-
     def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on, let the other ranks know how far this one is."""
 
@@ -111,11 +155,9 @@ class Transport:
     def fail(self, reason: str) -> None:
         """Leave a note for the other ranks that says why this one fails."""
 
-    def end_step(self) -> None:
-        """Free what only a step like the last one would need."""
-
     def reset(self) -> None:
         """Forget a failed step."""
+        self.messages.reset()
 
     def close(self) -> None:
         """Free threads and process groups."""
@@ -124,36 +166,9 @@ class Transport:
 
 
 class LocalTransport(Transport):
-    """All ranks in one process: a message is handed over as it is, and takes no buffer.
-
-    wire: the dtype that floating-point tensors are rounded to on their way; None leaves them as they are
-    """
-
-    needless: frozenset[type[Action]] = frozenset({Post, Exchange, Free})
-
     def __init__(self, wire: torch.dtype | None = None) -> None:
         super().__init__()
-        self._wire = wire
-        self._mail: dict[Message, Payload] = {}
-
-    def arrived(self, message: Message) -> bool:
-        return message in self._mail
-
-    def receive(self, message: Message) -> Payload | None:
-        return self._mail.pop(message, None)
-
-    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
-        tensors = payload.tensors
-        if self._wire is not None:
-            tensors = restored(narrowed(tensors, self._wire), payload.specs)
-        self._mail[message] = Payload(detached(tensors, payload.specs), payload.specs)
-
-    @property
-    def pending(self) -> int:
-        return len(self._mail)
-
-    def reset(self) -> None:
-        self._mail.clear()
+        self.messages = LocalMessages(wire)
 
 
 def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:

@@ -40,36 +40,25 @@ class P2PGroup(NamedTuple):
     tag: int
 
 
-class Carrier(Protocol):
-    """Sends and receives tensors; on each P2PGroup they pair up in the order of the calls.
+class OneByOne:
+    """Each tensor starts at once; on each P2PGroup they pair up in the order of the calls.
 
     Raises RuntimeError where a connection is gone.
     """
 
     def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> Sequence[Work]:
         """The works to wait for until the tensors have left."""
+        return [p2p.group.send([tensor], p2p.target, p2p.tag) for tensor in tensors]
 
     def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
         """The works to wait for until the tensors are here."""
-
-    def start(self, in_line: bool) -> None:
-        """Start, at the latest, what was sent and received since the last call.
-
-        in_line: whether it may wait until that is over
-        """
-
-
-class OneByOne:
-    """Each tensor starts at once."""
-
-    def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
-        return [p2p.group.send([tensor], p2p.target, p2p.tag) for tensor in tensors]
-
-    def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> list[Work]:
         return [p2p.group.recv([buffer], p2p.source, p2p.tag) for buffer in buffers]
 
     def start(self, in_line: bool) -> None:
-        """Nothing to do: everything has started."""
+        """Start, at the latest, what was sent and received since the last call: here it has started.
+
+        in_line: whether it may wait until that is over
+        """
 
 
 # at most one tensor to and one from each of the two neighbours in a ring of ranks
@@ -81,7 +70,7 @@ def ring_exchange() -> RingExchange | None:
     return getattr(dist, "ring_exchange", None)
 
 
-class Batches:
+class Batches(OneByOne):
     """Starts all messages since the last `start` in one call. All channels are in one group."""
 
     def __init__(self, group: dist.ProcessGroup, ring: RingExchange | None = None) -> None:
