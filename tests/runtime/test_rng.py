@@ -93,16 +93,6 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_after_a_step_nothing_is_seeded() -> None:
-    """0.5.0 went on to seed torch's generator where a layer was called by itself."""
-    layer = nn.Dropout(0.5)
-    rng = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
-    given = [{"x": torch.ones(64)}]
-    with seeded_step([rng], 5, given, given):
-        seeded_call(lambda received, microbatch: layer(microbatch["x"]), rng)((), given[0])
-    assert not torch.equal(layer(given[0]["x"]), layer(given[0]["x"]))
-
-
 def test_what_is_foreseen_is_drawn() -> None:
     assert next_seed() == next_seed() == draw_seed() != draw_seed()
 
@@ -124,14 +114,17 @@ def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looks) == 1
 
 
-def test_outside_of_a_step_and_in_evaluation_nothing_is_seeded() -> None:
-    module = Layers()
-    StageRNG(0, torch.device("cpu"), [("after", module.after)])
-    torch.manual_seed(3)
-    first, second = module(torch.ones(1)), module(torch.ones(1))
-    assert not torch.equal(first[0], second[0])
+def test_before_and_after_a_step_and_in_evaluation_nothing_is_seeded() -> None:
+    """0.5.0 went on to seed torch's generator where a layer was called by itself."""
+    layer, x = nn.Dropout(0.5), torch.ones(64)
+    rng = StageRNG(0, torch.device("cpu"), [("layer 0", layer)])
+    assert not torch.equal(layer(x), layer(x))
+    given = [{"x": x}]
+    with seeded_step([rng], 5, given, given):
+        seeded_call(lambda received, microbatch: layer(microbatch["x"]), rng)((), given[0])
+    assert not torch.equal(layer(x), layer(x))
     state = torch.get_rng_state()
-    module.eval()(torch.ones(1))
+    layer.eval()(x)
     assert torch.equal(state, torch.get_rng_state())
 
 

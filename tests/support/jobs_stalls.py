@@ -1,8 +1,7 @@
-"""Ranks of a small pipeline that comes to grief at one op, started by penstock's launcher or forked here.
+"""Ranks of a small pipeline that comes to grief at one op.
 
-python jobs_stalls.py rank CASE: one rank, under the launcher
-python jobs_stalls.py fork CASE ...: all ranks of all cases at once, from one process that has imported torch,
-    which is the slow part; then the summary of each, as the launcher makes it
+python jobs_stalls.py CASE ...: all ranks of all cases at once, forked from one process that has imported
+    torch, which is the slow part; then the summary of each, as the launcher makes it
 
 A case is FOLDER,DEED,OP,RANKS,TIMEOUT. It leaves in its folder what each rank raised and when.
 """
@@ -126,12 +125,12 @@ def run(case: Case) -> NoReturn:
         for _ in range(2):
             pipe.step({"x": torch.ones(2 * MICROBATCHES, 4)})
     except Exception as error:
-        (folder / f"rank-{rank}.json").write_text(json.dumps(told(error)))
+        (folder / f"rank-{rank}.json").write_text(json.dumps(described(error)))
         launch.fail(error)
     launch.leave(0)
 
 
-def told(error: Exception) -> dict[str, Any]:
+def described(error: Exception) -> dict[str, Any]:
     words = {"kind": type(error).__name__, "text": str(error), "time": time.time()}
     if isinstance(error, PeerError):
         ops = [] if error.timeline is None else [str(span.op) for span in error.timeline.spans]
@@ -163,13 +162,18 @@ def fork(case: Case) -> tuple[dict[int, int], str]:
 
 
 def reap(started: Mapping[int, tuple[Case, int]]) -> dict[Case, dict[int, ProcessFailure]]:
-    """How the processes ended, by case and rank."""
+    """How the processes ended, by case and rank. Ends a stopped one after the others of its case."""
     ended: dict[Case, dict[int, ProcessFailure]] = {}
-    for _ in range(len(started)):
+    running = {process: pid for pid, process in started.items()}
+    while running:
         pid, status = os.wait()
         case, rank = started[pid]
+        del running[case, rank]
+        stopped = int(case.op[0])
+        if case.deed == "stop" and [each for each in running if each[0] == case] == [(case, stopped)]:
+            os.kill(running[case, stopped], signal.SIGKILL)
         code = os.waitstatus_to_exitcode(status)
-        if code:
+        if code and not (case.deed == "stop" and rank == stopped):
             file = f"{case.folder}/error-{rank}.json"
             ended.setdefault(case, {})[rank] = ProcessFailure(rank, pid, code, file)
     return ended
@@ -194,9 +198,4 @@ def fork_all(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
-    mode, *texts = sys.argv[1:]
-    given = [Case.parse(text) for text in texts]
-    if mode == "rank":
-        launch.follow_parent()
-        run(given[0])
-    fork_all(given)
+    fork_all([Case.parse(text) for text in sys.argv[1:]])

@@ -1,9 +1,9 @@
-"""Ranks that were started on different things are told so before anything else, field by field."""
+"""Ranks that were started on different things say so before anything else, field by field."""
 
 from __future__ import annotations
 
+import json
 import re
-import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, Axes
 from penstock.errors import HandshakeError, PenstockError
-from penstock.runtime.health import agreement as handshake
+from penstock.runtime.health import agreement
 from penstock.runtime.health.agreement import (
     differences,
+    digest,
     facts_of_process,
     facts_of_schedule,
     flat,
@@ -31,65 +32,42 @@ from support.families import tiny_config, tiny_model
 from support.pool import Pool
 
 
-class Together:
-    """Processes that are threads of this one, in step at every gather."""
+class Rank:
+    """One of two ranks, with the facts of the other."""
 
-    def __init__(self, index: int, count: int, barrier: threading.Barrier, told: list[Any]) -> None:
-        self.index, self.count, self._barrier, self._told = index, count, barrier, told
-        self.gathered = 0
+    index, count = 0, 2
+
+    def __init__(self, other: dict[str, str]) -> None:
+        self._other, self.gathered = other, 0
 
     def gather(self, value: Any) -> list[Any]:
         self.gathered += 1
-        self._told[self.index] = value
-        self._barrier.wait(5)
-        everyone = list(self._told)
-        self._barrier.wait(5)
-        return everyone
-
-
-def shake(*facts: dict[str, str]) -> tuple[list[str], list[int]]:
-    """What each rank raised, in words, and how often it gathered."""
-    count = len(facts)
-    barrier, told, said = threading.Barrier(count), [None] * count, [""] * count
-    ranks = [Together(index, count, barrier, told) for index in range(count)]
-
-    def one(rank: Together) -> None:
-        try:
-            shake_hands(rank, facts[rank.index])
-        except HandshakeError as error:
-            said[rank.index] = str(error)
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return said, [rank.gathered for rank in ranks]
+        of_other = digest(json.dumps(sorted(self._other.items()))) if isinstance(value, str) else self._other
+        return [value, of_other]
 
 
 def test_ranks_that_agree_gather_once() -> None:
-    assert shake(*[{"schedule": "1f1b", "microbatches": "4"}] * 3) == (["", "", ""], [1, 1, 1])
+    rank = Rank({"schedule": "1f1b", "microbatches": "4"})
+    shake_hands(rank, {"microbatches": "4", "schedule": "1f1b"})
+    assert rank.gathered == 1
     shake_hands(OneProcess(), {"schedule": "1f1b"})
 
 
-def test_all_ranks_are_told_the_differing_fields_alone() -> None:
-    said, gathered = shake(
-        {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"},
-        {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"},
-        {"schedule": "1f1b", "microbatches": "8", "dtype": "bfloat16"},
-    )
-    assert gathered == [2, 2, 2]
-    assert said[0] == said[1] == said[2]
-    assert said[0].splitlines() == [
+def test_the_differing_facts_alone_are_named() -> None:
+    rank = Rank({"schedule": "1f1b", "microbatches": "8", "dtype": "bfloat16"})
+    with pytest.raises(HandshakeError) as error:
+        shake_hands(rank, {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"})
+    assert rank.gathered == 2
+    assert str(error.value).splitlines() == [
         "ranks that were started on different things: all ranks of a pipeline run the same",
-        "  microbatches: 4 on rank 0, 1; 8 on rank 2",
-        "  dtype: float32 on rank 0, 1; bfloat16 on rank 2. ",
+        "  microbatches: 4 on rank 0; 8 on rank 1",
+        "  dtype: float32 on rank 0; bfloat16 on rank 1. ",
         "Start every rank with the same versions, config and arguments",
     ]
 
 
 @pytest.mark.parametrize(
-    ("told", "line"),
+    ("values", "line"),
     [
         (["4", "4", "4", "4", "8"], "a: 4 on rank 0-3; 8 on rank 4"),
         (["4", "8", "4", "8"], "a: 4 on rank 0, 2; 8 on rank 1, 3"),
@@ -97,8 +75,8 @@ def test_all_ranks_are_told_the_differing_fields_alone() -> None:
         (["4", None], "a: 4 on rank 0; nothing on rank 1"),
     ],
 )
-def test_ranks_are_grouped_by_value(told: Sequence[str | None], line: str) -> None:
-    assert differences([{} if value is None else {"a": value} for value in told]) == [line]
+def test_ranks_are_grouped_by_value(values: Sequence[str | None], line: str) -> None:
+    assert differences([{} if value is None else {"a": value} for value in values]) == [line]
 
 
 def test_the_facts_of_a_schedule() -> None:
@@ -113,29 +91,10 @@ def test_other_facts() -> None:
     assert flat("config", {"a": 1, "rope": {"base": 2.5}}) == {"config.a": "1", "config.rope.base": "2.5"}
     assert flat("dtype", None) == {"dtype": "None"}
     assert named(SimpleNamespace()) == "types.SimpleNamespace"
-    assert named(shake) == f"{__name__}.shake"
+    assert named(outcome) == f"{__name__}.outcome"
 
 
-@pytest.mark.parametrize(
-    ("what", "line"),
-    [
-        ("microbatches", "microbatches: 4 on rank 0, 2; 5 on rank 1"),
-        ("schedule", "schedule: 1f1b on rank 0, 2; gpipe on rank 1"),
-        ("placement", "stages: 3 on rank 0, 2; 6 on rank 1"),
-        ("dtype", "dtype: torch.float32 on rank 0, 2; torch.bfloat16 on rank 1"),
-        ("model", "config.intermediate_size: 24 on rank 0, 2; 48 on rank 1"),
-        ("version", f"penstock: {version('penstock')} on rank 0, 2; 0.1.0 on rank 1"),
-    ],
-)
-def test_real_ranks_that_differ(pool: Pool, what: str, line: str) -> None:
-    """Before any group is made: with other numbers of channels the ranks would hang in making them."""
-    told = pool.run(3, differ, what)
-    assert told[0] == told[1] == told[2]
-    assert line in [text.strip().removesuffix(".") for text in told[0].splitlines()]
-    assert told[0].startswith("HandshakeError: ")
-
-
-MESH = {
+DIFFERING = {  # what process 3 has, and the lines that name it
     "learning": ["common.optimizer.lr: 0.2 on rank 0-2; 0.1 on rank 3"],
     "microbatches": ["microbatches: 4 on rank 0-2; 5 on rank 3"],
     "stages": [
@@ -150,6 +109,7 @@ MESH = {
     "split": ["layers of the stages: 0-2 2-4 on rank 0-2; 0-1 1-4 on rank 3"],
     "entries": ["sharding: by rows on rank 0-2; labels: 1 on rank 3"],
     "model": ["config.intermediate_size: 24 on rank 0-2; 48 on rank 3"],
+    "version": [f"penstock: {version('penstock')} on rank 0-2; 0.1.0 on rank 3"],
 }
 
 
@@ -162,12 +122,15 @@ FOLLOWS = {  # from what differs
 }
 
 
-def test_ranks_that_differ_beside_the_pipeline(pool: Pool) -> None:
-    """0.5.0: they were compared along the pipeline only, so that process 0 and 2 of 2 x 2 noticed nothing of
-    what was wrong with 3, and hung in the first gathering of weights."""
-    told = pool.run(4, differ_on_mesh, [*MESH], 3)
-    assert all(said == told[0] for said in told)
-    for (what, lines), said in zip(MESH.items(), told[0], strict=True):
+def test_processes_of_a_mesh_that_differ(pool: Pool) -> None:
+    """Before any group is made: with other numbers of channels they would hang in making them.
+
+    0.5.0: they were compared along the pipeline only, so that process 0 and 2 of 2 x 2 noticed nothing of
+    what was wrong with 3, and hung in the first gathering of weights.
+    """
+    found = pool.run(4, differ, [*DIFFERING])
+    assert all(said == found[0] for said in found)
+    for (what, lines), said in zip(DIFFERING.items(), found[0], strict=True):
         assert said.startswith("HandshakeError: "), (what, said)
         there = [text.strip().removesuffix(".").strip() for text in said.splitlines()]
         assert set(lines) <= set(there), (what, said)
@@ -203,16 +166,6 @@ def test_a_process_that_never_comes(pool: Pool) -> None:
 
 
 OTHER: dict[str, dict[str, Any]] = {
-    "microbatches": {"microbatches": 5},
-    "schedule": {"schedule": "gpipe"},
-    "placement": {"schedule": "interleaved_1f1b", "microbatches": 6},
-    "dtype": {"dtype": torch.bfloat16},
-    "model": {},
-    "version": {},
-}
-
-
-ON_MESH: dict[str, dict[str, Any]] = {
     "learning": {"common": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}},
     "microbatches": {"microbatches": 5},
     "stages": {"schedule": "interleaved_1f1b"},
@@ -224,26 +177,35 @@ ON_MESH: dict[str, dict[str, Any]] = {
     "split": {"layers_per_stage": [1, 3]},
     "entries": {"sharding": {"labels": 1}},
     "model": {},
+    "version": {},
 }
 
 
-def differ_on_mesh(whats: list[str], differing: int) -> list[str]:
-    """The same of 2 x 2 processes, of which `differing` alone is another: by thing, the error in words."""
-    said = []
+def outcome(options: AutoPipeline, model: Any) -> str:
+    """The typed error that the build ends in, in words."""
+    try:
+        options.build(model).close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def differ(whats: list[str]) -> list[str]:
+    """The outcome of 2 x 2 processes where process 3 alone differs, by what it differs in."""
+    found = []
     for what in whats:
         options: dict[str, Any] = {
             "ranks": 2, "schedule": "1f1b", "microbatches": 4, "dtype": torch.float32, "timeout": 20,
             "axes": Axes(dp_shard=2), "common": {"optimizer": {"lr": 0.2, "betas": [0.9, 0.95]}},
         }  # fmt: skip
-        other = dist.get_rank() == differing
+        other = dist.get_rank() == 3
         size = 48 if what == "model" and other else 24
-        auto = AutoPipeline(**{**options, **(ON_MESH[what] if other else {})})
-        try:
-            auto.build(tiny_config("llama", layers=4, intermediate_size=size))
-            said.append("no error")
-        except PenstockError as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+        with pytest.MonkeyPatch.context() as patch:
+            if what == "version" and other:
+                patch.setattr(agreement, "version", lambda name: "0.1.0")
+            auto = AutoPipeline(**{**options, **(OTHER[what] if other else {})})
+            found.append(outcome(auto, tiny_config("llama", layers=4, intermediate_size=size)))
+    return found
 
 
 def other_values(parameter: str) -> str:
@@ -253,55 +215,24 @@ def other_values(parameter: str) -> str:
         with torch.no_grad():
             model.get_parameter(parameter).view(-1)[1] += 1e-3
     auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=20, axes=Axes(dp_replicate=2))
-    try:
-        auto.build(model).close()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return outcome(auto, model)
 
 
 def other_copies(schedule: str, tied: bool = True) -> str:
     """What a pipeline says whose ranks were given models that each made by itself."""
     torch.manual_seed(dist.get_rank())
     model = AutoModelForCausalLM.from_config(tiny_config("llama", layers=2, tied=tied))
-    auto = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=20)
-    try:
-        auto.build(model).close()
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+    return outcome(AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=20), model)
 
 
 def late() -> str:
-    """What three of four processes are told where the last one never comes; it stays till they have been."""
+    """What three of four processes raise where the last one never comes; it stays until they have."""
     store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
     if dist.get_rank() == last:
         store.wait([f"said-{rank}" for rank in range(last)])
         return ""
     auto = AutoPipeline(ranks=2, schedule="1f1b", microbatches=4, timeout=1, axes=Axes(dp_shard=2))
     try:
-        auto.build(tiny_config("llama", layers=2))
-        return "no error"
-    except PenstockError as error:
-        return f"{type(error).__name__}: {error}"
+        return outcome(auto, tiny_config("llama", layers=2))
     finally:
         store.set(f"said-{dist.get_rank()}", "")
-
-
-def differ(what: str) -> str:
-    """The typed error that a pipeline of 3 ranks ends in where rank 1 differs in `what`, in words."""
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 4, "dtype": torch.float32}
-    size = 24
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            options |= OTHER[what]
-            if what == "model":
-                size = 48
-            if what == "version":
-                patch.setattr(handshake, "version", lambda name: "0.1.0")
-        auto = AutoPipeline(ranks=3, timeout=10, **options)
-        try:
-            auto.build(tiny_config("llama", layers=6, intermediate_size=size))
-        except PenstockError as error:
-            return f"{type(error).__name__}: {error}"
-    return "no error"

@@ -12,8 +12,7 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,39 +26,40 @@ from support.pool import alive
 
 pytestmark = pytest.mark.xdist_group("stalls")  # one fixture for all
 
-# name: how it is started, deed, op, ranks, the phase that the op is in
+# name: deed, op, ranks, the phase that the op is in
 CASES = {
-    "killed in warm-up": ("fork", "kill", "2F1", 4, "warm-up"),
-    "killed in the steady phase": ("launch", "kill", "1F3", 3, "steady phase"),
-    "killed in the drain": ("fork", "kill", "2B4", 4, "drain"),
-    "asleep": ("launch", "stop", "1F3", 3, "steady phase"),
-    "raises in forward": ("fork", "raise", "2F3", 4, "steady phase"),
-    "raises in backward": ("fork", "raise", "2B1", 4, "steady phase"),
-    "raises in the loss": ("fork", "loss", "3F2", 4, "steady phase"),
+    "killed in warm-up": ("kill", "2F1", 4, "warm-up"),
+    "killed in the steady phase": ("kill", "1F3", 3, "steady phase"),
+    "killed in the drain": ("kill", "2B4", 4, "drain"),
+    "asleep": ("stop", "1F3", 3, "steady phase"),
+    "raises in forward": ("raise", "2F3", 4, "steady phase"),
+    "raises in backward": ("raise", "2B1", 4, "steady phase"),
+    "raises in the loss": ("loss", "3F2", 4, "steady phase"),
 }
 KILLED = [name for name in CASES if name.startswith("killed")]
 RAISING = [name for name in CASES if name.startswith("raises")]
 TIMEOUT = 4.0
-SPARE = 6.0  # seconds, beyond the deadline, for ranks to tell what they know and end
+SPARE = 6.0  # seconds, beyond the deadline, for ranks to write what they know and end
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """errors: by rank"""
+
     case: Case
     culprit: int
     phase: str
     code: int
     summary: str
-    ended: float
-    told: Mapping[int, dict[str, Any]]
+    errors: Mapping[int, dict[str, Any]]
 
     @property
     def program(self) -> list[str]:
         return [str(op) for op in schedule(self.case.ranks).programs[self.culprit]]
 
     @property
-    def survivors(self) -> list[dict[str, Any]]:
-        return [words for rank, words in self.told.items() if rank != self.culprit]
+    def survivors(self) -> dict[int, dict[str, Any]]:
+        return {rank: words for rank, words in self.errors.items() if rank != self.culprit}
 
     def trace(self, rank: int) -> list[dict[str, Any]]:
         """The ops in the file that the rank wrote, in the order in which they ran."""
@@ -73,50 +73,24 @@ def schedule(ranks: int) -> Schedule:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """All cases, at once."""
-    cases, running = {}, {}
-    for name, (way, deed, op, ranks, _) in CASES.items():
-        cases[name] = Case(str(tmp_path_factory.mktemp("case")), deed, op, ranks, TIMEOUT)
-        if way == "launch":
-            running[name] = start(launcher(cases[name]))
-    forked = [name for name in CASES if name not in running]
-    nursery = start([sys.executable, jobs_stalls.__file__, "fork", *(str(cases[name]) for name in forked)])
-    try:
-        found = {}
-        for name, process in running.items():
-            _, err = process.communicate(timeout=100)
-            found[name] = outcome(name, cases[name], process.returncode, err)
-        assert nursery.wait(timeout=100) == 0, nursery.communicate()
-        for name in forked:
-            folder = Path(cases[name].folder)
-            code, summary = (folder / "code").read_text(), (folder / "summary").read_text()
-            found[name] = outcome(name, cases[name], int(code), summary)
-        yield found
-    finally:
-        for process in (nursery, *running.values()):
-            process.kill()
-            process.communicate()
-
-
-def launcher(case: Case) -> list[str]:
-    rank = [sys.executable, jobs_stalls.__file__, "rank", str(case)]
-    return [
-        sys.executable,
-        "-c",
-        f"import sys, penstock.launch.start as l; sys.exit(l.launch({case.ranks}, {rank}))",
-    ]
-
-
-def start(command: list[str]) -> subprocess.Popen[str]:
+    cases = {
+        name: Case(str(tmp_path_factory.mktemp("case")), deed, op, ranks, TIMEOUT)
+        for name, (deed, op, ranks, _) in CASES.items()
+    }
+    command = [sys.executable, jobs_stalls.__file__, *map(str, cases.values())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    subprocess.run(command, env=environment, check=True, timeout=100)
+    return {name: outcome(case, CASES[name][-1]) for name, case in cases.items()}
 
 
-def outcome(name: str, case: Case, code: int, summary: str) -> Outcome:
-    files = {rank: Path(case.folder) / f"rank-{rank}.json" for rank in range(case.ranks)}
-    told = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
-    return Outcome(case, int(case.op[0]), CASES[name][-1], code, summary, time.time(), told)
+def outcome(case: Case, phase: str) -> Outcome:
+    folder = Path(case.folder)
+    files = {rank: folder / f"rank-{rank}.json" for rank in range(case.ranks)}
+    errors = {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+    code, summary = (folder / "code").read_text(), (folder / "summary").read_text()
+    return Outcome(case, int(case.op[0]), phase, int(code), summary, errors)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,10 +100,10 @@ def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], name: str) -> None
     assert len(pids) == found.case.ranks
     assert not [pid for pid in pids if alive(pid)]
     struck = Path(found.case.folder) / "struck"
-    began = float(struck.read_text()) if struck.exists() else found.told[found.culprit]["time"]
+    began = float(struck.read_text()) if struck.exists() else found.errors[found.culprit]["time"]
     assert len(found.survivors) == found.case.ranks - 1
     waited = TIMEOUT if found.case.deed == "stop" else 0  # else their connections tell them
-    assert max(words["time"] for words in found.survivors) - began < waited + SPARE
+    assert max(words["time"] for words in found.survivors.values()) - began < waited + SPARE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,9 +140,7 @@ def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(
     outcomes: dict[str, Outcome], name: str
 ) -> None:
     found = outcomes[name]
-    for rank, words in found.told.items():
-        if rank == found.culprit:
-            continue
+    for rank, words in found.survivors.items():
         assert words["kind"] in ("PeerLostError", "StalledPeerError")
         text, last = words["text"], " ".join(words["last_ops"])
         assert words["rank"] == rank
@@ -186,7 +158,7 @@ def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(
 @pytest.mark.parametrize("name", KILLED)
 def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) -> None:
     found = outcomes[name]
-    for words in found.survivors:
+    for words in found.survivors.values():
         assert re.search(
             rf"rank {found.culprit} (failed first: it )?died or closed its connection", words["text"]
         )
@@ -194,7 +166,7 @@ def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) 
 
 def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: dict[str, Outcome]) -> None:
     found = outcomes["asleep"]
-    stalled = [words for words in found.survivors if words["kind"] == "StalledPeerError"]
+    stalled = [words for words in found.survivors.values() if words["kind"] == "StalledPeerError"]
     assert stalled
     for words in stalled:
         assert f"rank {found.culprit} has been silent for" in words["text"]
@@ -209,14 +181,14 @@ def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: dict[str, 
 def test_a_reason_reaches_every_rank(outcomes: dict[str, Outcome], name: str) -> None:
     found = outcomes[name]
     reason = f"rank {found.culprit} failed first: {found.case.op}: ValueError: this op gave up"
-    assert all(reason in words["text"] for words in found.survivors)
+    assert all(reason in words["text"] for words in found.survivors.values())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_timeline_so_far_is_left_by_all_that_could(outcomes: dict[str, Outcome], name: str) -> None:
     found = outcomes[name]
     programs = schedule(found.case.ranks).programs
-    for rank, words in found.told.items():
+    for rank, words in found.errors.items():
         program = [str(op) for op in programs[rank]]
         ran = [event["name"] for event in found.trace(rank)]
         assert ran

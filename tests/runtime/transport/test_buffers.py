@@ -113,12 +113,12 @@ def test_trim_lets_go_of_what_the_last_step_did_not_use(pool: Pool) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_nothing_grows_over_a_hundred_steps_of_random_shapes(data: st.DataObject) -> None:
+def test_nothing_grows_over_steps_of_random_shapes(data: st.DataObject) -> None:
     """Each step receives a few messages, and holds some while it receives the next ones."""
     pool = Pool(torch.device("cpu"))
     sizes = data.draw(st.lists(st.integers(1, 1 << 16), min_size=1, max_size=6))
     random = data.draw(st.randoms(use_true_random=False))
-    for _ in range(100):
+    for _ in range(40):
         step = [random.choice(sizes) for _ in range(random.randint(1, 8))]
         held: list[Tensor] = []
         for size in step:
