@@ -1,14 +1,13 @@
 """Ranks of a small pipeline that comes to grief at one op.
 
 python jobs_stalls.py CASE ...: all ranks of all cases at once, forked from one process that has imported
-    torch, which is the slow part; then the summary of each, as the launcher makes it
+    torch, which is the slow part
 
 A case is FOLDER,DEED,OP,RANKS,TIMEOUT. It leaves in its folder what each rank raised and when.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -23,11 +22,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from penstock import Pipeline
-from penstock.errors import PeerError
-from penstock.launch import failures
+from penstock.errors import PeerError, account_of
 from penstock.launch import start as launch
 from penstock.models.stage import StageInfo
 from penstock.schedule import Op
@@ -131,7 +128,8 @@ def run(case: Case) -> NoReturn:
 
 
 def described(error: Exception) -> dict[str, Any]:
-    words = {"kind": type(error).__name__, "text": str(error), "time": time.time()}
+    words = {"kind": type(error).__name__, "text": str(error), "time": time.time(),
+             "account": str(account_of(error))}  # fmt: skip
     if isinstance(error, PeerError):
         ops = [] if error.timeline is None else [str(span.op) for span in error.timeline.spans]
         words |= {
@@ -141,59 +139,39 @@ def described(error: Exception) -> dict[str, Any]:
     return words
 
 
-def fork(case: Case) -> tuple[dict[int, int], str]:
-    """All ranks of the case: process ids by rank, and the port at which they look for the store."""
+def fork(case: Case) -> tuple[list[int], int]:
+    """The ids of the processes of all ranks, and the port at which they look for the store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    started = {}
+        port = probe.getsockname()[1]
+    pids = []
     for rank in range(case.ranks):
         pid = os.fork()
         if not pid:
             os.environ.update(
-                RANK=str(rank), WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                RANK=str(rank), WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                 TORCHELASTIC_USE_AGENT_STORE="True", GLOO_SOCKET_IFNAME="lo",
-                TORCHELASTIC_ERROR_FILE=f"{case.folder}/error-{rank}.json",
             )  # fmt: skip
             os.environ[launch.LAUNCHER] = "0"  # nothing is printed by the rank itself
             run(case)
-        started[pid] = rank
-    return started, port
-
-
-def reap(started: Mapping[int, tuple[Case, int]]) -> dict[Case, dict[int, ProcessFailure]]:
-    """How the processes ended, by case and rank. Ends a stopped one after the others of its case."""
-    ended: dict[Case, dict[int, ProcessFailure]] = {}
-    running = {process: pid for pid, process in started.items()}
-    while running:
-        pid, status = os.wait()
-        case, rank = started[pid]
-        del running[case, rank]
-        stopped = int(case.op[0])
-        if case.deed == "stop" and [each for each in running if each[0] == case] == [(case, stopped)]:
-            os.kill(running[case, stopped], signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(status)
-        if code and not (case.deed == "stop" and rank == stopped):
-            file = f"{case.folder}/error-{rank}.json"
-            ended.setdefault(case, {})[rank] = ProcessFailure(rank, pid, code, file)
-    return ended
+        pids.append(pid)
+    return pids, port
 
 
 def fork_all(cases: list[Case]) -> None:
-    started: dict[int, tuple[Case, int]] = {}
-    ports = []
-    for case in cases:
-        pids, port = fork(case)
-        ports.append(port)
-        started |= {pid: (case, rank) for pid, rank in pids.items()}
+    """Run all cases at once; as a launcher would, hold the store and end a stopped rank after the others."""
+    forked = [fork(case) for case in cases]
     stores = [
-        TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False, timeout=timedelta(60))
-        for port in ports
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(60))
+        for _, port in forked
     ]
-    for case, ended in reap(started).items():
-        folder = Path(case.folder)
-        with (folder / "summary").open("w") as file, contextlib.redirect_stderr(file):
-            (folder / "code").write_text(str(failures.report(ended)))
+    running = {pid: case for case, (pids, _) in zip(cases, forked, strict=True) for pid in pids}
+    while running:
+        pid, _ = os.wait()
+        case = running.pop(pid)
+        rest = [other for other, of in running.items() if of == case]
+        if case.deed == "stop" and len(rest) == 1:
+            os.kill(rest[0], signal.SIGKILL)
     del stores
 
 

@@ -24,8 +24,12 @@ DTYPES = (torch.float32, torch.float64)
 WIDTH = 8
 
 
+Make = Callable[[], nn.Module]
+CASES: dict[str, Make] = {}
+
+
 class Functional(nn.Module):
-    """A module made of its parameters and one function of (module, inputs)."""
+    """A module made of its parts and one function of (module, inputs)."""
 
     def __init__(self, function: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
@@ -37,64 +41,68 @@ class Functional(nn.Module):
         return self.function(self, *inputs)
 
 
+def case(make: Make) -> Make:
+    CASES[make.__name__] = make
+    return make
+
+
+def forward_of(**parts: Callable[[], Any]) -> Callable[[Callable[..., Any]], Make]:
+    """A case whose module has these parts, made anew each time, and runs the decorated function."""
+
+    def register(run: Callable[..., Any]) -> Make:
+        def make() -> nn.Module:
+            return Functional(run, **{name: part() for name, part in parts.items()})
+
+        CASES[run.__name__] = make
+        return make
+
+    return register
+
+
 def linear(inputs: int = WIDTH, outputs: int = WIDTH, **options: Any) -> nn.Linear:
     return nn.Linear(inputs, outputs, **options)
 
 
-def weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
+def weight(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5)
 
 
-def reused() -> nn.Module:
-    return Functional(lambda m, x: m.one(m.one(x).tanh()) + m.one(x), one=linear())
+@forward_of(one=linear)
+def reused(m: Any, x: Tensor) -> Any:
+    return m.one(m.one(x).tanh()) + m.one(x)
 
 
+@case
 def shared_across_layers() -> nn.Module:
-    return Functional(
-        lambda m, x: m.b(m.a(x).relu()), a=(shared := linear()), b=nn.Sequential(shared, linear())
-    )
+    return nn.Sequential(shared := linear(), nn.ReLU(), nn.Sequential(shared, linear()))
 
 
-def tied() -> nn.Module:
+@forward_of(table=lambda: nn.Embedding(9, WIDTH))
+def tied(m: Any, x: Tensor) -> Any:
     """The same weight in a lookup, whose gradient is I's, and in a product, whose gradient is W's."""
-
-    def run(m: Any, x: Tensor) -> Any:
-        return F.linear(x + m.table.weight[:5], m.table.weight)
-
-    return Functional(run, table=nn.Embedding(9, WIDTH))
+    return F.linear(x + m.table.weight[:5], m.table.weight)
 
 
-def several_outputs() -> nn.Module:
-    return Functional(lambda m, x: (m.a(x), m.b(x), m.a(x) * 0 + 1, torch.arange(3)), a=linear(), b=linear())
+@forward_of(a=linear, b=linear)
+def several_outputs(m: Any, x: Tensor) -> Any:
+    return m.a(x), m.b(x), m.a(x) * 0 + 1, torch.arange(3)
 
 
-def nodes_of_several_outputs() -> nn.Module:
-    def run(m: Any, x: Tensor) -> Any:
-        q, k, v = m.qkv(x).chunk(3, -1)
-        a, b = m.wide(q).split([2, WIDTH - 2], -1)
-        c, d = m.stack.unbind(0)
-        return a.sum() * k, torch.cat([b, v], -1), F.linear(v, c) + F.linear(k, d) * c.sum()
-
-    return Functional(run, qkv=linear(WIDTH, 3 * WIDTH), wide=linear(), stack=weight(2, 4, WIDTH))
+@forward_of(qkv=lambda: linear(WIDTH, 3 * WIDTH), wide=linear, stack=weight(2, 4, WIDTH))
+def nodes_of_several_outputs(m: Any, x: Tensor) -> Any:
+    q, k, v = m.qkv(x).chunk(3, -1)
+    a, b = m.wide(q).split([2, WIDTH - 2], -1)
+    c, d = m.stack.unbind(0)
+    return a.sum() * k, torch.cat([b, v], -1), F.linear(v, c) + F.linear(k, d) * c.sum()
 
 
-def off_the_path() -> nn.Module:
+@forward_of(one=linear, bias=weight(WIDTH), table=weight(5, WIDTH), own=linear, idle=linear)
+def off_the_path(m: Any, x: Tensor) -> Any:
     """A bias-only branch, a positional table, and a product that no input takes part in."""
-
-    def run(m: Any, x: Tensor) -> Any:
-        own = m.own(m.table)
-        return m.one(x) + m.bias + m.table * own, m.own(m.bias)
-
-    parts = {
-        "one": linear(),
-        "bias": weight(WIDTH),
-        "table": weight(5, WIDTH),
-        "own": linear(),
-        "idle": linear(),
-    }
-    return Functional(run, **parts)
+    return m.one(x) + m.bias + m.table * m.own(m.table), m.own(m.bias)
 
 
+@case
 def some_frozen() -> nn.Module:
     module = nn.Sequential(linear(), nn.ReLU(), linear(), nn.ReLU(), linear())
     module[2].requires_grad_(False)
@@ -102,96 +110,90 @@ def some_frozen() -> nn.Module:
     return module
 
 
+@case
 def all_frozen() -> nn.Module:
     return nn.Sequential(linear(), nn.ReLU(), linear()).requires_grad_(False)
 
 
-def lora() -> nn.Module:
-    parts = {"base": linear(), "a": linear(WIDTH, 2, bias=False), "b": linear(2, WIDTH, bias=False)}
-    module = Functional(lambda m, x: m.base(x) + m.b(m.a(x)) * 2, **parts)
-    module.base.requires_grad_(False)
-    return module
+@case
+def without_parameters() -> nn.Module:
+    return nn.ReLU()
 
 
-def experts() -> nn.Module:
+@forward_of(
+    base=lambda: linear().requires_grad_(False),
+    a=lambda: linear(WIDTH, 2, bias=False),
+    b=lambda: linear(2, WIDTH, bias=False),
+)
+def lora(m: Any, x: Tensor) -> Any:
+    return m.base(x) + m.b(m.a(x)) * 2
+
+
+@forward_of(up=weight(4, 2 * WIDTH, WIDTH), down=weight(4, 2 * WIDTH, WIDTH))
+def experts(m: Any, x: Tensor) -> Any:
     """Slices of one parameter, one of them for no row at all."""
-
-    def run(m: Any, x: Tensor) -> Any:
-        rows = x.flatten(0, -2)
-        parts = [F.linear(rows[i::3] if i < 3 else rows[:0], m.up[i]) @ m.down[i] for i in range(4)]
-        return torch.cat(parts) + torch.cat([rows[i::3] for i in range(3)]) @ m.up[2:].select(0, 1)[:WIDTH]
-
-    return Functional(run, up=weight(4, 2 * WIDTH, WIDTH), down=weight(4, 2 * WIDTH, WIDTH))
+    rows = x.flatten(0, -2)
+    parts = [F.linear(rows[i::3] if i < 3 else rows[:0], m.up[i]) @ m.down[i] for i in range(4)]
+    return torch.cat(parts) + torch.cat([rows[i::3] for i in range(3)]) @ m.up[2:].select(0, 1)[:WIDTH]
 
 
-def grouped() -> nn.Module:
-    def run(m: Any, x: Tensor) -> Any:
-        rows, ends = x.flatten(0, -2), torch.tensor([2, 2, x[..., 0].numel()], dtype=torch.int32)
-        hidden = F.grouped_mm(rows, m.up, offs=ends)
-        return F.grouped_mm(hidden.tanh(), m.down.transpose(-2, -1), offs=ends)
-
-    return Functional(run, up=weight(3, WIDTH, 16), down=weight(3, WIDTH, 16))
+@forward_of(up=weight(3, WIDTH, 16), down=weight(3, WIDTH, 16))
+def grouped(m: Any, x: Tensor) -> Any:
+    rows, ends = x.flatten(0, -2), torch.tensor([2, 2, x[..., 0].numel()], dtype=torch.int32)
+    hidden = F.grouped_mm(rows, m.up, offs=ends)
+    return F.grouped_mm(hidden.tanh(), m.down.transpose(-2, -1), offs=ends)
 
 
-def in_place() -> nn.Module:
-    def run(m: Any, x: Tensor) -> Any:
-        hidden = m.a(x).relu_()
-        out = m.b(hidden)
-        out += x
-        out[..., 1:] *= 2
-        out.view(-1)[:3].add_(1)
-        return m.c(out).mul_(2)
-
-    return Functional(run, a=linear(), b=linear(bias=False), c=linear())
+@forward_of(a=linear, b=lambda: linear(bias=False), c=linear)
+def in_place(m: Any, x: Tensor) -> Any:
+    hidden = m.a(x).relu_()
+    out = m.b(hidden)
+    out += x
+    out[..., 1:] *= 2
+    out.view(-1)[:3].add_(1)
+    return m.c(out).mul_(2)
 
 
-def other_calls() -> nn.Module:
+@forward_of(w=weight(WIDTH, WIDTH), b=weight(WIDTH))
+def other_calls(m: Any, x: Tensor) -> Any:
     """Every way to call a product, and those that have to stay torch's."""
-
-    def run(m: Any, x: Tensor) -> Any:
-        rows = x.flatten(0, -2)
-        results = [
-            F.linear(input=x, weight=m.w, bias=m.b).flatten(0, -2),
-            F.linear(x, m.w.t()).flatten(0, -2),
-            F.linear(weight=m.w, input=rows),
-            torch.addmm(m.b, rows, m.w),
-            torch.addmm(input=m.b, mat1=rows, mat2=m.w),
-            torch.addmm(m.b, rows, m.w, alpha=2, beta=0.5),
-            torch.addmm(m.b.sum(), rows, m.w[:, :]),
-            rows @ m.w, torch.matmul(rows, m.w), rows.matmul(other=m.w), torch.mm(rows, m.w), rows.mm(m.w),
-            (x @ m.w).flatten(0, -2), (m.w @ rows.t()).t(), torch.einsum("ri,io->ro", rows, m.w),
-            torch.stack([F.linear(rows[0], m.w, m.b), rows[0] @ m.w]).sum(0, keepdim=True),
-            F.linear(rows, m.w * 2), F.linear(rows, m.w[0]).unsqueeze(1), F.linear(m.w, m.w).sum() * rows,
-        ]  # fmt: skip
-        return sum(results)
-
-    return Functional(run, w=weight(WIDTH, WIDTH), b=weight(WIDTH))
+    rows = x.flatten(0, -2)
+    results = [
+        F.linear(input=x, weight=m.w, bias=m.b).flatten(0, -2),
+        F.linear(x, m.w.t()).flatten(0, -2),
+        F.linear(weight=m.w, input=rows),
+        torch.addmm(m.b, rows, m.w),
+        torch.addmm(input=m.b, mat1=rows, mat2=m.w),
+        torch.addmm(m.b, rows, m.w, alpha=2, beta=0.5),
+        torch.addmm(m.b.sum(), rows, m.w[:, :]),
+        rows @ m.w, torch.matmul(rows, m.w), rows.matmul(other=m.w), torch.mm(rows, m.w), rows.mm(m.w),
+        (x @ m.w).flatten(0, -2), (m.w @ rows.t()).t(), torch.einsum("ri,io->ro", rows, m.w),
+        torch.stack([F.linear(rows[0], m.w, m.b), rows[0] @ m.w]).sum(0, keepdim=True),
+        F.linear(rows, m.w * 2), F.linear(rows, m.w[0]).unsqueeze(1), F.linear(m.w, m.w).sum() * rows,
+    ]  # fmt: skip
+    return sum(results)
 
 
-def detached_parts() -> nn.Module:
-    def run(m: Any, x: Tensor) -> Any:
-        with torch.no_grad():
-            gate = m.a(x).sigmoid()
-        return m.b(x) * gate + m.a(x.detach())
-
-    return Functional(run, a=linear(), b=linear())
+@forward_of(a=linear, b=linear)
+def detached_parts(m: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        gate = m.a(x).sigmoid()
+    return m.b(x) * gate + m.a(x.detach())
 
 
+@case
 def dropping() -> nn.Module:
     return nn.Sequential(linear(), nn.Dropout(0.5), linear(), nn.Dropout(0.2))
 
 
-def gradient_inside() -> nn.Module:
+@forward_of(a=linear, b=linear)
+def gradient_inside(m: Any, x: Tensor) -> Any:
     """A forward that differentiates, once for good and once to be differentiated again."""
-
-    def run(m: Any, x: Tensor) -> Any:
-        with torch.enable_grad():
-            y = m.a(x).tanh()
-        (kept,) = torch.autograd.grad(y.sum(), m.a.weight, create_graph=True)
-        (dropped,) = torch.autograd.grad(m.b(x).sum(), m.b.weight)
-        return m.b(y) + kept.pow(2).sum() + dropped.sum()
-
-    return Functional(run, a=linear(), b=linear())
+    with torch.enable_grad():
+        y = m.a(x).tanh()
+    (kept,) = torch.autograd.grad(y.sum(), m.a.weight, create_graph=True)
+    (dropped,) = torch.autograd.grad(m.b(x).sum(), m.b.weight)
+    return m.b(y) + kept.pow(2).sum() + dropped.sum()
 
 
 class AsksForWeights(torch.autograd.Function):
@@ -208,19 +210,16 @@ class AsksForWeights(torch.autograd.Function):
         return gradients[0] * of_weight.sum(), None
 
 
-def backward_in_backward() -> nn.Module:
-    def run(m: Any, x: Tensor) -> Any:
-        inner = [m.a(x.detach()).sin().sum(), m.a.weight]
-        return m.b(AsksForWeights.apply(m.b(x), inner))  # type: ignore[no-untyped-call]
-
-    return Functional(run, a=linear(), b=linear())
+@forward_of(a=linear, b=linear)
+def backward_in_backward(m: Any, x: Tensor) -> Any:
+    inner = [m.a(x.detach()).sin().sum(), m.a.weight]
+    return m.b(AsksForWeights.apply(m.b(x), inner))  # type: ignore[no-untyped-call]
 
 
-def given_away() -> nn.Module:
+@forward_of(one=linear, table=weight(3 * 5 * WIDTH))
+def given_away(m: Any, x: Tensor) -> Any:
     """The table's gradient is, memory and all, that of the product's output; later ones are added to it."""
-    return Functional(
-        lambda m, x: m.one(x) + m.table.view(x.shape), one=linear(), table=weight(3 * 5 * WIDTH)
-    )
+    return m.one(x) + m.table.view(x.shape)
 
 
 class Stops(torch.autograd.Function):
@@ -233,11 +232,13 @@ class Stops(torch.autograd.Function):
         return None
 
 
-def no_gradient_back() -> nn.Module:
+@forward_of(a=linear, b=linear)
+def no_gradient_back(m: Any, x: Tensor) -> Any:
     """A product that no gradient comes back to: its weight has none, rather than zeros."""
-    return Functional(lambda m, x: m.a(x) + Stops.apply(m.b(x)), a=linear(), b=linear())  # type: ignore[no-untyped-call]
+    return m.a(x) + Stops.apply(m.b(x))  # type: ignore[no-untyped-call]
 
 
+@case
 def checkpointed(use_reentrant: bool = False) -> nn.Module:
     def run(m: Any, x: Tensor) -> Any:
         for layer in m.layers:
@@ -248,17 +249,9 @@ def checkpointed(use_reentrant: bool = False) -> nn.Module:
     return Functional(run, layers=nn.ModuleList(parts))
 
 
+@case
 def checkpointed_reentrant() -> nn.Module:
-    return checkpointed(use_reentrant=True)
-
-
-NOTHING_DEFERRED = (all_frozen, nn.ReLU)
-CASES: Sequence[Callable[[], nn.Module]] = (
-    reused, shared_across_layers, tied, several_outputs, nodes_of_several_outputs, off_the_path, some_frozen,
-    lora, experts, grouped, in_place, other_calls, detached_parts, dropping, gradient_inside,
-    backward_in_backward, given_away, no_gradient_back, checkpointed, checkpointed_reentrant,
-    *NOTHING_DEFERRED,
-)  # fmt: skip
+    return checkpointed(use_reentrant=True)  # type: ignore[call-arg]
 
 
 def microbatches(dtype: torch.dtype, *shape: int, count: int = 3) -> list[list[Tensor]]:
@@ -267,13 +260,13 @@ def microbatches(dtype: torch.dtype, *shape: int, count: int = 3) -> list[list[T
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("make", CASES, ids=lambda make: make.__name__)
-def test_every_gradient_is_that_of_plain_autograd(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
-    if make is grouped and dtype == torch.float64:
+@pytest.mark.parametrize("name", CASES)
+def test_every_gradient_is_that_of_plain_autograd(name: str, dtype: torch.dtype) -> None:
+    if name == "grouped" and dtype == torch.float64:
         pytest.skip("torch has no grouped product in float64")
     torch.manual_seed(0)
-    held = assert_exact(make().to(dtype), microbatches(dtype, 3, 5, WIDTH))
-    assert (held > 0) == (make not in NOTHING_DEFERRED)
+    held = assert_exact(CASES[name]().to(dtype), microbatches(dtype, 3, 5, WIDTH))
+    assert (held > 0) == (name not in ("all_frozen", "without_parameters"))
 
 
 @pytest.mark.parametrize(
@@ -302,7 +295,7 @@ def test_frozen_then_unfrozen_between_steps() -> None:
 
 
 @pytest.mark.parametrize("make", [reused, experts, in_place, lora, checkpointed, dropping])
-def test_autocast(make: Callable[[], nn.Module]) -> None:
+def test_autocast(make: Make) -> None:
     """Half the precision, and still the same numbers.
 
     The frozen product of LoRA keeps autocast's own cast of x, so that x's two gradients add up in float32.
@@ -320,7 +313,7 @@ def test_autocast(make: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("make", [reused, experts, in_place, tied, checkpointed, grouped])
-def test_bfloat16(make: Callable[[], nn.Module]) -> None:
+def test_bfloat16(make: Make) -> None:
     """Tied weights have one more sum that is rounded: the part of I, and that of W."""
     torch.manual_seed(0)
     module = make().bfloat16()

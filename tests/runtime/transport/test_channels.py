@@ -19,7 +19,6 @@ from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Staging
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Op
-from penstock.schedule.choose import ScheduleLike
 from runtime.transport.test_staging import Point
 from support import jobs_channels as jobs
 from support.pool import Pool
@@ -240,27 +239,13 @@ def test_a_narrow_wire_changes_gradients_by_its_rounding_and_a_wide_one_not_at_a
             assert all(torch.equal(gradient, expected[stage]) for stage, gradient in flat(found).items())
 
 
-@pytest.mark.parametrize(
-    ("schedule", "depth", "each"),
-    [({"schedule": "1f1b", "stages_per_rank": 2}, 4, 3), ("zb_v", 4, 2)],
-    ids=["interleaved_1f1b", "zb_v"],
-)
-def test_slow_sends_change_nothing_and_lose_nothing(
-    pool: Pool, schedule: ScheduleLike, depth: int, each: int
-) -> None:
-    """each: sends of a rank for one microbatch"""
-    for rank in pool.run(2, jobs.slow_sends, schedule, 2, depth, 6, 0.004, "tanh", 0.004):
-        assert rank.died == 0
-        assert rank.sends == 2 * 6 * each
-        assert rank.early > 0
-
-
-def test_an_output_that_its_graph_keeps_is_no_buffer(pool: Pool) -> None:
+def test_slow_sends_lose_nothing_and_an_output_that_its_graph_keeps_is_no_buffer(pool: Pool) -> None:
     """Six activations are on their way at once: bytes of buffers where nothing else holds them."""
     message = jobs.ROWS * jobs.WIDTH * 8
-    free, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "linear", 0.0)
-    kept, *_ = pool.run(2, jobs.slow_sends, "gpipe", 2, 2, 6, 0.1, "tanh", 0.0)
-    assert (free.died, kept.died) == (0, 0)
+    free, kept = (pool.run(2, jobs.slow_sends, last, 6, 0.1)[0] for last in ("linear", "tanh"))
+    for rank in (free, kept):
+        assert (rank.sends, rank.died) == (2 * 6, 0)
+        assert rank.early > 0
     assert (free.only_sent, kept.only_sent) == ({message}, {0})
     assert free.buffers[0] >= 4 * message
     assert kept.buffers[0] <= 3 * message  # receives that are posted
