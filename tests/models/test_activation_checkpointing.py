@@ -8,15 +8,11 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
-from torch._C._distributed_c10d import HashStore
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -34,6 +30,7 @@ from penstock.models.huggingface.stages import HFCall, cut
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.stage import Stage
+from support.covering import pairs
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_step
 from support.splitting import ORDERS, assert_exact, plain, split
@@ -42,6 +39,7 @@ FULL, SELECTIVE = Checkpointing(), Checkpointing(save=("matmul", "attention"))
 OPTIONS = {"full": FULL, "every second": Checkpointing(every=2), "selective": SELECTIVE}
 WHOLE, SPLIT = "F0 F1 B0 F2 B1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"
 ONE_STAGE = (range(4),)
+BOTH = pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
 Batch = dict[str, Tensor]
 
 
@@ -98,46 +96,40 @@ class CheckpointedStages:
         self.stages[-1].forward_loss(number, received, microbatch, NextToken(), split, on)
 
 
-@pytest.mark.parametrize(("family", "way"), [
-    # in every run the families take every third layer in test_ragged
-    pytest.param(family, way, marks=pytest.mark.sweep if way == "every second" and family != "llama" else ())
-    for family, way in product(FAMILIES, OPTIONS)
-])  # fmt: skip
-def test_every_family(family: str, way: str) -> None:
-    """Whole and split, on and off: the gradients of one plain process, and each chosen layer run twice."""
-    model, batch = tiny_model(family), ragged_batch(9)
-    expected = plain_step(model, batch)[1]
-    for order, on in ((WHOLE, True), (SPLIT, True), (SPLIT, False)):
-        stages = CheckpointedStages(model, OPTIONS[way])
-        found = stages.step(batch, order, (on,) * 3)
-        assert_gradients(found, expected, TOLERANCE[torch.float32])
-        again = {index: on and index % OPTIONS[way].every == 0 for index in range(4)}
-        assert stages.runs == {index: 6 if again[index] else 3 for index in range(4)}
+@pytest.mark.parametrize("row", pairs({
+    "family": list(FAMILIES), "way": ["full", "selective"], "order": [WHOLE, SPLIT]
+}), ids=lambda row: " ".join(row.values()))  # fmt: skip
+def test_every_family(row: dict[str, str]) -> None:
+    """Whole and split: the gradients of one plain process, and each layer run twice."""
+    model, batch = tiny_model(row["family"], layers=2), ragged_batch(9)
+    stages = CheckpointedStages(model, OPTIONS[row["way"]], [range(2)])
+    found = stages.step(batch, row["order"])
+    assert_gradients(found, plain_step(model, batch)[1], TOLERANCE[torch.float32])
+    assert stages.runs == {0: 6, 1: 6}
 
 
-@pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize(
-    "splits",
-    [
-        (range(3), range(3, 4)),
-        (range(0), range(4)),
-        (range(4), range(4, 4)),
-        (range(0), range(4), range(4, 4)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("order", [WHOLE, SPLIT])
-def test_the_boundary_of_a_stage_stays_outside(way: str, splits: Sequence[range], order: str) -> None:
+SPLITS = {
+    "3 1": (range(3), range(3, 4)),
+    "0 4": (range(0), range(4)),
+    "4 0": (range(4), range(4, 4)),
+    "0 4 0": (range(0), range(4), range(4, 4)),
+}
+
+
+@pytest.mark.parametrize("row", pairs({
+    "splits": list(SPLITS), "way": list(OPTIONS), "order": [WHOLE, SPLIT]
+}), ids=lambda row: " ".join(row.values()))  # fmt: skip
+def test_the_boundary_of_a_stage_stays_outside(row: dict[str, str]) -> None:
     """A layer that is the entry or the exit of its stage too is run again with what was received."""
-    model, batch = tiny_model("llama", torch.float64), ragged_batch(9)
-    stages = CheckpointedStages(model, OPTIONS[way], splits)
-    found = stages.step(batch, order)
+    model, batch, how = tiny_model("llama", torch.float64), ragged_batch(9), OPTIONS[row["way"]]
+    stages = CheckpointedStages(model, how, SPLITS[row["splits"]])
+    found = stages.step(batch, row["order"])
     assert_gradients(found, plain_step(model, batch)[1], 1e-10)
-    assert stages.runs == {index: 3 if index % OPTIONS[way].every else 6 for index in range(4)}
+    assert stages.runs == {index: 3 if index % how.every else 6 for index in range(4)}
 
 
+@BOTH
 @pytest.mark.parametrize("order", [WHOLE, SPLIT, "F0 F1 F2 B2 B1 B0"])
-@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_the_switch_counts_for_each_forward(how: Checkpointing, order: str) -> None:
     model, batch = tiny_model("qwen3", torch.float64), ragged_batch(9)
     stages = CheckpointedStages(model, how)
@@ -149,20 +141,22 @@ def test_the_switch_counts_for_each_forward(how: Checkpointing, order: str) -> N
 # ---- what is held
 
 
-class NewStorages(TorchDispatchMode):
-    """Notes the storages that ops create, not those of their arguments."""
+class Watch(TorchDispatchMode):
+    """Notes every op, and the storages that ops create, not those of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: Counter[object] = Counter()
         self.storages: dict[int, weakref.ref[UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        self.ops[func] += 1
+        of_arguments = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(result):
-            if storage._cdata not in given:
+            if storage._cdata not in of_arguments:
                 self.storages[storage._cdata] = weakref.ref(storage)
         return result
 
@@ -171,55 +165,43 @@ def _storages(values: Any) -> list[UntypedStorage]:
     return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def held(forward: Callable[[], object]) -> int:
+def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, batch: Batch) -> int:
     """Bytes that a forward made and that are still there when it has ended, its result let go."""
-    with NewStorages() as new:
-        forward()
+    stages = CheckpointedStages(model, how, [range(model.config.num_hidden_layers)])
+    with Watch() as new:
+        stages.forward(0, batch, on, split)
     alive = (reference() for reference in new.storages.values())
     return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
-def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, batch: Batch) -> int:
-    stages = CheckpointedStages(model, how, [range(model.config.num_hidden_layers)])
-    return held(lambda: stages.forward(0, batch, on, split))
-
-
-@pytest.mark.parametrize(("family", "split"), [
-    *(pytest.param(family, True, id=f"{family}-split") for family in FAMILIES),
-    *(
-        pytest.param(
-            family, False, id=f"{family}-whole",
-            marks=() if family in ("llama", "gpt2", "mixtral") else pytest.mark.sweep,
-        )
-        for family in FAMILIES
-    ),
-])  # fmt: skip
-def test_held_bytes(family: str, split: bool) -> None:
-    model, batch = tiny_model(family), ragged_batch(3, 16)
-    none = held_by(model, FULL, False, split, batch)
-    full, every_second, selective = (held_by(model, how, True, split, batch) for how in OPTIONS.values())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_held_bytes(family: str) -> None:
+    model, batch = tiny_model(family, layers=2), ragged_batch(3, 16)
+    none = held_by(model, FULL, False, True, batch)
+    full, every_second, selective = (held_by(model, how, True, True, batch) for how in OPTIONS.values())
     assert full < every_second < none
     assert full < selective < none
-    two_layers = held_by(tiny_model(family, layers=2), FULL, True, split, batch)
-    assert (full - two_layers) / 2 == 3 * 16 * 32 * 4, "of each layer its input"
+    one_layer = held_by(tiny_model(family, layers=1), FULL, True, True, batch)
+    assert full - one_layer == 3 * 16 * 32 * 4, "of each layer its input"
 
 
-def test_the_split_backward_holds_no_more() -> None:
-    model, batch = tiny_model("llama"), ragged_batch(3, 16)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_the_split_backward_holds_no_more(family: str) -> None:
+    model, batch = tiny_model(family, layers=2), ragged_batch(3, 16)
     for how in OPTIONS.values():
         assert held_by(model, how, True, True, batch) == held_by(model, how, True, False, batch)
 
 
 def test_scores_of_eager_attention_are_not_kept() -> None:
     """They are products too, and quadratic in the sequence; unless they are asked for by name."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", layers=1)
     model.set_attn_implementation("eager")
     named = Checkpointing(save=("matmul", "aten.bmm"))
     for length in (32, 64):
         batch = ragged_batch(1, length)
         group, all_products = (held_by(model, how, True, False, batch) for how in (SELECTIVE, named))
-        layers, heads = 4, 4
-        assert all_products - group == layers * heads * length * length * 4
+        heads = 4
+        assert all_products - group == heads * length * length * 4
 
 
 # ---- layers of a user's own
@@ -255,6 +237,13 @@ class Stack(nn.Module):
         return x
 
 
+def twins(make: Callable[[], nn.Module]) -> tuple[Any, Any]:
+    """The same module twice, in float64."""
+    torch.manual_seed(0)
+    made = make().double()
+    return made, copy.deepcopy(made)
+
+
 def stack(how: Checkpointing | None, dtype: torch.dtype = torch.float64) -> Stack:
     torch.manual_seed(0)
     made = Stack().to(dtype)
@@ -277,23 +266,6 @@ def autocast(module: nn.Module, *given: Tensor) -> Any:
         return module(*given)
 
 
-@contextmanager
-def counted(op: Any) -> Iterator[list[int]]:
-    """The calls of `op` within, one entry each."""
-    calls: list[int] = []
-
-    class Counts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if func is op:
-                calls.append(1)
-            return func(*args, **(kwargs or {}))
-
-    with Counts():  # type: ignore[no-untyped-call]
-        yield calls
-
-
 def assert_as_plain(module: nn.Module, reference: nn.Module, run: Callable[..., Any] = call) -> None:
     """By every order, with the same random numbers."""
     dtype = next(reference.parameters()).dtype
@@ -310,27 +282,22 @@ def assert_as_plain(module: nn.Module, reference: nn.Module, run: Callable[..., 
 
 
 @pytest.mark.parametrize("way", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_layers_of_a_users_own(way: str, dtype: torch.dtype) -> None:
-    assert_as_plain(stack(OPTIONS[way], dtype), stack(None, dtype))
-
-
-@pytest.mark.parametrize("way", OPTIONS)
-def test_autocast_casts_a_layer_more_often_when_it_runs_again(way: str) -> None:
-    """Whose cache spares the layer that runs twice some casts, but not when it is run again."""
+def test_layers_of_a_users_own(way: str) -> None:
+    """In float64, and under autocast: its cache spares a layer casts, but not when the layer is run again."""
+    assert_as_plain(stack(OPTIONS[way]), stack(None))
     assert_as_plain(stack(OPTIONS[way], torch.float32), stack(None, torch.float32), autocast)
 
 
+def logits(module: nn.Module, ids: Tensor) -> Any:
+    return module(input_ids=ids, use_cache=False).logits
+
+
 def test_dropout_of_a_model() -> None:
+    microbatches = [[ids] for ids in ragged_batch(6)["input_ids"].chunk(3)]
     for way in OPTIONS.values():
         options: dict[str, Any] = {"attn_pdrop": 0.3, "resid_pdrop": 0.2, "embd_pdrop": 0.1}
-        model, reference = (tiny_model("gpt2", torch.float64, **options) for _ in range(2))
+        model, reference = (tiny_model("gpt2", torch.float64, layers=2, **options) for _ in range(2))
         install(enumerate(model.transformer.h), way)
-
-        def logits(module: nn.Module, ids: Tensor) -> Any:
-            return module(input_ids=ids, use_cache=False).logits
-
-        microbatches = [[ids] for ids in ragged_batch(6)["input_ids"].chunk(3)]
         plain(reference, logits, microbatches)
         split(model, logits, microbatches, SPLIT)
         assert_gradients(gradients_of(model), gradients_of(reference), 1e-10)
@@ -361,29 +328,28 @@ class Drops(nn.Module):
 @pytest.mark.parametrize(("probability", "runs"), [(0.5, 2), (0.0, 1)])
 def test_ops_that_draw_random_numbers_run_again(probability: float, runs: int) -> None:
     """Given in place of run, it would leave the dropout after it other numbers than it had."""
-    torch.manual_seed(0)
-    module = Drops(probability).double()
-    reference = copy.deepcopy(module)
+    module, reference = twins(lambda: Drops(probability))
     install([(0, module)], Checkpointing(save=("penstock_test.drop",)))
-    with counted(torch.ops.penstock_test.drop.default) as calls:
+    with Watch() as seen:
         assert len(plain(module, call, inputs())) == 3
-    assert sum(calls) == 3 * runs
+    assert seen.ops[torch.ops.penstock_test.drop.default] == 3 * runs
     plain(reference, call, inputs())
     assert_gradients(gradients_of(module), gradients_of(reference), 1e-10)
 
 
 def test_saved_outputs_are_not_computed_again() -> None:
-    with counted(torch.ops.aten.mm.default) as all_calls:
+    mm = torch.ops.aten.mm.default
+    with Watch() as plainly:
         plain(Products(), call, [[torch.randn(5, WIDTH)]])
     for save, again in ((("matmul",), 0), (("aten.mm",), 0), (("attention",), 2), ((), 2)):
         module = Products()
         install([(0, module)], Checkpointing(save=save))
         for order in ("F0 B0", "F0 I0 W0"):
-            with counted(torch.ops.aten.mm.default) as calls:
+            with Watch() as seen:
                 split(module, call, [[torch.randn(5, WIDTH)]], order)
             # W adds by addmm where there is a gradient already
             accumulates = 2 if order == "F0 I0 W0" else 0
-            assert sum(calls) == sum(all_calls) + again - accumulates, (save, order)
+            assert seen.ops[mm] == plainly.ops[mm] + again - accumulates, (save, order)
 
 
 class Products(nn.Module):
@@ -397,20 +363,14 @@ class Products(nn.Module):
 
 
 def test_outputs_that_an_op_in_place_overwrote_are_computed_again() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = Products().children()
-
+    class InPlace(Products):
         def forward(self, x: Tensor) -> Tensor:
             hidden = self.one(x)
             hidden += x
             result: Tensor = self.two(hidden.relu_()).mul_(2)
             return result.sin() * x
 
-    torch.manual_seed(0)
-    module = InPlace().double()
-    reference = copy.deepcopy(module)
+    module, reference = twins(InPlace)
     install([(0, module)], SELECTIVE)
     assert_as_plain(module, reference)
 
@@ -423,12 +383,10 @@ class Residual(Products):
         return result
 
 
-@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+@BOTH
 @pytest.mark.parametrize("make", [Stack, Products, Residual])
 def test_a_retained_graph_runs_twice(make: type[nn.Module], how: Checkpointing) -> None:
-    torch.manual_seed(0)
-    module = make().double()
-    reference = copy.deepcopy(module)
+    module, reference = twins(make)
     layers = module.layers if isinstance(module, Stack) else [module]
     install(enumerate(layers), how)
     for each in (module, reference):
@@ -453,13 +411,13 @@ def test_an_input_that_is_modified_is_an_error() -> None:
 def test_evaluation_runs_plainly() -> None:
     module, reference = stack(FULL).eval(), stack(None).eval()
     (x,) = inputs()[0]
-    with counted(torch.ops.aten.native_layer_norm.default) as calls:
+    with Watch() as seen:
         torch.testing.assert_close(module(x), reference(x))
         module(x).sum().backward()
         module.train()
         with torch.no_grad():
             module(x)
-    assert sum(calls) == 3 * 3 + 3, "nothing was run again"
+    assert seen.ops[torch.ops.aten.native_layer_norm.default] == 4 * 3, "nothing was run again"
 
 
 def test_hooks_run_once_and_see_the_layer() -> None:
@@ -531,15 +489,16 @@ def compiler() -> Iterator[Compiler]:
 
 
 @pytest.mark.parametrize(
-    ("how", "again"),
-    [(FULL, 2), (SELECTIVE, 0), (Checkpointing(save=("attention",)), 2)],
-    ids=["full", "selective", "attention"],
+    ("how", "again", "first"),
+    [
+        (FULL, 2, "compiled"),
+        (SELECTIVE, 0, "compiled"),
+        (SELECTIVE, 0, "checkpointed"),
+        (Checkpointing(save=("attention",)), 2, "checkpointed"),
+    ],
 )
-@pytest.mark.parametrize("first", ["compiled", "checkpointed"])
 def test_compiled_layers(compiler: Compiler, how: Checkpointing, again: int, first: str) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(Products(), Products()).double()
-    reference = copy.deepcopy(module)
+    module, reference = twins(lambda: nn.Sequential(Products(), Products()))
     if first == "checkpointed":
         switch = install(enumerate(module), how)
     for layer in module:
@@ -557,7 +516,7 @@ def test_compiled_layers(compiler: Compiler, how: Checkpointing, again: int, fir
         assert {count - (again if on else 0) for count in compiler.backwards} <= plain_backward
 
 
-@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+@BOTH
 def test_a_compiled_part_of_a_layer(compiler: Compiler, how: Checkpointing) -> None:
     """It stays compiled, also when it is run again."""
 
@@ -570,9 +529,7 @@ def test_a_compiled_part_of_a_layer(compiler: Compiler, how: Checkpointing) -> N
             result: Tensor = self.linear(x) + self.part(x).sin()
             return result.sin()
 
-    torch.manual_seed(0)
-    module = Around().double()
-    reference = copy.deepcopy(module)
+    module, reference = twins(Around)
     module.part.compile(backend=compiler.backend)
     install([(0, module)], how)
     assert_as_plain(module, reference)
@@ -581,15 +538,8 @@ def test_a_compiled_part_of_a_layer(compiler: Compiler, how: Checkpointing) -> N
     assert compiler.runs == 3 * 3, "forward, forward again, backward"
 
 
-@pytest.fixture
-def _one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
-@pytest.mark.parametrize("how", [FULL, SELECTIVE], ids=["full", "selective"])
+@pytest.mark.usefixtures("one_process")
+@BOTH
 @pytest.mark.parametrize("first", ["sharded", "checkpointed"])
 def test_fsdp(how: Checkpointing, first: str) -> None:
     """A layer's parameters are gathered once for its backward, and not again in what is run again."""
@@ -610,35 +560,24 @@ def test_fsdp(how: Checkpointing, first: str) -> None:
 
 def test_mixtures_of_experts_of_every_kind() -> None:
     for experts in ("eager", "grouped_mm", "batched_mm"):
-        model = tiny_model("mixtral", layers=2)
+        model = tiny_model("mixtral", layers=1)
         model.set_experts_implementation(experts)
         install(enumerate(model.model.layers), SELECTIVE)
         microbatches = [[ids] for ids in ragged_batch(6)["input_ids"].chunk(3)]
-        assert_exact(
-            model,
-            microbatches,
-            call=lambda module, ids: module(input_ids=ids, use_cache=False).logits,
-            orders=["interleaved", "whole"],
-        )
+        assert_exact(model, microbatches, call=logits, orders=["interleaved", "whole"])
 
 
 # ---- the option
 
 
 def test_forms_of_the_option() -> None:
-    for nothing in (None, False, "none"):
-        assert checkpointing(nothing) is None
-    for everything in (True, "full"):
-        assert checkpointing(everything) == FULL
-    assert checkpointing("selective") == SELECTIVE
+    assert [checkpointing(option) for option in (None, False, "none")] == [None] * 3
+    assert [checkpointing(option) for option in (True, "full", "selective")] == [FULL, FULL, SELECTIVE]
     own = Checkpointing(every=3, in_flight=(2, 0))
     assert checkpointing(own) is own
-
-
-@pytest.mark.parametrize("given", ["all", 1.5, "Full"])
-def test_other_forms_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="'full', 'selective' or 'none'"):
-        checkpointing(given)
+    for other in ("all", 1.5, "Full"):
+        with pytest.raises(ConfigError, match="'full', 'selective' or 'none'"):
+            checkpointing(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -668,7 +607,7 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
 
 def test_selective_where_a_product_is_written_into() -> None:
     """0.3.0: of three dimensions its view has a version of its own, and what was kept was another value."""
-    model: Any = tiny_model("llama")
+    model: Any = tiny_model("llama", layers=2)
 
     class Shifted(type(model.model.layers[0].mlp)):  # type: ignore[misc]
         def forward(self, hidden: Tensor) -> Tensor:

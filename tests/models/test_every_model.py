@@ -5,7 +5,6 @@ All of them in `make sweep`; here those that differ most from a plain chain.
 
 from __future__ import annotations
 
-# of each way to differ from Llama at least one
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,11 +17,12 @@ from support import census, zoo
 from support.pool import Pool
 from support.reference import TOLERANCE, assert_gradients, gradients_of
 
+# of each way to differ from Llama at least one
 TYPICAL = (
     "llama", "bert", "xlnet", "ctrl",  # plain, tied in the head, transposed, writes into its embeddings
-    "mamba2", "jamba", "bamba", "falcon_h1", "qwen3_next", "lfm2", "recurrent_gemma", "nemotron_h", "xlstm",
+    "mamba2", "jamba", "falcon_h1", "qwen3_next", "lfm2", "recurrent_gemma", "nemotron_h", "xlstm",
     "mixtral", "deepseek_v3", "llama4_text", "longcat_flash",
-    "gemma3n_text", "gemma4_text", "gemma4_unified_text",  # per-layer inputs, keys and values shared
+    "gemma3n_text", "gemma4_text",  # per-layer inputs, keys and values shared
     "zamba", "zamba2", "cpmant", "roformer",  # layers take the embeddings, or a table, and share a block
     "glm_moe_dsa", "zaya", "deepseek_v4", "qwen4_exp_text",  # layers hand on more, in other shapes
     "gemma3", "bart",  # with parts that no text goes through
@@ -50,7 +50,11 @@ REFUSED = {
 NO_FLOAT64 = {"xglm"}  # its mask is made of float64's least number, as a float32
 
 
-def check(model_type: str) -> None:
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=[] if name in TYPICAL else [pytest.mark.sweep]) for name in zoo.TYPES],
+)
+def test_exact(model_type: str) -> None:
     verdict = census.judge(model_type)
     if model_type in REFUSED:
         assert REFUSED[model_type] in verdict.refusal
@@ -58,13 +62,15 @@ def check(model_type: str) -> None:
         assert verdict.chain is not None, verdict.refusal
 
 
-@pytest.mark.parametrize("model_type", TYPICAL)
-def test_exact(model_type: str) -> None:
-    check(model_type)
-
-
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "zamba2", "glm_moe_dsa", "mixtral"])
-@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_zero_bubble"])
+@pytest.mark.parametrize(
+    ("model_type", "schedule"),
+    [
+        ("gemma3n_text", "zb_v"),
+        ("zamba2", "interleaved_zero_bubble"),
+        ("glm_moe_dsa", "zb_v"),
+        ("mixtral", "interleaved_zero_bubble"),
+    ],
+)
 def test_exact_where_backwards_are_split(model_type: str, schedule: str) -> None:
     """What several stages take of one value comes back to it as one gradient, in the first half."""
     options: dict[str, Any] = {"output_router_logits": True} if model_type == "mixtral" else {}
@@ -77,12 +83,11 @@ def test_exact_where_layers_run_again(model_type: str, how: str) -> None:
     assert census.judge(model_type, (2,), checkpointing=how, schedule="zb_h1").chain is not None
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "jamba", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(t, marks=[] if t in ("mixtral", "jamba") else [pytest.mark.sweep]) for t in ROUTED],
+)
 def test_exact_with_the_routers_auxiliary_loss(model_type: str) -> None:
-    check_routed(model_type)
-
-
-def check_routed(model_type: str) -> None:
     """It is part of the loss that transformers itself gives, and hangs on all layers' routers at once."""
     plain = census.judge(model_type, (2,))
     verdict = census.judge(model_type, output_router_logits=True)
@@ -111,12 +116,6 @@ def test_exact_over_gloo(pool: Pool, ranks: int) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("model_type", zoo.TYPES)
-def test_every_type(model_type: str) -> None:
-    check(model_type)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", [t for t in zoo.TYPES if t not in REFUSED and t not in NO_FLOAT64])
 def test_every_type_in_float64(model_type: str) -> None:
     verdict = census.judge(model_type, dtype=torch.float64)
@@ -129,12 +128,6 @@ def test_every_type_in_float64(model_type: str) -> None:
 def test_every_type_where_layers_run_again(model_type: str, how: str) -> None:
     verdict = census.judge(model_type, (2,), checkpointing=how)
     assert verdict.chain is not None, verdict.refusal
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model_type", ROUTED)
-def test_every_router(model_type: str) -> None:
-    check_routed(model_type)
 
 
 def exact_on_ranks(ranks: int, cases: Sequence[tuple[str, Any, dict[str, Any]]]) -> list[str]:

@@ -18,7 +18,6 @@ from penstock.models.partition import (
     balanced_split,
     even_split,
     partition,
-    stages_of_size,
     to_layout,
 )
 from penstock.schedule.layout import parse_layout
@@ -131,18 +130,6 @@ def test_descriptions_that_do_not_fit(layers: int, stages: int, said: dict[str, 
 def test_numbers_out_of_range(said: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"Give [01] or more"):
         partition(4, 2, **said)
-
-
-def test_stages_of_size() -> None:
-    assert stages_of_size(32, 8, 4) == 4
-    assert stages_of_size(32, 4, 4) == 8
-    assert stages_of_size(30, 4, 4) == 8
-    with pytest.raises(
-        PartitionError, match=r"32 layers make 7 stages of it, and 4 ranks .* Give 1 or 2 or 4 or"
-    ):
-        stages_of_size(32, 5, 4)
-    with pytest.raises(PartitionError, match="Use 3 ranks or fewer"):
-        stages_of_size(3, 1, 4)
 
 
 def test_to_layout() -> None:

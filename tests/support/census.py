@@ -1,4 +1,4 @@
-"""Whether a model type is exact when it is cut: its tiny model, split, beside the whole in plain PyTorch."""
+"""Whether a model type is exact when it is cut: its tiny model, split, against the whole one in torch."""
 
 from __future__ import annotations
 
@@ -73,9 +73,8 @@ def names_of(model: PreTrainedModel) -> list[set[str]]:
 
 
 def microbatches(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    rows = len(batch["input_ids"]) // MICROBATCHES
-    return [{name: value[start : start + rows] for name, value in batch.items()}
-            for start in range(0, rows * MICROBATCHES, rows)]  # fmt: skip
+    chunks = zip(*(value.chunk(MICROBATCHES) for value in batch.values()), strict=True)
+    return [dict(zip(batch, values, strict=True)) for values in chunks]
 
 
 def plain(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Gradients]:
@@ -85,8 +84,8 @@ def plain(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, G
 
 @torch.no_grad()
 def own_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
-    """What the model itself makes of the labels, weighed alike."""
-    parts = microbatches(batch)
-    valid = [int((part["labels"][:, 1:] != -100).sum()) for part in parts]
-    losses = [float(model(**part, use_cache=False).loss) for part in parts]
+    """The mean of the losses that the model itself makes of the labels, by valid tokens."""
+    split = microbatches(batch)
+    valid = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in split]
+    losses = [float(model(**microbatch, use_cache=False).loss) for microbatch in split]
     return sum(loss * count for loss, count in zip(losses, valid, strict=True)) / sum(valid)

@@ -59,11 +59,11 @@ def make(
     family: str = "llama",
     kind: str = "adamw",
     axes: Axes | None = None,
-    **changes: Any,
+    layers: int = 4,
 ) -> tuple[Pipeline, list[Optimizer]]:
     """A pipeline of a model that is always the same, and its optimizers."""
     auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30, axes=axes)
-    pipe = auto.build(tiny_model(family, layers=8, **changes))
+    pipe = auto.build(tiny_model(family, layers=layers))
     made = KINDS[kind]([p for p in pipe.parameters() if p.requires_grad])
     return pipe, made if isinstance(made, list) else [made]
 
@@ -101,7 +101,7 @@ def whole_run(family: str) -> tuple[list[float], PreTrainedModel]:
 
 def begin(ranks: int, schedule: str, family: str, path: str) -> list[float]:
     """Steps 1 to SAVED, and one more while the checkpoint is written."""
-    pipe, optimizers = make(ranks, schedule, family)
+    pipe, optimizers = make(ranks, schedule, family, layers=8)
     schedulers = [CosineAnnealingLR(optimizer, T_max=STEPS) for optimizer in optimizers]
     losses = []
     with CheckpointWriter(pipe) as writer:
@@ -117,7 +117,7 @@ def begin(ranks: int, schedule: str, family: str, path: str) -> list[float]:
 
 def go_on(ranks: int, schedule: str, family: str, path: str) -> list[float]:
     """Steps from the checkpoint's to STEPS."""
-    pipe, optimizers = make(ranks, schedule, family)
+    pipe, optimizers = make(ranks, schedule, family, layers=8)
     schedulers = [CosineAnnealingLR(optimizer, T_max=STEPS) for optimizer in optimizers]
     state = load_checkpoint(path, pipe, optimizers)
     losses = []
@@ -129,6 +129,13 @@ def go_on(ranks: int, schedule: str, family: str, path: str) -> list[float]:
             scheduler.step()
     pipe.close()
     return losses
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """The error that `work` ends in."""
+    with pytest.raises((CheckpointError, RunError, OSError, ValueError)) as caught:
+        work()
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 @contextmanager
@@ -147,10 +154,10 @@ def failing_writes(rank: int) -> Iterator[None]:
 
 
 def failure_in_the_background(path: str) -> list[str]:
-    """What this rank is told of rank 1's failure: at the next checkpoint, and at the end."""
+    """The errors that this rank gets of rank 1's failure: at the next checkpoint, and at the end."""
     pipe, optimizers = make(dist.get_world_size(), "1f1b")
     writer = CheckpointWriter(pipe)
-    told = []
+    errors = []
     for wait in (lambda: writer.save(path, optimizers), writer.wait):
         with failing_writes(1):
             writer.save(path, optimizers)
@@ -158,64 +165,58 @@ def failure_in_the_background(path: str) -> list[str]:
             try:
                 wait()  # type: ignore[no-untyped-call]
             except RunError as error:
-                told.append(str(error))
+                errors.append(str(error))
     writer.save(path, optimizers)
     writer.wait()
     load_checkpoint(path, pipe, optimizers)
     pipe.close()
-    return told
+    return errors
 
 
 def dropped(path: str, rank: int, axes: Axes | None) -> list[str]:
-    """One rank gives a write up; what each is told when the writer is to write again, and of a new one."""
+    """One rank gives a write up; the errors of each when the writer is to write again. A new one does."""
     pipe, optimizers = make(1 if axes else dist.get_world_size(), "1f1b", axes=axes)
     writer = CheckpointWriter(pipe)
     writer.save(f"{path}/first", optimizers)
     if dist.get_rank() == rank:
         writer.drop()
-    told = []
+    errors = []
     for _ in range(2):
         try:
             writer.save(f"{path}/second", optimizers)
         except RunError as error:
-            told.append(str(error))
+            errors.append(str(error))
     with CheckpointWriter(pipe) as another:
         another.save(f"{path}/third", optimizers)
     pipe.close()
-    return told
+    return errors
 
 
 def unfit_on_one(path: str) -> tuple[str, bool]:
-    """What rank 1's optimizer alone cannot take is told on all ranks, and none has changed."""
+    """The error where rank 1's optimizer alone does not fit, and whether the weights stayed as they were."""
     pipe, optimizers = make(dist.get_world_size(), "1f1b")
     save_checkpoint(path, pipe, optimizers)
     advance(pipe, optimizers, 1, 1)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
     given = optimizers if dist.get_rank() == 0 else SGD(pipe.parameters(), lr=0.1)
-    try:
-        load_checkpoint(path, pipe, given)
-    except (CheckpointError, RunError) as error:
-        same = all(map(torch.equal, before, (parameter.detach() for parameter in pipe.parameters())))
-        pipe.close()
-        return str(error), same
-    raise AssertionError("it was loaded")
+    error = error_of(lambda: load_checkpoint(path, pipe, given))
+    same = all(map(torch.equal, before, (parameter.detach() for parameter in pipe.parameters())))
+    pipe.close()
+    return error, same
 
 
 def failing_layout(path: str) -> str:
-    """Rank 1 cannot tell what its weights are called in files."""
+    """Rank 1 does not find the names of its weights in files."""
     pipe, optimizers = make(dist.get_world_size(), "1f1b")
     of = FileLayout.of
 
     def failing(*arguments: Any) -> FileLayout:
         if dist.get_rank() == 1:
-            raise ValueError("cannot tell")
+            raise ValueError("no names")
         return of(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FileLayout, "of", failing)
-        try:
-            save_checkpoint(path, pipe, optimizers)
-        except (ValueError, RunError) as error:
-            pipe.close()
-            return f"{type(error).__name__}: {error}"
-    raise AssertionError("it was saved")
+        error = error_of(lambda: save_checkpoint(path, pipe, optimizers))
+    pipe.close()
+    return error

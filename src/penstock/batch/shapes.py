@@ -91,7 +91,7 @@ class CachedEdges:
     infer: returns all edges of one microbatch, in order
     """
 
-    _MOST = 4096  # shapes that are remembered
+    MOST = 4096  # shapes that are remembered
 
     def __init__(self, infer: Callable[[Microbatch], tuple[EdgeSpecs, ...]]) -> None:
         self._infer = infer
@@ -100,7 +100,7 @@ class CachedEdges:
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         key = microbatch_key(microbatch)
         if (found := self._known.get(key)) is None:
-            if len(self._known) >= self._MOST:
+            if len(self._known) >= self.MOST:
                 self._known.pop(next(iter(self._known)))
             found = self._known[key] = self._infer(microbatch)
         return found[stage]

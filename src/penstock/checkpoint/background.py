@@ -10,20 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, RunError
+from penstock.models.weights.folder import together
 from penstock.runtime.transport.groups import Processes
 
-Work = Callable[[Processes], None]
+Publish = Callable[[Path, Processes], None]  # writes the folder, complete or not at all; collective
+Then = Callable[[], None]
 
 _AT_EXIT = 30.0  # seconds for a write to end as Python ends
 
 
 class BackgroundWrite:
-    """Calls `write`, then `follow`, in a thread; the checkpoint exists once `write` has returned."""
+    """Calls `publish`, then `then`, in a thread; the checkpoint exists once `publish` has returned."""
 
-    def __init__(self, path: Path, write: Work, follow: Work, processes: Processes) -> None:
+    def __init__(self, path: Path, publish: Publish, then: Then | None, processes: Processes) -> None:
         self.path = path
-        self._write: Work | None = write
-        self._follow, self._written = follow, False
+        self._publish: Publish | None = publish
+        self._then, self._written = then, False
         self._error: BaseException | None = None
         self._dropped = threading.Event()
         self._processes = _Droppable(processes, self._dropped)
@@ -33,15 +35,15 @@ class BackgroundWrite:
         self._thread.start()
 
     def _run(self) -> None:
-        assert self._write is not None
+        assert self._publish is not None
         try:
-            self._write(self._processes)
-            self._write, self._written = None, True
-            self._follow(self._processes)
+            self._publish(self.path, self._processes)
+            self._publish, self._written = None, True  # and with it the copies go
+            follow(self.path, self._then, self._processes)
         except BaseException as error:  # raised by whoever waits
             self._error = error
         finally:
-            self._write = None  # and with it the copies
+            self._publish = None
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
@@ -93,3 +95,22 @@ class _Droppable:
         if self._dropped.is_set():
             raise RunError("a checkpoint under way", "it was given up", "Go on from the one before")
         return self._processes.gather(value)
+
+
+def follow(path: Path, then: Then | None, processes: Processes) -> None:
+    """Call `then` on process 0. Collective."""
+    if then is None:
+        return
+
+    def call() -> None:
+        try:
+            if processes.index == 0:
+                then()
+        except PenstockError:
+            raise
+        except Exception as error:
+            rule = f"it was written, and what was to follow it failed: {type(error).__name__}: {error}"
+            remedy = "Fix that; the checkpoint itself is complete"
+            raise RunError(f"checkpoint {path}", rule, remedy) from error
+
+    together(processes, f"do what follows checkpoint {path}, which was written", call)

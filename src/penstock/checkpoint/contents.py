@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from penstock.checkpoint.background import Publish
 from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_of
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import write_folder
@@ -30,7 +31,6 @@ from penstock.runtime.transport.groups import Processes
 STATE = "state.json"
 
 Extra = Callable[[Path], None]
-Publish = Callable[[Path, Processes], None]  # writes the folder, complete or not at all; collective
 RandomState = dict[str, Tensor]  # by device type
 
 
@@ -137,11 +137,8 @@ def _check_json(value: object, name: str) -> None:
 
 
 def _no_json(found: str) -> CheckpointError:
-    return CheckpointError(
-        found,
-        "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text",
-        "Make it that, e.g. by str(key), int(value) or tensor.tolist()",
-    )
+    rule = "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text"
+    return CheckpointError(found, rule, "Make it that, e.g. by str(key), int(value) or tensor.tolist()")
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ processes. Files without JSON, of penstock 0.3.0 and before, hold AdamW's state.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,25 +49,22 @@ def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, G
             for parameter in group["params"]:
                 if parameter.numel() == 0 and id(parameter) not in names:
                     continue  # a stand-in, as optimizers need a parameter and this process may have none
-                members.append((_name(parameter, names, seen), parameter))
+                if id(parameter) not in names:
+                    raise CheckpointError(
+                        f"a parameter of shape {list(parameter.shape)} in the optimizer",
+                        "state is kept by name, and this is none of the pipeline's parameters",
+                        "Make the optimizer over pipe.parameters() or pipe.named_parameters(), and keep "
+                        "others yourself",
+                    )
+                if id(parameter) in seen:
+                    raise CheckpointError(
+                        f"the parameter {names[id(parameter)]} in two optimizers",
+                        "state is kept by the parameter's name, and there is one for each",
+                        "Give each parameter to one optimizer",
+                    )
+                seen.add(id(parameter))
+                members.append((names[id(parameter)], parameter))
             yield optimizer, group, members
-
-
-def _name(parameter: nn.Parameter, names: Mapping[int, str], seen: set[int]) -> str:
-    if id(parameter) not in names:
-        raise CheckpointError(
-            f"a parameter of shape {list(parameter.shape)} in the optimizer",
-            "state is kept by name, and this is none of the pipeline's parameters",
-            "Make the optimizer over pipe.parameters() or pipe.named_parameters(), and keep others yourself",
-        )
-    if id(parameter) in seen:
-        raise CheckpointError(
-            f"the parameter {names[id(parameter)]} in two optimizers",
-            "state is kept by the parameter's name, and there is one for each",
-            "Give each parameter to one optimizer",
-        )
-    seen.add(id(parameter))
-    return names[id(parameter)]
 
 
 # ---- save
@@ -91,10 +88,8 @@ class OptimizerState:
 def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
     """The full state that `optimizers` hold of the parameters `named`. Collective where these are sharded.
 
-    copied: into host memory
-    Raises what check_state does, before anything is gathered.
+    The optimizers have passed check_state, on every process. copied: into host memory
     """
-    check_state(optimizers, named)
     state = OptimizerState()
     for optimizer, group, members in _groups(optimizers, named):
         lr = group.get("lr")
@@ -111,10 +106,9 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
             for part, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
                     state.numbers.setdefault(name, {})[part] = value
-                elif copied:
-                    state.tensors[f"{part}.{name}"] = host_copy(value)
                 else:
-                    state.tensors[f"{part}.{name}"] = full_tensor(value).detach().contiguous()
+                    whole = host_copy(value) if copied else full_tensor(value).detach().contiguous()
+                    state.tensors[f"{part}.{name}"] = whole
     return state
 
 
@@ -250,7 +244,7 @@ class StoredState:
                     optimizer.state.pop(parameter, None)
                     if state:
                         optimizer.state[parameter] = state
-                if isinstance(group.get("lr"), Tensor) and lr is not None:
+                if lr is not None and isinstance(group.get("lr"), Tensor):
                     group["lr"].fill_(lr)
                 elif lr is not None:
                     group["lr"] = lr

@@ -22,14 +22,13 @@ from typing import Any, Self, TypeVar
 
 from transformers import PretrainedConfig
 
-from penstock.checkpoint.background import BackgroundWrite
+from penstock.checkpoint.background import BackgroundWrite, Then, follow
 from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
 from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
-from penstock.errors import CheckpointError, PenstockError, RunError
+from penstock.errors import CheckpointError, RunError
 from penstock.models.weights.folder import check_folder_together, together
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.transport.distributed import in_background
-from penstock.runtime.transport.groups import Processes
 
 # keys of a model's config that may differ between a checkpoint and the model that loads it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -38,7 +37,6 @@ _NOTICE = 2.0  # seconds that an abandoned write may take to notice it
 _GRACE = 30.0  # seconds for a write to end after an error elsewhere
 
 T = TypeVar("T")
-Then = Callable[[], None]
 
 
 def save_checkpoint(
@@ -166,9 +164,7 @@ class CheckpointWriter:
         next call starts afresh.
 
         Args:
-            path: as for save_checkpoint
-            optimizer: as for save_checkpoint
-            state: as for save_checkpoint
+            path, optimizer, state: as for save_checkpoint
             extra: function of the folder being written, to add files; process 0 calls it
             then: process 0 calls it when the checkpoint has its name. If it fails the checkpoint stays, and
                 the RunError says so. Both are called in the writer's thread.
@@ -188,18 +184,13 @@ class CheckpointWriter:
 
             def write() -> None:
                 publish(target, pipe.processes)
-                _follow(target, pipe.processes, then)
+                follow(target, then, pipe.processes)
 
             pipe._first_alone(f"write checkpoint {target}", write)
             return
         self._target = target
         if pipe._writes:
-            self._write = BackgroundWrite(
-                target,
-                lambda processes: publish(target, processes),
-                lambda processes: _follow(target, processes, then),
-                self._processes,
-            )
+            self._write = BackgroundWrite(target, publish, then, self._processes)
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.
@@ -262,26 +253,6 @@ class CheckpointWriter:
         self.drop()
         if write is not None and write.failure is not None:
             error.add_note(f"checkpoint {write.path}: {write.failure}")
-
-
-def _follow(path: Path, processes: Processes, then: Then | None) -> None:
-    """Call `then` on process 0. Collective."""
-    if then is None:
-        return
-
-    def follow() -> None:
-        try:
-            if processes.index == 0:
-                then()
-        except PenstockError:
-            raise
-        except Exception as error:
-            rule = f"it was written, and what was to follow it failed: {type(error).__name__}: {error}"
-            raise RunError(
-                f"checkpoint {path}", rule, "Fix that; the checkpoint itself is complete"
-            ) from error
-
-    together(processes, f"do what follows checkpoint {path}, which was written", follow)
 
 
 def _agreed(pipe: Pipeline, action: str, work: Callable[[], T]) -> T:

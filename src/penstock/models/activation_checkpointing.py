@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,22 +60,23 @@ class Checkpointing:
         for name in ("in_flight", "save"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        if type(value := self.save) is not tuple:
-            rule = "it lists names of ops or of groups"
-            raise refusal("save", value, rule, f"Write save=({value!r},)")
         counts = self.in_flight if isinstance(self.in_flight, tuple) else (self.in_flight or 0,)
-        if self.every < 1:
-            rule = "every k-th layer is checkpointed, and k is 1 or more"
-            raise refusal("every", self.every, rule, "Take 1")
-        if min(counts, default=0) < 0:
-            rule = "a number of microbatches is 0 or more"
-            raise refusal("in_flight", self.in_flight, rule, "Take 0 for a rank that checkpoints none")
-        if self.memory_limit is not None and self.in_flight is not None:
-            rule = "memory_limit chooses how many microbatches in flight are checkpointed"
-            raise refusal("in_flight", self.in_flight, rule, "Give in_flight or memory_limit, not both")
-        if self.memory_limit is not None and self.shape is None:
-            rule = "what a microbatch holds depends on its rows and sequence"
-            raise refusal("memory_limit", self.memory_limit, rule, "Give shape=(rows, sequence) as well")
+        limited = self.memory_limit is not None
+        for field, wrong, rule, remedy in (
+            ("save", type(self.save) is not tuple,
+             "it lists names of ops or of groups", f"Write save=({self.save!r},)"),
+            ("every", self.every < 1, "every k-th layer is checkpointed, and k is 1 or more", "Take 1"),
+            ("in_flight", min(counts, default=0) < 0,
+             "a number of microbatches is 0 or more", "Take 0 for a rank that checkpoints none"),
+            ("in_flight", limited and self.in_flight is not None,
+             "memory_limit chooses how many microbatches in flight are checkpointed",
+             "Give in_flight or memory_limit, not both"),
+            ("memory_limit", limited and self.shape is None,
+             "what a microbatch holds depends on its rows and sequence",
+             "Give shape=(rows, sequence) as well"),
+        ):  # fmt: skip
+            if wrong:
+                raise refusal(field, getattr(self, field), rule, remedy)
         SavePolicy(self.save)  # raises for unknown ops
 
 
@@ -155,11 +156,9 @@ def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) 
         values = (*args, *kwargs.values())
         if not save:
             return checkpoint(run, *values, use_reentrant=False)
-        contexts = (
-            functools.partial(_contexts_for_compiler, save)  # dynamo takes a function and constants only
-            if torch.compiler.is_dynamo_compiling()
-            else functools.partial(_contexts, policy)
-        )
+        contexts = functools.partial(_contexts, policy)
+        if torch.compiler.is_dynamo_compiling():  # it takes a function and constants only
+            contexts = functools.partial(_contexts_for_compiler, save)
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
@@ -195,13 +194,13 @@ class SavePolicy:
     """Which ops' outputs are saved. names: of groups and ops. Raises ConfigError."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        known = _known_ops()
+        # as users write them: aten.mm
+        known = {op.split(".")[0].replace("::", ".", 1) for op in torch._C._dispatch_get_all_op_names()}
         named = {name for name in names if name not in GROUPS}
         for name in named:
             _check_op(name, known)
         grouped = {op for name in names for op in GROUPS.get(name, ()) if op in known}
-        # with the place of the argument for the probability of dropout, where the op has one
-        self._ops = {op: _place(op, "dropout_p") for name in grouped | named for op in _overloads(name)}
+        self._ops = {op: _dropout_place(op) for name in grouped | named for op in _overloads(name)}
         self._only_small = {op for name in grouped.intersection(_BATCHED) - named for op in _overloads(name)}
 
     def covers(self, op: object) -> bool:
@@ -312,12 +311,6 @@ def _detached(value: Any) -> Any:
     return _detach_helper(value)  # type: ignore[no-untyped-call]
 
 
-def _known_ops() -> frozenset[str]:
-    """As users write them: aten.mm"""
-    names = torch._C._dispatch_get_all_op_names()
-    return frozenset(name.split(".")[0].replace("::", ".", 1) for name in names)
-
-
 def _overloads(name: str) -> list[OpOverload]:
     """The overloads of an op whose results are new tensors, and so can be saved."""
     namespace, _, op = name.partition(".")
@@ -326,7 +319,7 @@ def _overloads(name: str) -> list[OpOverload]:
     return [overload for overload in found if not (overload._schema.is_mutable or overload.is_view)]
 
 
-def _check_op(name: str, known: frozenset[str]) -> None:
+def _check_op(name: str, known: Collection[str]) -> None:
     """Refuse an op that cannot be saved, or whose name would have no effect."""
     if name not in known:
         near = difflib.get_close_matches(name, [*GROUPS, *sorted(known)], n=3)
@@ -338,9 +331,7 @@ def _check_op(name: str, known: frozenset[str]) -> None:
     remedy = "Leave it out"
     if not overloads:
         rule = "an op that works in place or returns a view has no output of its own to keep"
-    elif any(
-        torch.Tag.nondeterministic_seeded in op.tags and _place(op, "dropout_p") is None for op in overloads
-    ):
+    elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_place(op) is None for op in overloads):
         rule = "what draws random numbers has to draw them again, or those after it would be others"
     elif any(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for op in overloads):
         rule = "torch takes this op apart into others before any can be kept"
@@ -350,6 +341,7 @@ def _check_op(name: str, known: frozenset[str]) -> None:
     raise refusal("save", name, rule, remedy)
 
 
-def _place(op: OpOverload, argument: str) -> int | None:
+def _dropout_place(op: OpOverload) -> int | None:
+    """The place of the argument for the probability of dropout; None where the op has none."""
     names = [each.name for each in op._schema.arguments]
-    return names.index(argument) if argument in names else None
+    return names.index("dropout_p") if "dropout_p" in names else None

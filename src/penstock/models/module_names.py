@@ -7,14 +7,15 @@ stages = names.per_stage([range(1), range(1, 2)])     # [("embed", "layers.0"), 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from penstock.errors import ModelError, PartitionError
-from penstock.models.tracing.chain import Chain
+from penstock.models.partition import ranges
+from penstock.models.tracing.chain import Chain, prefixes
 
 Names = Sequence[Sequence[str]]  # for each stage, the modules that it holds
 
@@ -79,8 +80,7 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
         if where[later] < where[earlier]:
             rule = f"{earlier} runs before it and is on stage {where[earlier]}"
             raise _misplaced(later, where[later], rule, where[earlier])
-    counts = [sum(where[layer] == stage for layer in layers) for stage in range(stages)]
-    return [range(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+    return ranges([sum(where[layer] == stage for layer in layers) for stage in range(stages)])
 
 
 def check_names(model: nn.Module, named: Names) -> None:
@@ -161,11 +161,6 @@ def _without(option: str, missing: Sequence[str], rule: str) -> PartitionError:
 def is_inside(name: str, other: str) -> bool:
     """Whether the module `name` is within the module `other`."""
     return name.startswith(f"{other}.")
-
-
-def prefixes(name: str) -> Iterator[str]:
-    """a, a.b, a.b.c of a.b.c"""
-    return accumulate(name.split("."), lambda prefix, last: f"{prefix}.{last}")
 
 
 # ---- Models that are not from transformers: their modules in the order of assignment

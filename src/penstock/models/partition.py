@@ -39,15 +39,8 @@ def partition(
 ) -> list[range]:
     """Split `layers` layers over `stages` stages by one description at most; evenly without any.
 
-    Args:
-        layout: a layout string, see penstock.schedule.layout.
-        layers_per_stage: one number for each stage, or the largest number for any stage. In the latter case
-            the layers form ceil(layers / number) stages of even size; embedding and head do not count.
-        first_stage_layers, last_stage_layers: the size of these stages; the others share the rest evenly.
-            0 leaves the embedding or the head alone on its stage.
-        balance: the cost of each layer in any unit, or LayerCosts, where embedding and head cost something
-            too. The split is the one of `balanced_split`.
-        embedding_weight, head_weight: how many layers embedding and head count for in an even split.
+    The descriptions are AutoPipeline's options. A single number of `layers_per_stage` makes
+    ceil(layers / number) stages of even size, in which embedding and head do not count.
 
     Raises:
         PartitionError: the description does not fit the model or the schedule.
@@ -80,8 +73,7 @@ def check_one_description(**descriptions: object) -> None:
     first_stage_layers and last_stage_layers together are one.
     """
     found = [name for name, value in descriptions.items() if value is not None]
-    ends = [name for name in found if name in ("first_stage_layers", "last_stage_layers")]
-    if len(found) > 1 and found != ends:
+    if len(found) > 1 and found != ["first_stage_layers", "last_stage_layers"]:
         raise PartitionError(
             " and ".join(found), "each says by itself which layers go to which stage", "Give one of them"
         )
@@ -113,24 +105,7 @@ def even_split(layers: int, stages: int, embedding_weight: int = 1, head_weight:
     while min(counts) < 1:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(min(counts))] += 1
-    return _ranges(counts)
-
-
-def stages_of_size(layers: int, layers_per_stage: int, ranks: int) -> int:
-    """Count the stages of at most `layers_per_stage` layers; every rank hosts equally many of them.
-
-    Raises PartitionError, with the sizes that fit, where the ranks cannot host equally many.
-    """
-    _check_size(layers_per_stage)
-    stages = -(-layers // layers_per_stage)
-    if stages % ranks:
-        fitting = [size for size in range(1, layers + 1) if -(-layers // size) % ranks == 0]
-        raise PartitionError(
-            f"layers_per_stage={layers_per_stage}",
-            f"{layers} layers make {stages} stages of it, and {ranks} ranks cannot host equally many",
-            f"Give {_options(fitting)}" if fitting else f"Use {layers} ranks or fewer",
-        )
-    return stages
+    return ranges(counts)
 
 
 def to_layout(split: Sequence[range]) -> str:
@@ -160,18 +135,21 @@ def _checked(
     if sum(counts) != layers:
         rule = f"it has {_count(sum(counts), 'layer')}, and the model has {layers}"
         raise PartitionError(value, rule, remedies[1])
-    return _ranges(counts)
+    return ranges(counts)
 
 
 def _from_size(size: int, layers: int, stages: int) -> list[range]:
     """At most `size` layers a stage."""
-    _check_size(size)
+    value = f"layers_per_stage={size}"
+    if size < 1:
+        raise ConfigError(value, "a stage of that many layers never ends", "Give 1 or more")
     made = -(-layers // size)
     if made != stages:
         fitting = [k for k in range(1, layers + 1) if -(-layers // k) == stages]
-        remedy = f"Give {_options(fitting)}" if fitting else "Give a number for each stage"
+        options = " or ".join(map(str, fitting[:5])) + (" ..." if len(fitting) > 5 else "")
+        remedy = f"Give {options}" if fitting else "Give a number for each stage"
         raise PartitionError(
-            f"layers_per_stage={size}",
+            value,
             f"{layers} layers make {_count(made, 'stage')} of it, and the schedule has {stages}",
             f"{remedy}, or change ranks or stages per rank",
         )
@@ -201,26 +179,16 @@ def _with_ends(
     first, last = ([] if count is None else [count] for count in ends)
     embedding, head = (weight if count is None else 0 for weight, count in zip(weights, ends, strict=True))
     middle = [len(each) for each in even_split(left, between, embedding, head)] if between else []
-    return _ranges([*first, *middle, *last])
+    return ranges([*first, *middle, *last])
 
 
-def _check_size(size: int) -> None:
-    if size < 1:
-        raise ConfigError(
-            f"layers_per_stage={size}", "a stage of that many layers never ends", "Give 1 or more"
-        )
-
-
-def _ranges(counts: Sequence[int]) -> list[range]:
+def ranges(counts: Sequence[int]) -> list[range]:
+    """The layers of each stage, from how many it has."""
     return [range(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _options(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers[:5])) + (" ..." if len(numbers) > 5 else "")
 
 
 # ---- The balanced split

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import Parameter
 from typing import Any, Protocol
 
@@ -55,9 +56,7 @@ def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: i
         before: number of layers that the modules before the first layer (an embedding) count for
         after: number of layers that the modules after the last layer (a head) count for
 
-    Returns: the stage's layers, by their numbers in the whole model.
-
-    Raises PartitionError.
+    Returns the stage's layers, by their numbers in the whole model. Raises PartitionError.
     """
     return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]
 
@@ -143,17 +142,17 @@ class ProvidedCall:
         try:
             self._signature.bind(*args, **kwargs, **dict.fromkeys(entries))
         except TypeError as cause:
-            given, takes = ", ".join(sorted(map(str, kwargs))), ", ".join(self._signature.parameters)
-            filled = {*self._by_position[: len(args)], *kwargs, *entries}
-            parameters = self._signature.parameters.values()
-            free = [p for p in parameters if p.name not in filled and p.name in self._by_name]
-            missing = sorted(p.name for p in free if p.default is p.empty)
+            parameters, count = self._signature.parameters.values(), len(self._by_position)
             kinds = {p.kind for p in parameters}
-            too_many = len(args) > len(self._by_position) and Parameter.VAR_POSITIONAL not in kinds
+            filled = {*self._by_position[: len(args)], *kwargs, *entries}
+            required = {p.name for p in parameters if p.default is p.empty}
+            missing = sorted(required.intersection(self._by_name) - filled)
+            too_many = len(args) > count and Parameter.VAR_POSITIONAL not in kinds
             takes_any = Parameter.VAR_KEYWORD in kinds
             unknown = [n for n in kwargs if n not in self._by_name and not (takes_any and isinstance(n, str))]
             if unknown:
-                rule = f"the stage before gives {given}, and it has no {', '.join(sorted(map(str, unknown)))}"
+                given, odd = (", ".join(sorted(map(str, names))) for names in (kwargs, unknown))
+                rule = f"the stage before gives {given}, and it has no {odd}"
                 remedy = "Name its parameters as the entries are named that the stage before returns"
             elif missing and not too_many:
                 batch = ", ".join(sorted(microbatch))
@@ -163,10 +162,9 @@ class ProvidedCall:
                     "that name"
                 )
             else:
-                count = len(self._by_position)
                 rule = f"the stage before gives {len(args)} values, and it takes {count} by position"
                 remedy = "Give it a parameter for each, or return a dict, whose entries are given by name"
-            name = f"{type(self._module).__name__}.forward({takes})"
+            name = f"{type(self._module).__name__}.forward({', '.join(self._signature.parameters)})"
             raise ModelError(name, rule, remedy) from cause
 
 
@@ -200,25 +198,20 @@ def _declares(module: nn.Module, info: StageInfo) -> bool:
     return takes and (info.is_last or hasattr(module, "infer_outputs")) and info.stages > 1
 
 
-class InferredEdges:
+class InferredEdges(CachedEdges):
     """The specs of each edge, from one run of all stages on the meta device for each shape."""
 
     def __init__(self, provider: Provider, stages: int) -> None:
+        super().__init__(self._run_undisturbed)
         self._provider, self._stages = provider, stages
-        self._calls: list[ProvidedCall] = []
-        self._known = CachedEdges(self._infer)
 
-    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        return self._known(stage, microbatch)
-
-    def _infer(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
+    def _run_undisturbed(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
         # a provider may draw random numbers or seed torch: this run must not change those of the step
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
             return self._run_all(microbatch)
 
     def _run_all(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        self._calls = self._calls or [ProvidedCall(module) for module in self._build()]
         *calls, last = self._calls
         shadow = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), dict(microbatch))
         received: tuple[Any, ...] = ()
@@ -232,7 +225,8 @@ class InferredEdges:
             last.check(received[0], shadow)
         return tuple(edges)
 
-    def _build(self) -> list[nn.Module]:
+    @cached_property
+    def _calls(self) -> list[ProvidedCall]:
         """All stages, without values. Modules that the provider keeps itself stay as they are."""
         try:
             with torch.device("meta"):
@@ -244,7 +238,7 @@ class InferredEdges:
                 "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
                 "(penstock.models.stage.DeclaresShapes)",
             ) from cause
-        return [_without_values(module) for module in built]
+        return [ProvidedCall(_without_values(module)) for module in built]
 
 
 def _without_values(module: nn.Module) -> nn.Module:
@@ -274,10 +268,7 @@ def _run_without_values(
         ) from cause
 
 
-_REMEMBERED = 4096  # shapes
-
-
-class DeclaredEdges:
+class DeclaredEdges(CachedEdges):
     """The specs of each edge, as the modules of this process declare them.
 
     `infer_inputs` of a module gives the edge into it, `infer_outputs` the edge out of it.
@@ -286,12 +277,9 @@ class DeclaredEdges:
 
     def __init__(self, modules: Mapping[int, nn.Module], stages: int) -> None:
         """modules: those of this process, by stage within the copy of the model"""
+        super().__init__(self._declare)
         self._modules, self._stages = modules, stages
-        self._known = CachedEdges(self._declare)
         self._agreed: set[object] = set()
-
-    def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        return self._known(stage, microbatch)
 
     def unseen(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """One microbatch of each shape that the ranks have not agreed upon."""
@@ -308,7 +296,7 @@ class DeclaredEdges:
         for of_processes in zip(*processes.gather(mine), strict=True):
             for edge in edges:
                 _compare(edge, [ends[edge] for ends in of_processes])
-        if len(self._agreed) > _REMEMBERED:
+        if len(self._agreed) > self.MOST:
             self._agreed.clear()  # on all ranks at once, as they see the same
         self._agreed.update(map(microbatch_key, microbatches))
 
@@ -328,15 +316,14 @@ class DeclaredEdges:
         return gives, takes, None
 
     def _declare(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
-        edges = []
-        for edge in range(self._stages - 1):
+        def specs(edge: int) -> EdgeSpecs:
             if edge in self._modules:
-                edges.append(_declared(self._modules[edge], "infer_outputs", microbatch))
-            elif edge + 1 in self._modules:
-                edges.append(_declared(self._modules[edge + 1], "infer_inputs", microbatch))
-            else:
-                edges.append(EdgeSpecs(()))  # between other ranks
-        return tuple(edges)
+                return _declared(self._modules[edge], "infer_outputs", microbatch)
+            if edge + 1 in self._modules:
+                return _declared(self._modules[edge + 1], "infer_inputs", microbatch)
+            return EdgeSpecs(())  # between other ranks
+
+        return tuple(specs(edge) for edge in range(self._stages - 1))
 
 
 def _declared(module: nn.Module, method: str, microbatch: Microbatch) -> EdgeSpecs:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +20,7 @@ from penstock.models.weights.folder import (
     check_folder,
     check_folder_together,
     remove_folder,
+    unfinished,
     write_folder,
 )
 from penstock.runtime.transport.groups import OneProcess, Processes
@@ -145,6 +150,34 @@ def test_a_crash_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+KILLED = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from penstock.models.weights.folder import write_folder
+
+def write(folder):
+    (folder / "new").touch()
+    os.kill(os.getpid(), 9)
+
+write_folder(Path(sys.argv[1]), write, SimpleNamespace(index=0, count=1, gather=lambda value: [value]))
+"""
+
+
+def test_a_kill_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+    write_folder(target, write_two, OneProcess())
+    child = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target)],
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert child.returncode == -9
+    check_folder(target)
+    (hidden,) = unfinished(tmp_path, "checkpoint")
+    assert [entry.name for entry in hidden.iterdir()] == ["new"]
+
+
 @pytest.mark.parametrize("moment", range(4))
 def test_a_replacement_that_is_interrupted_leaves_the_old_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
@@ -173,6 +206,8 @@ def test_a_replacement_that_is_interrupted_leaves_the_old_or_the_new_one(
 def damage(folder: Path, how: str) -> None:
     weights, manifest = folder / "weights.bin", folder / MANIFEST
     match how:
+        case "no folder":
+            shutil.rmtree(folder)
         case "missing":
             weights.unlink()
         case "truncated":
@@ -190,6 +225,7 @@ def damage(folder: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "rule"),
     [
+        ("no folder", "there is no such folder"),
         ("missing", r"weights\.bin: .*missing"),
         ("truncated", "99 bytes and was written with 100"),
         ("altered", "contents differ"),
@@ -208,20 +244,16 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
     assert caught.value.remedy
 
 
-def test_no_folder_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
-        check_folder(tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize("how", ["missing", "altered", "no manifest"])
-def test_processes_check_a_folder_together_and_all_are_told(tmp_path: Path, how: str) -> None:
+def test_processes_check_a_folder_together_and_all_raise_an_error(tmp_path: Path, how: str) -> None:
     write_folder(tmp_path / "checkpoint", write_two, OneProcess())
-    assert (
-        on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
-        == [None] * 3
-    )
+
+    def check() -> list[BaseException | None]:
+        return on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
+
+    assert check() == [None] * 3
     damage(tmp_path / "checkpoint", how)
-    raised = on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
+    raised = check()
     assert all(isinstance(error, CheckpointError | RunError) for error in raised)
     assert any(isinstance(error, CheckpointError) for error in raised)
 

@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import multiprocessing
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
+from penstock import AutoPipeline
+from penstock.models.weights import files as weights
+from penstock.pipeline.auto_pipeline import fill
+from support.pool import start
+
 MIB = 2**20
 # Python's own: names, headers, and what conversions leave behind
 CONSTANT = 12 * MIB
 
-SCRIPT = """
-import json, sys, threading
-from pathlib import Path
-import torch
-from penstock import AutoPipeline
-from penstock.models.weights import files as weights
-from penstock.pipeline.auto_pipeline import fill
 
-torch.set_num_threads(1)
-folder, rank, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
-
-def held(what):
+def held(what: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what + ":"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
-auto = AutoPipeline(ranks=2, microbatches=2, dtype=dtype)
-outline = auto.build_plan(folder)
-part = outline.model_of(rank)
-Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-before = held("VmRSS")
-fill(part, outline.source, weights.tied_names(outline.source.model), auto.seed)
-after = sum(p.nbytes for p in {id(p): p for p in part.parameters()}.values())
-print(json.dumps([held("VmHWM") - before, after, max(p.nbytes for p in part.parameters())]))
-"""
+
+def load(result: Connection, folder: Path, dtype: torch.dtype) -> None:
+    """In a process of its own: the peak while a stage is filled, and the bytes of it and of its largest."""
+    torch.set_num_threads(1)
+    auto = AutoPipeline(ranks=2, microbatches=2, dtype=dtype)
+    plan = auto.build_plan(folder)
+    stage = plan.model_of(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = held("VmRSS")
+    fill(stage, plan.source, weights.tied_names(plan.source.model), auto.seed)
+    sizes = [parameter.nbytes for parameter in stage.parameters()]
+    result.send((held("VmHWM") - before, sum(sizes), max(sizes)))
 
 
 def config_of(kind: str) -> PreTrainedConfig:
@@ -69,10 +66,11 @@ def test_a_ranks_peak_is_its_stage_and_one_tensor(kind: str, dtype: torch.dtype,
 
     The one tensor is in the files' float32, and may be the experts of a layer, put together of many.
     """
-    command = [sys.executable, "-c", SCRIPT, str(folder), "0", str(dtype).removeprefix("torch.")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 0, run.stderr
-    peak, stage, largest = json.loads(run.stdout)
+    ours, theirs = multiprocessing.Pipe()
+    process = start(load, theirs, folder, dtype)
+    assert ours.poll(60), "it failed"
+    peak, stage, largest = ours.recv()
+    process.join()
     slack = largest * torch.float32.itemsize // dtype.itemsize
     assert stage > 20 * MIB
     assert stage <= peak + CONSTANT, "the weights are not in memory: nothing was measured"

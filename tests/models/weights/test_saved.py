@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models.test_every_model import REFUSED
+from models.weights.test_files import stored
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
 from penstock.models.source import other_files
@@ -56,19 +57,7 @@ def whole(folder: Path, **options: Any) -> PreTrainedModel:
 def logits(model: PreTrainedModel, model_type: str) -> Tensor:
     ids = zoo.tiny_batch(model_type)["input_ids"]
     with torch.no_grad():
-        given: Tensor = model(input_ids=ids, use_cache=False).logits
-    return given
-
-
-def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Under which names, in which dtypes and shapes a folder holds its weights. Each is in one file only."""
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for file in weights.weight_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118
-                assert name not in found, f"{name} is in two files"
-                held = opened.get_slice(name)
-                found[name] = held.get_dtype(), tuple(held.get_shape())
+        found: Tensor = model(input_ids=ids, use_cache=False).logits
     return found
 
 
@@ -105,14 +94,11 @@ def check(model_type: str, folder: Path, dtype: torch.dtype = torch.float32) -> 
     assert torch.equal(logits(whole(ours), model_type), logits(expected, model_type))
 
 
-@pytest.mark.parametrize("model_type", TYPICAL)
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=[] if name in TYPICAL else [pytest.mark.sweep]) for name in TAKEN],
+)
 def test_files_of_a_type(model_type: str, tmp_path: Path) -> None:
-    check(model_type, tmp_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model_type", TAKEN)
-def test_files_of_every_type(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
 

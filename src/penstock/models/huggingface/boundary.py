@@ -80,7 +80,6 @@ class Boundary:
     def before_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments of one of the stage's layers, in place of those that the model calls it with."""
         if self._entry == -1 and index == 0:
-            hidden_of(args, kwargs)  # raises where there are none
             args, kwargs = with_hidden(args, kwargs, self._enter(args, kwargs))
         taken = self._chain.early_inputs[index]
         if taken and not self._info.is_first:

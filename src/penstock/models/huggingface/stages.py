@@ -30,6 +30,7 @@ from penstock.models.huggingface.boundary import (
     StageDone,
     make_boundary_layer,
 )
+from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, hollow
@@ -88,13 +89,9 @@ def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequenc
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if inner in called:
                 memo[id(module)] = PlaceholderBefore(module)
-            elif not any(_is_inside(inner, other) or _is_inside(other, inner) for other in called):
+            elif not any(is_inside(inner, other) or is_inside(other, inner) for other in called):
                 memo[id(module)] = PlaceholderAfter(module, inner)
     return memo
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name.startswith(f"{other}.")
 
 
 class HFCall:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -146,7 +147,7 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Findings) -> Ch
         output_form=form,
         before=before,
         after=after,
-        called_before=tuple(sorted(name for name in seen.before if seen.before.isdisjoint(_parents(name)))),
+        called_before=tuple(sorted(n for n in seen.before if seen.before.isdisjoint({*prefixes(n)} - {n}))),
         direct_parameters={
             name: name not in seen.used_after
             for prefix, module in path_to(model, layers)
@@ -184,11 +185,9 @@ def _sides(model: nn.Module, layers: str, seen: Findings) -> tuple[tuple[str, ..
     return tuple(before), tuple(after), tuple(buffers_after)
 
 
-def _parents(name: str) -> Iterator[str]:
-    """The names of the modules that `name` is in."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+def prefixes(name: str) -> Iterator[str]:
+    """a, a.b, a.b.c of a.b.c"""
+    return accumulate(name.split("."), lambda prefix, last: f"{prefix}.{last}")
 
 
 def _numbered(taken: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, int], ...]:

@@ -26,6 +26,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[Any, Any]:
     """The arguments with other hidden states."""
+    hidden_of(args, kwargs)  # raises where there are none
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 

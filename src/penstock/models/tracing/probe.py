@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ModelError
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
-from penstock.models.tracing.provenance import Provenance, layers_in, names_in
+from penstock.models.tracing.provenance import Provenance
 
 # what a layer may return: h; (h,); (h, something for the next layer); (h, None)
 FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")
@@ -130,17 +130,6 @@ class Findings:
     rows_and_sequence_kept: bool = True
     width: int = 0
 
-    def marked(self, tensor: Tensor, layer: int) -> Tensor:
-        """A copy that the model may write into, as the layer's output."""
-        new = tensor.clone()
-        self.provenance.mark(new, {layer})
-        return new
-
-    def origins(self, tensor: Tensor) -> tuple[set[int], set[str]]:
-        """The layers and the parameters that `tensor` was made of."""
-        marks = self.provenance.marks(tensor)
-        return layers_in(marks), names_in(marks)
-
 
 def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Findings:
     """Run a forward in which `count` placeholders return `form`.
@@ -173,7 +162,7 @@ class _Probe(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         seen, index = self._seen, self._index
         hidden = hidden_of(args, kwargs)
-        made_by, names = seen.origins(hidden)
+        made_by, names = seen.provenance.origins(hidden)
         in_order = seen.calls == list(range(index))  # else the order itself is the error to report
         if index and in_order and made_by != {index - 1}:
             raise NoChainError(f"layer {index} does not take what layer {index - 1} returned")
@@ -185,9 +174,9 @@ class _Probe(Placeholder):
         seen.width = hidden.shape[-1]
         seen.rows_and_sequence_kept &= hidden.shape == (*_SHAPE, seen.width)
         if self._form != "tuple with more":
-            return self.give(seen.marked(hidden, index))
-        seen.passed_on.append(seen.marked(hidden, index))
-        return self.give(seen.marked(hidden, index), (seen.passed_on[-1],))
+            return self.give(seen.provenance.marked(hidden, index))
+        seen.passed_on.append(seen.provenance.marked(hidden, index))
+        return self.give(seen.provenance.marked(hidden, index), (seen.passed_on[-1],))
 
     def _early_inputs(self, hidden: Tensor, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         seen = self._seen
@@ -197,7 +186,7 @@ class _Probe(Placeholder):
             elif seen.passed_on and value is seen.passed_on[-1]:
                 seen.layer_outputs_passed_on = True
             elif isinstance(value, Tensor) and value is not hidden and seen.provenance.marks(value):
-                made_by, names = seen.origins(value)
+                made_by, names = seen.provenance.origins(value)
                 if later := made_by - {-1}:
                     layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
                     raise NoChainError(f"{layer} and what it passes to the next")
@@ -207,7 +196,7 @@ class _Probe(Placeholder):
 
 def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
     """The parameters that logits are made of, beyond the last layer. Raises NoChainError."""
-    made_by, names = seen.origins(logits)
+    made_by, names = seen.provenance.origins(logits)
     if -1 in made_by:
         raise NoChainError("what comes before the layers reaches the head past them")
     if earlier := made_by - {count - 1}:
@@ -241,8 +230,8 @@ def _watch_siblings(model: nn.Module, layers: str, seen: Findings) -> None:
                 if isinstance(leaf, Tensor) and not leaf.is_floating_point():
                     raise NoChainError(f"{name} returns integers, which no stand-in can give")
                 if isinstance(leaf, Tensor):
-                    seen.used_before |= seen.origins(leaf)[1]
-            return tree_map_only(Tensor, lambda tensor: seen.marked(tensor, -1), output)
+                    seen.used_before |= seen.provenance.origins(leaf)[1]
+            return tree_map_only(Tensor, lambda tensor: seen.provenance.marked(tensor, -1), output)
 
         return hook
 
@@ -307,23 +296,18 @@ def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: s
         if index == 0:
             provenance.mark(hidden_of(args, kwargs), {-1})
         for value in (*args, *kwargs.values()):
-            if isinstance(value, list | dict) and layers_in(provenance.marks(value)) - {-1}:
+            if isinstance(value, list | dict) and provenance.origins(value)[0] - {-1}:
                 raise NoChainError(f"layer {index} takes values that others left in a {type(value).__name__}")
             shared = dict(value) if isinstance(value, MutableMapping) else value
-            arguments.update(layers_in(provenance.marks(shared)))
+            arguments.update(provenance.origins(shared)[0])
 
     def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        if unseen := layers_in(provenance.marks(result)) - arguments:
+        if unseen := provenance.origins(result)[0] - arguments:
             whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
             raise NoChainError(f"layer {index} uses something of {whose} that is not among its arguments")
         if not isinstance(module, _Identity):
             dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
-        return tree_map_only(Tensor, marked, result)
-
-    def marked(tensor: Tensor) -> Tensor:
-        new = tensor.clone()
-        provenance.mark(new, {index})
-        return new
+        return tree_map_only(Tensor, lambda tensor: provenance.marked(tensor, index), result)
 
     layer.register_forward_pre_hook(before, with_kwargs=True)
     layer.register_forward_hook(after, with_kwargs=True)

@@ -41,11 +41,22 @@ class Provenance(TorchDispatchMode):
         self._marks[storage._cdata] = frozenset(marks)
         self._kept.append(storage)
 
+    def marked(self, tensor: Tensor, mark: Mark) -> Tensor:
+        """A copy of `tensor` that a model may write into, with this mark alone."""
+        new = tensor.clone()
+        self.mark(new, {mark})
+        return new
+
     def marks(self, *values: Any) -> frozenset[Mark]:
         """The marks of all tensors in `values`."""
         tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
         found = (self._marks.get(tensor.untyped_storage()._cdata, frozenset()) for tensor in tensors)
         return frozenset[Mark]().union(*found)
+
+    def origins(self, *values: Any) -> tuple[set[int], set[str]]:
+        """The numbers and the names among the marks of all tensors in `values`."""
+        marks = self.marks(*values)
+        return {m for m in marks if isinstance(m, int)}, {m for m in marks if isinstance(m, str)}
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,11 +75,3 @@ class Provenance(TorchDispatchMode):
 
 def _is_written(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def layers_in(marks: Iterable[Mark]) -> set[int]:
-    return {mark for mark in marks if isinstance(mark, int)}
-
-
-def names_in(marks: Iterable[Mark]) -> set[str]:
-    return {mark for mark in marks if isinstance(mark, str)}

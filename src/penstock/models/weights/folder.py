@@ -67,30 +67,22 @@ def check_folder(path: str | Path) -> None:
     Other files may lie there.
     """
     path = Path(path)
-    check_folder_quickly(path)
-    _check_files(path, _read_manifest(path))
+    files = _read_manifest(path)
+    _check_files(path, files, hashed=False)  # all lengths first: that takes no time
+    _check_files(path, files)
 
 
 def check_folder_together(path: Path, processes: Processes) -> None:
     """`check_folder` where each process reads some of the files; the error is raised on all. Collective."""
 
     def check() -> None:
-        if processes.index == 0 or not (path / MANIFEST).is_file():  # one process reports a broken folder
-            check_folder_quickly(path)
         files = _read_manifest(path)
+        if processes.index == 0:
+            _check_files(path, files, hashed=False)
         mine = sorted(files)[processes.index :: processes.count]
         _check_files(path, {name: files[name] for name in mine})
 
     together(processes, f"check checkpoint {path}", check)
-
-
-def check_folder_quickly(path: Path) -> None:
-    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none."""
-    if not path.is_dir():
-        raise CheckpointError(
-            f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
-        )
-    _check_files(path, _read_manifest(path), hashed=False)
 
 
 def _check_files(path: Path, files: dict[str, dict[str, Any]], *, hashed: bool = True) -> None:
@@ -118,28 +110,25 @@ def remove_folder(path: Path) -> None:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether `path` passes `check_folder_quickly`."""
+    """Whether `path` holds every file of its manifest at its length. Reads none."""
     try:
-        check_folder_quickly(path)
+        _check_files(path, _read_manifest(path), hashed=False)
     except CheckpointError:
         return False
     return True
 
 
-def leftovers(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden folders of removals that were cut short, and of replacements whose new folder is complete.
+# of the hidden folders below, `name` is a pattern of the names that they had
 
-    name: a pattern of the names that they had
-    """
+
+def leftovers(folder: Path, name: str = "*") -> list[Path]:
+    """Hidden folders of removals that were cut short, and of replacements whose new folder is complete."""
     replaced = (path for path in folder.glob(f".{name}.{_REPLACED}-*") if looks_whole(target_of(path)))
     return sorted([*folder.glob(f".{name}.{_REMOVED}-*"), *replaced])
 
 
 def displaced(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden older folders of replacements that were killed before the new folder was complete.
-
-    name: a pattern of the names that they had
-    """
+    """Hidden older folders of replacements that were killed before the new folder was complete."""
     return sorted(p for p in folder.glob(f".{name}.{_REPLACED}-*") if not looks_whole(target_of(p)))
 
 
@@ -149,7 +138,7 @@ def target_of(hidden: Path) -> Path:
 
 
 def unfinished(folder: Path, name: str = "*") -> list[Path]:
-    """Hidden folders of writes that are under way or were cut short. name: a pattern of their names"""
+    """Hidden folders of writes that are under way or were cut short."""
     return sorted(folder.glob(f".{name}.{_WRITING}-*"))
 
 
@@ -158,15 +147,12 @@ def together(processes: Processes, action: str, work: Callable[[], Any]) -> list
 
     A process that fails raises what `work` raised; the others a RunError that names it and the `action`.
     """
-    result, failure = None, None
     try:
         result = work()
     except Exception as error:
-        failure = error
-    message = None if failure is None else f"{type(failure).__name__}: {failure}"
-    gathered = processes.gather((result, message))
-    if failure is not None:
-        raise failure
+        processes.gather((None, f"{type(error).__name__}: {error}"))
+        raise
+    gathered = processes.gather((result, None))
     for index, (_, message) in enumerate(gathered):
         if message is not None:
             raise RunError(f"process {index}", f"it could not {action}: {message}", "Fix that first")
@@ -246,6 +232,10 @@ def remove_hidden(path: Path) -> None:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     file = path / MANIFEST
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
+        )
     if not file.is_file():
         raise _broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
     try:

@@ -74,7 +74,7 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
     if not empty:
         return
     fresh = {place.full for places in empty.values() for place in places}
-    calls = [Call(*each) for each in _inside_out(stage, stage, "")]
+    calls = list(_inside_out(stage, stage, ""))
     passing = stage._parameters if isinstance(stage._parameters, WriteThrough) else None
     with torch.random.fork_rng(devices=[]), _marked_as_done(stage, fresh):
         with _without_placeholders(stage), guard_torch_init_functions():  # torch's own ignore the marks
@@ -94,14 +94,12 @@ def _run(call: Call, seed: int) -> None:
     call.owner._init_weights(call.module)
 
 
-def _inside_out(
-    owner: PreTrainedModel, module: nn.Module, name: str
-) -> Iterator[tuple[PreTrainedModel, str, nn.Module]]:
+def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterator[Call]:
     """Every module after those in it, with the innermost model around it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child, inner in module.named_children():
         yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
-    yield owner, name, module
+    yield Call(owner, name, module)
 
 
 def _all_empty(module: nn.Module) -> Places:
