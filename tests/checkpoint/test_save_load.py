@@ -18,36 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
-from transformers import AutoModelForCausalLM
 
-from penstock import AutoPipeline, Axes
+from penstock import AutoPipeline
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ModelError, RunError
 from penstock.models.weights.folder import check_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.pipeline.pipeline import Pipeline
-from support.families import ragged_batch, tiny_model
-from support.jobs_checkpoint import (
-    SAVED,
-    advance,
-    begin,
-    dropped,
-    failing_layout,
-    failing_writes,
-    failure_in_the_background,
-    go_on,
-    make,
-    unfit_on_one,
-    whole_run,
-)
-from support.jobs_checkpoint_mesh import (
-    failure_raised_once,
-    not_to_be_kept_on_one,
-    random_numbers,
-    torn_on_one,
-)
-from support.pool import Pool
+from support.families import tiny_model
+from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 
 Made = tuple[Pipeline, list[Optimizer]]
 
@@ -66,35 +46,11 @@ def writers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-checkpoint")]
 
 
-def assert_same_run(
-    family: str, path: Path, before: list[float], after: list[float], expected: tuple[list[float], Any]
-) -> None:
-    losses, model = expected
-    assert before == pytest.approx(losses[: SAVED + 1], rel=1e-5)
-    assert after == pytest.approx(losses[SAVED:], rel=1e-5)
-    opened = AutoModelForCausalLM.from_pretrained(path, experts_implementation="eager")
-    batch = ragged_batch()["input_ids"]
-    model.eval()
-    # AdamW's first steps are as large for a gradient that is all rounding as for any other
-    torch.testing.assert_close(opened(batch).logits, model(batch).logits, rtol=0, atol=2e-4)
-
-
 def test_a_run_goes_on_at_another_size_and_schedule_as_if_never_split(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     before = begin(4, "zb_v", "llama", str(path))
     after = go_on(2, "1f1b", "llama", str(path))
-    assert_same_run("llama", path, before, after, whole_run("llama"))
-
-
-def test_processes_go_on_where_others_were(pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "checkpoint"
-    before = pool.run(4, begin, 4, "zb_v", "mixtral", str(path))
-    after = pool.run(2, go_on, 2, "1f1b", "mixtral", str(path))
-    assert all(losses == before[0] for losses in before)
-    assert all(losses == after[0] for losses in after)
-    assert_same_run("mixtral", path, before[0], after[0], whole_run("mixtral"))
-    names = {file.name for file in path.iterdir()}
-    assert {f"random-{n:05d}-of-00004.safetensors" for n in range(1, 5)} <= names
+    assert_same_run("llama", path, before, after)
 
 
 @pytest.fixture
@@ -235,17 +191,6 @@ def test_a_failure_in_the_background_is_raised(tmp_path: Path, how: str, alone: 
     assert load_checkpoint(path, pipe, optimizers) == {"step": 3}
 
 
-def test_a_failure_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
-    raised = pool.run(3, failure_in_the_background, str(tmp_path / "checkpoint"))
-    assert [len(errors) for errors in raised] == [2, 2, 2]
-    for rank, errors in enumerate(raised):
-        for error in errors:
-            assert "OSError: disk full" in error
-            assert ("process 1" in error) == (rank != 1)
-    check_folder(tmp_path / "checkpoint")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-
-
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_elsewhere_lets_a_checkpoint_end_and_ctrl_c_does_not(
@@ -364,76 +309,6 @@ def test_what_does_not_fit_is_found_before_any_weight_is_read(tmp_path: Path, wh
     with pytest.raises(CheckpointError, match=found):
         load_checkpoint(folder, pipe, given)
     assert all(map(torch.equal, before, each(pipe)))
-
-
-def test_what_does_not_fit_on_one_process_changes_none(pool: Pool, tmp_path: Path) -> None:
-    (other, same), (own, own_same) = pool.run(2, unfit_on_one, str(tmp_path / "checkpoint"))
-    assert (same, own_same) == (True, True)
-    assert "process 1: it could not go on from checkpoint" in other
-    assert all("was trained by AdamW: here it is by SGD" in error for error in (other, own))
-
-
-def test_a_layout_that_fails_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
-    other, own = pool.run(2, failing_layout, str(tmp_path / "checkpoint"))
-    assert own == "ValueError: no names"
-    assert other.startswith("RunError: process 1")
-    assert "no names" in other
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("rank", "axes"), [(1, None), (0, Axes(dp_shard=2)), (1, Axes(dp_shard=2))], ids=str)
-def test_a_writer_that_gave_a_write_up_takes_no_more(
-    pool: Pool, tmp_path: Path, rank: int, axes: Axes | None
-) -> None:
-    """0.4.0 let the next write share the group that the one given up might still read from. 0.5.0 forgot on
-    a mesh that it was given up, but for the pipeline that wrote, and the others waited for that."""
-    for errors in pool.run(2, dropped, str(tmp_path), rank, axes):
-        assert len(errors) == 2
-        for error in errors:
-            assert "a CheckpointWriter that gave a write up: its group may still be in that write" in error
-    check_folder(tmp_path / "third")
-    assert not (tmp_path / "second").exists()
-
-
-def test_a_failed_write_is_over_on_all_pipelines_of_a_mesh(pool: Pool, tmp_path: Path) -> None:
-    """0.5.0 let all but the first wait for it once more, alone, for an hour."""
-    own, other = pool.run(2, failure_raised_once, str(tmp_path / "checkpoint"))
-    assert "it was written, and what was to follow it failed: OSError: no room" in own
-    assert other.startswith("RunError: another pipeline of the mesh: it could not write checkpoint")
-    assert "OSError: no room" in other
-    check_folder(tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("what", ["manifest", "state", "weights"])
-def test_what_one_pipeline_of_a_mesh_cannot_read_is_raised_on_all(
-    pool: Pool, tmp_path: Path, what: str
-) -> None:
-    """0.5.0 let the others load and step alone."""
-    (other, same), (own, own_same) = pool.run(2, torn_on_one, str(tmp_path), what)
-    assert own.startswith("FileNotFoundError" if what == "weights" else "CheckpointError")
-    assert other.startswith("RunError: another pipeline of the mesh: it could not ")
-    assert own.removeprefix("CheckpointError: ") in other
-    assert (same, own_same) == (what != "weights", True)
-
-
-@pytest.mark.parametrize(("what", "rank"), [("state", 0), ("part", 1)])
-def test_what_one_pipeline_of_a_mesh_cannot_keep_is_raised_on_all(
-    pool: Pool, tmp_path: Path, what: str, rank: int
-) -> None:
-    """0.5.0 left the others in a collective; each optimizer's part of it was gathered before the next one was
-    looked at."""
-    errors = pool.run(2, not_to_be_kept_on_one, str(tmp_path / "checkpoint"), rank, what)
-    found = "state['x'] is a Tensor" if what == "state" else "holds 'odd' of model."
-    assert all(found in error for error in errors)
-    assert [error.startswith("CheckpointError") for error in errors] == [index == rank for index in range(2)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_each_process_of_a_mesh_gets_its_own_random_numbers_back(pool: Pool, tmp_path: Path) -> None:
-    """0.5.0 gave all pipelines those of the first."""
-    found = pool.run(4, random_numbers, str(tmp_path / "checkpoint"))
-    assert all(drawn == again for drawn, again in found)
-    assert len({tuple(drawn) for drawn, _ in found}) == 4
 
 
 def test_alone_a_writer_goes_on_after_it_gave_a_write_up(tmp_path: Path, alone: Made) -> None:

@@ -1,0 +1,247 @@
+"""Checkpoints of several processes: what fails on one is raised on all, and the next call starts afresh.
+
+The functions above the tests run on each rank. `mesh` stands for two pipelines side by side, of which the
+first writes, and both read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim import SGD, Optimizer
+
+from penstock import Axes, Pipeline
+from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
+from penstock.errors import CheckpointError, RunError
+from penstock.models.weights.folder import check_folder
+from penstock.models.weights.saved import FileLayout
+from penstock.runtime.sharded_weights import local_shard
+from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
+from support.pool import Pool
+
+
+def error_of(work: Callable[[], object]) -> str:
+    """The error that `work` ends in."""
+    with pytest.raises((CheckpointError, RunError, OSError, ValueError)) as caught:
+        work()
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def mesh() -> tuple[Pipeline, list[Optimizer]]:
+    """Two pipelines, whose optimizers hold something."""
+    pipe, optimizers = make(dist.get_world_size() // 2, "1f1b", axes=Axes(dp_shard=2))
+    for parameter in pipe.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    return pipe, optimizers
+
+
+def test_processes_go_on_where_others_were(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    before = pool.run(4, begin, 4, "zb_v", "mixtral", str(path))
+    after = pool.run(2, go_on, 2, "1f1b", "mixtral", str(path))
+    assert all(losses == before[0] for losses in before)
+    assert all(losses == after[0] for losses in after)
+    assert_same_run("mixtral", path, before[0], after[0])
+    names = {file.name for file in path.iterdir()}
+    assert {f"random-{n:05d}-of-00004.safetensors" for n in range(1, 5)} <= names
+
+
+def failing_write(path: str) -> None:
+    """Rank 1's fails, which all ranks raise at the next checkpoint, and at the end."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    writer = CheckpointWriter(pipe)
+    waits: list[Callable[[], None]] = [lambda: writer.save(path, optimizers), writer.wait]
+    for wait in waits:
+        with failing_writes(1):
+            writer.save(path, optimizers)
+            advance(pipe, optimizers, 1, 1)
+            error = error_of(wait)
+        assert "OSError: disk full" in error
+        assert ("process 1" in error) == (dist.get_rank() != 1)
+    writer.save(path, optimizers)
+    writer.wait()
+    load_checkpoint(path, pipe, optimizers)
+    pipe.close()
+
+
+def test_a_failure_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(3, failing_write, str(tmp_path / "checkpoint"))
+    check_folder(tmp_path / "checkpoint")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def failing_follower(path: str) -> None:
+    """There is nothing to wait for once the failure has been raised, and the next write is fresh."""
+    pipe, optimizers = mesh()
+    writer = CheckpointWriter(pipe)
+
+    def then() -> None:
+        raise OSError("no room")
+
+    writer.save(path, optimizers, then=then)
+    error = error_of(writer.wait)
+    assert "OSError: no room" in error
+    if dist.get_rank() == 0:
+        assert "it was written, and what was to follow it failed" in error
+    else:
+        assert error.startswith("RunError: another pipeline of the mesh: it could not write checkpoint")
+    writer.wait()
+    writer.save(path, optimizers)
+    writer.wait()
+    pipe.close()
+
+
+def test_a_failed_write_is_over_on_all_pipelines_of_a_mesh(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0 let all but the first wait for it once more, alone, for an hour."""
+    pool.run(2, failing_follower, str(tmp_path / "checkpoint"))
+    check_folder(tmp_path / "checkpoint")
+
+
+def dropped(path: str, rank: int, axes: Axes | None) -> None:
+    """One rank gives a write up."""
+    pipe, optimizers = make(1 if axes else dist.get_world_size(), "1f1b", axes=axes)
+    writer = CheckpointWriter(pipe)
+    writer.save(f"{path}/first", optimizers)
+    if dist.get_rank() == rank:
+        writer.drop()
+    for _ in range(2):
+        with pytest.raises(RunError, match="that gave a write up: its group may still be in that write"):
+            writer.save(f"{path}/second", optimizers)
+    with CheckpointWriter(pipe) as another:
+        another.save(f"{path}/third", optimizers)
+    pipe.close()
+
+
+@pytest.mark.parametrize(("rank", "axes"), [(1, None), (0, Axes(dp_shard=2)), (1, Axes(dp_shard=2))], ids=str)
+def test_a_writer_that_gave_a_write_up_takes_no_more(
+    pool: Pool, tmp_path: Path, rank: int, axes: Axes | None
+) -> None:
+    """0.4.0 let the next write share the group that the one given up might still read from. 0.5.0 forgot on
+    a mesh that it was given up, but for the pipeline that wrote, and the others waited for that."""
+    pool.run(2, dropped, str(tmp_path), rank, axes)
+    check_folder(tmp_path / "third")
+    assert not (tmp_path / "second").exists()
+
+
+def unfit_on_one(path: str) -> None:
+    """Rank 1's optimizer is another one."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    save_checkpoint(path, pipe, optimizers)
+    advance(pipe, optimizers, 1, 1)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    rank = dist.get_rank()
+    other: Any = SGD(pipe.parameters(), lr=0.1) if rank == 1 else optimizers
+    error = error_of(lambda: load_checkpoint(path, pipe, other))
+    assert "was trained by AdamW: here it is by SGD" in error
+    assert ("process 1: it could not go on from checkpoint" in error) == (rank == 0)
+    assert all(map(torch.equal, before, (parameter.detach() for parameter in pipe.parameters())))
+    pipe.close()
+
+
+def test_what_does_not_fit_on_one_process_changes_none(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, unfit_on_one, str(tmp_path / "checkpoint"))
+
+
+def failing_layout(path: str) -> None:
+    """Rank 1 finds no names for its weights in files."""
+    pipe, optimizers = make(dist.get_world_size(), "1f1b")
+    rank, of = dist.get_rank(), FileLayout.of
+
+    def failing(*arguments: Any) -> FileLayout:
+        if rank == 1:
+            raise ValueError("no names")
+        return of(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileLayout, "of", failing)
+        error = error_of(lambda: save_checkpoint(path, pipe, optimizers))
+    assert error.startswith(("RunError: process 1", "ValueError")[rank])
+    assert "no names" in error
+    pipe.close()
+
+
+def test_a_layout_that_fails_on_one_process_is_raised_on_all(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, failing_layout, str(tmp_path / "checkpoint"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def torn_on_one(path: str, what: str) -> str:
+    """Each rank of a mesh reads a copy of its own, and rank 1's is torn. The error."""
+    pipe, optimizers = mesh()
+    save_checkpoint(f"{path}/0", pipe, optimizers, {"step": 1})
+    rank = dist.get_rank()
+    folder = Path(path) / str(rank)
+    if rank == 1:
+        shutil.copytree(f"{path}/0", folder)
+        (folder / "state.json").write_text("{" if what != "weights" else "{}")
+        if what != "manifest":
+            (folder / "manifest.json").write_text('{"files": {}}')
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for parameter in pipe.parameters():
+            parameter.zero_()
+        if what == "weights" and rank == 1:
+            patch.setattr(pipe, "load_weights", lambda _: (folder / "none").read_bytes())
+        error = error_of(lambda: load_checkpoint(folder, pipe, optimizers))
+    unchanged = not any(bool(local_shard(parameter).any()) for parameter in pipe.parameters())
+    assert unchanged == (rank == 1 or what != "weights")
+    pipe.close()
+    return error
+
+
+@pytest.mark.parametrize("what", ["manifest", "state", "weights"])
+def test_what_one_pipeline_of_a_mesh_cannot_read_is_raised_on_all(
+    pool: Pool, tmp_path: Path, what: str
+) -> None:
+    """0.5.0 let the others load and step alone."""
+    other, own = pool.run(2, torn_on_one, str(tmp_path), what)
+    assert own.startswith("FileNotFoundError" if what == "weights" else "CheckpointError")
+    assert other.startswith("RunError: another pipeline of the mesh: it could not ")
+    assert own.removeprefix("CheckpointError: ") in other
+
+
+def not_to_be_kept_on_one(path: str, rank: int, what: str) -> None:
+    pipe, optimizers = mesh()
+    mine = dist.get_rank() == rank
+    if mine and what == "odd":
+        optimizers[0].state[list(pipe.parameters())[1]]["odd"] = object()
+    state = {"x": torch.ones(1)} if mine and what == "state" else None
+    error = error_of(lambda: save_checkpoint(path, pipe, optimizers, state))
+    assert ("state['x'] is a Tensor" if what == "state" else "holds 'odd' of model.") in error
+    assert error.startswith("CheckpointError") == mine
+    pipe.close()
+
+
+@pytest.mark.parametrize(("what", "rank"), [("state", 0), ("odd", 1)])
+def test_what_one_pipeline_of_a_mesh_cannot_keep_is_raised_on_all(
+    pool: Pool, tmp_path: Path, what: str, rank: int
+) -> None:
+    """0.5.0 left the others in a collective; each optimizer's part of it was gathered before the next one was
+    looked at."""
+    pool.run(2, not_to_be_kept_on_one, str(tmp_path / "checkpoint"), rank, what)
+    assert list(tmp_path.iterdir()) == []
+
+
+def random_numbers(path: str) -> list[float]:
+    """What a rank, seeded by itself, draws after it saved, and again after it went on from there."""
+    pipe, optimizers = mesh()
+    torch.manual_seed(dist.get_rank())
+    save_checkpoint(path, pipe, optimizers)
+    drawn = torch.rand(3).tolist()
+    load_checkpoint(path, pipe, optimizers)
+    assert torch.rand(3).tolist() == drawn
+    pipe.close()
+    return drawn
+
+
+def test_each_process_of_a_mesh_gets_its_own_random_numbers_back(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0 gave all pipelines those of the first."""
+    found = pool.run(4, random_numbers, str(tmp_path / "checkpoint"))
+    assert len(set(map(tuple, found))) == 4
