@@ -48,7 +48,8 @@ def test_the_limit_is_on_activations_alone() -> None:
 
 
 # an embedding in front and a head behind: the last rank never waits once it has begun
-UNEQUAL = Costs(*[[1.3, 1.0, 1.0, 1.8]] * 3)
+WORK = [1.3, 1.0, 1.0, 1.8]
+UNEQUAL = Costs(WORK, WORK, WORK)
 
 
 @pytest.mark.parametrize(
