@@ -63,12 +63,8 @@ def steps(way: str) -> list[list[dict[str, Any]]]:
     pieces = cut(documents, LONGEST)
     packing = (best_fit if way == "packed" else one_each)(pieces.lengths, LONGEST)
     rows = DocumentRows(tokens, pieces, packing, MICROBATCHES)
-    made = []
-    for numbers in np.array_split(np.arange(len(rows)), -(-len(rows) // MICROBATCHES)):
-        content = rows.batch(numbers.tolist()).content
-        assert isinstance(content, list)
-        made.append(content)
-    return made
+    steps = np.array_split(np.arange(len(rows)), -(-len(rows) // MICROBATCHES))
+    return [rows.content(numbers.tolist()) for numbers in steps]
 
 
 def prepare(rank: Rank, way: str) -> int:

@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.train.config.sections import TrainConfig
 
@@ -34,16 +35,12 @@ def tree(folder: Path, model: dict[str, Any] | None = None) -> dict[str, Any]:
         "data": {"path": str(folder / "text"), "tokenizer": "bytes", "sequence_length": 16},
         "pipeline": {"ranks": 2, "microbatches": 2},
         "train": {
-            "steps": 4,
-            "batch_size": 4,
-            "evaluate_every": 2,
-            "log_every": 1,
-            "device": "cpu",
-            "check": "off",
-        },  # tests/train/check has it on
+            "steps": 4, "batch_size": 4, "evaluate_every": 2, "log_every": 1, "device": "cpu",
+            "check": "off",  # tests/train/check has it on
+        },
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 1},
         "output": {"folder": str(folder / "out")},
-    }
+    }  # fmt: skip
 
 
 def config(
@@ -71,6 +68,14 @@ def config_file(folder: Path, **sections: dict[str, Any]) -> Path:
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(made))
     return file
+
+
+def save_model(folder: Path, seed: int = 0, **keys: Any) -> Any:
+    """Save QWEN3 with these keys and random weights into `folder`; the model."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**QWEN3, **keys}))
+    model.save_pretrained(folder)
+    return model
 
 
 def write_documents(folder: Path, count: int = 80) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import RunError
@@ -228,10 +227,3 @@ def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
     del older["data"]["packing"], older["pipeline"]["shapes"]
     now = config(tmp_path, steps=6).model_dump(mode="json")
     assert changes(_with_defaults(older), now) == ["train.steps=6 (was 4)"]
-
-
-def test_a_keep_every_that_checkpoints_never_meet_is_refused(tmp_path: Path) -> None:
-    keys = {"output.keep": {"last": 1, "every": 100}}
-    with pytest.raises(ValidationError, match=r"every=100 is no multiple of train\.checkpoint_every=30"):
-        config(tmp_path, keys=keys, checkpoint_every=30)
-    assert config(tmp_path, keys=keys, checkpoint_every=50).output.keep.every == 100

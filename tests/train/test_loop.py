@@ -9,8 +9,7 @@ import pytest
 
 from penstock.errors import RunError
 from penstock.train.checkpoints import NEWEST, read_state
-from penstock.train.data.loading import Data
-from penstock.train.data.rows import Batch
+from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips
 from penstock.train.run import preflight, run
 from support.jobs_train import poison
@@ -27,23 +26,23 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
 def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
     with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
-        Skips("stop").skip(3, loss=loss, grad_norm=norm)
+        Skips("stop").judge(3, loss=loss, grad_norm=norm)
     skips = Skips("skip", count=2)
-    assert skips.skip(3, loss=loss, grad_norm=norm)
-    assert not skips.skip(4, loss=1.0, grad_norm=1.0)
+    assert skips.judge(3, loss=loss, grad_norm=norm)
+    assert not skips.judge(4, loss=1.0, grad_norm=1.0)
     assert (skips.count, skips.in_a_row) == (3, 0)
 
 
 def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
     skips = Skips("skip")
     for step in range(3 * IN_A_ROW):
-        skips.skip(step, loss=NAN if step % 2 else 1.0)
+        skips.judge(step, loss=NAN if step % 2 else 1.0)
     assert skips.count == 1.5 * IN_A_ROW
-    skips.skip(30, loss=1.0)
+    skips.judge(30, loss=1.0)
     for step in range(31, 30 + IN_A_ROW):
-        assert skips.skip(step, loss=NAN)
+        assert skips.judge(step, loss=NAN)
     with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan at the last: 10 steps in a row"):
-        skips.skip(40, loss=NAN)
+        skips.judge(40, loss=NAN)
 
 
 def test_a_skipped_step_is_as_if_its_batch_were_never_seen(

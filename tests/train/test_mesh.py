@@ -14,8 +14,7 @@ from penstock.errors import CheckpointError
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data
-from penstock.train.data.rows import Batch
+from penstock.train.data.loading import Batch, Data
 from penstock.train.run import preflight, run
 from support import jobs_train
 from support.pool import Pool

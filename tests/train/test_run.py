@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.errors import (
     CheckpointError,
@@ -33,6 +33,7 @@ from support.tiny import (
     checkpoint,
     config,
     metrics,
+    save_model,
     tensors,
     write_documents,
 )
@@ -57,13 +58,6 @@ def losses(folder: Path) -> list[float]:
 
 def held_out(folder: Path) -> list[float]:
     return [row["held_out_loss"] for row in metrics(folder) if "held_out_loss" in row]
-
-
-def save_model(folder: Path, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
-    model.save_pretrained(folder)
-    return model
 
 
 def resume_bit_for_bit(folder: Path, made: TrainConfig, resume: str) -> Prepared:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import AutoPipeline, Axes, Sharded
@@ -17,7 +18,7 @@ from penstock.models.activation_checkpointing import Checkpointing
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
-from penstock.train.settings import axes_of, make_auto, pipeline_number, ranks_of
+from penstock.train.settings import axes_of, make_auto, ranks_of
 from support import tiny
 
 
@@ -49,7 +50,7 @@ def test_an_axis_takes_all_that_are_left_under_torchrun(
     under_torchrun(monkeypatch, 8, rank=5)
     made = config(tmp_path, dp_shard=-1)
     assert axes_of(made) == Axes(dp_shard=4)
-    assert pipeline_number(axes_of(made)) == 1
+    assert make_auto(made).trace_folder == tmp_path / "out" / "stalled" / "pipeline-1"
     prepared = preflight(made)
     assert prepared.axes == Axes(dp_shard=4)
     assert prepared.data.parts == 4
@@ -148,6 +149,27 @@ def test_parallel_keys_reach_the_library(tmp_path: Path) -> None:
     plain = make_auto(config(tmp_path))
     assert (plain.axes, plain.sharded) == (None, Sharded())
     assert plain.trace_folder == tmp_path / "out" / "stalled"
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"layout": "Et|tL"}, {"layout": "Et|tL"}),
+        ({"layers_per_stage": 4}, {"layers_per_stage": 4}),
+        ({"layers_per_stage": [4, 3]}, {"layers_per_stage": (4, 3)}),
+        (
+            {"first_stage_layers": 0, "last_stage_layers": 3},
+            {"first_stage_layers": 0, "last_stage_layers": 3},
+        ),
+        ({"modules_per_stage": [["a", "b"], ["c"]]}, {"modules_per_stage": (("a", "b"), ("c",))}),
+    ],
+)
+def test_keys_of_the_layers_reach_the_library(
+    tmp_path: Path, keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    made = tiny.config(tmp_path, keys={f"pipeline.{name}": value for name, value in keys.items()})
+    assert {name: getattr(make_auto(made), name) for name in expected} == expected
+    assert TrainConfig.model_validate(yaml.safe_load(made.to_yaml())) == made
 
 
 def test_pipeline_keys_reach_the_library(tmp_path: Path) -> None:

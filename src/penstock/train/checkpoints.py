@@ -45,7 +45,7 @@ def checkpoint_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step-{step:08d}"
 
 
-def state_after(step: int, config: TrainConfig, skipped: int = 0) -> dict[str, Any]:
+def state_after(step: int, config: TrainConfig, skipped: int) -> dict[str, Any]:
     """The state that `read_state` reads back.
 
     The place in the data and all random numbers follow from the step, and the learning rate from the step

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -47,7 +47,7 @@ class Run:
     display: Display
     metrics: Metrics | None
     writer: CheckpointWriter
-    start: Start = field(default_factory=Start)
+    start: Start
 
 
 def train(run: Run) -> Outcome:
@@ -80,7 +80,8 @@ def _step(run: Run, step: int, skips: Skips) -> Fill:
     result = run.pipe.step(batch.content)
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
     judged = {"loss": result.loss, "grad_norm": norm}
-    if skips.skip(step, **judged):
+    reason = skips.judge(step, **judged)
+    if reason:
         run.pipe.zero_grad()
     else:
         for optimizer in run.optimizers:
@@ -98,7 +99,7 @@ def _step(run: Run, step: int, skips: Skips) -> Fill:
         "bubble": result.bubble,
         "seconds": seconds,
     }
-    if reason := not_finite(**judged):
+    if reason:
         row |= {"skipped": reason}
     if skips.count:
         row |= {"skipped_steps": skips.count}
@@ -112,7 +113,7 @@ def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
     """Seed the random numbers of a step from its number, so that a resumed run needs no random state.
 
     Where the pipeline derives its draws from the seed by layer and microbatch (`Pipeline.draws`), every rank
-    takes the same seed. Elsewhere, as with a router's noise, each rank has its own, or all would draw alike.
+    takes the same seed. Elsewhere each has its own, or a router's noise would be the same on all ranks.
     """
     place = () if pipe.draws else (pipe.processes.index, pipe.batch_part[0])
     torch.manual_seed(int(np.random.SeedSequence((seed, step, *place)).generate_state(1)[0]))
@@ -146,26 +147,23 @@ class Skips:
     count: int = 0
     in_a_row: int = 0
 
-    def skip(self, step: int, **values: float) -> bool:
-        """Whether `step`, with these values, must not reach the weights.
+    def judge(self, step: int, **values: float) -> str:
+        """Why `step`, with these values, must not reach the weights; empty where all are finite.
 
         Raises: RunError with mode "stop", and at the last of too many skipped steps in a row.
         """
-        found = not_finite(**values)
-        if not found:
-            self.in_a_row = 0
-            return False
         if self.mode == "stop":
             check_finite(step, **values)
-        self.count += 1
-        self.in_a_row += 1
+        found = not_finite(**values)
+        self.in_a_row = self.in_a_row + 1 if found else 0
+        self.count += bool(found)
         if self.in_a_row == IN_A_ROW:
             raise RunError(
                 f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
                 f"{IN_A_ROW} steps in a row were skipped, which no batch explains",
                 f"Go on from the last checkpoint with --resume. {_REMEDY}",
             )
-        return True
+        return found
 
 
 def not_finite(**values: float) -> str:

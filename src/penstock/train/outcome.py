@@ -24,7 +24,7 @@ class Outcome:
     checkpoint: Path
     timeline: Timeline
     fill: Fill
-    skipped: int = 0
+    skipped: int
 
 
 def report_outcome(outcome: Outcome, schedule: Schedule, config: TrainConfig) -> None:

@@ -113,13 +113,10 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
 def trace_folder(config: TrainConfig, axes: Axes) -> Path:
     """Where ranks write their traces: a folder for each pipeline, as their ranks have the same numbers."""
     folder = config.output.path / "stalled"
-    return folder / f"pipeline-{pipeline_number(axes)}" if axes.ranks_per_stage > 1 else folder
-
-
-def pipeline_number(axes: Axes) -> int:
-    """The number of this process's pipeline in the mesh, from 0: `pp` is the outermost axis."""
+    if axes.ranks_per_stage == 1:
+        return folder
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank % axes.ranks_per_stage
+    return folder / f"pipeline-{rank % axes.ranks_per_stage}"  # `pp` is the outermost axis
 
 
 def make_padding(section: PipelineSection) -> Padding | None:

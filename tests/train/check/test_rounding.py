@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.pipeline.compare import Compared, Report
+from penstock.pipeline.compare import Compared, Report, only_one
 from penstock.train.check.rounding import Scores, explained_by_flips, near_ties
 
 
@@ -43,7 +43,15 @@ def test_what_a_router_flip_explains(name: str, difference: float, near: int, fi
 
     assert explained((1.0, 1.01)) == fine
     assert not explained((1.0, 1.2))
+    assert not explained((1.2, 1.0))
     assert not explained(None)
+
+
+@pytest.mark.parametrize(("name", "fine"), [("model.norm.weight", False), (f"{MOE}experts.down_proj", True)])
+def test_a_missing_gradient_is_explained_of_experts_only(name: str, fine: bool) -> None:
+    """An expert has none where no token chooses it."""
+    missing = only_one("gradient", (name, 1, 1))
+    assert explained_by_flips(Report.of((1.0, 1.0), [missing], 1e-5, "norm"), 1, 256) == fine
 
 
 LAYER = "model.layers.0."

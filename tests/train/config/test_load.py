@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ MINIMAL = """
 model: {config: {model_type: qwen3, hidden_size: 64}}
 data: {path: text.txt, tokenizer: bytes}
 """
+MUON = "optimizer.name=muon"
 
 
 def load(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> TrainConfig:
@@ -82,6 +84,10 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.stps=3", "train.stps=3: section train has no such key. Did you mean train.steps?"),
         ("output.keep.lst=3", "output.keep.lst=3: section output.keep has no such key. Did you mean"),
         ("output.keep.last=0", "output.keep.last=0: it should be greater than or equal to 1"),
+        (
+            "output.keep={last: 1, every: 10} train.checkpoint_every=4",
+            "output.keep.every=10 is no multiple of train.checkpoint_every=4",
+        ),
         ("output.keep.every=10", "output.keep: every is given and last is not, which keeps all. Give last"),
         ("train.learning_rate=1e-3", "Did you mean optimizer.learning_rate?"),
         ("train.betas=[0.9, 0.9]", "Did you mean optimizer.betas?"),
@@ -95,11 +101,9 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.steps=0", "train.steps=0: it should be greater than or equal to 1. Give 1 or more"),
         ("train.clip_norm=.inf", "it should be a finite number"),
         ("train.activation_checkpointing=3", "3 is no way to recompute activations. Write true, false, none"),
-        ("train.activation_checkpointing=fully", "'fully' is no way to recompute activations"),
         ("train.activation_checkpointing=null", "None is no way to recompute activations"),
         ("train.activation_checkpointing={evry: 2}", "Did you mean train.activation_checkpointing.every?"),
         ("train.check=on", "train.check=True: it should be 'auto', 'always' or 'off'. Take 'auto', 'always'"),
-        ("train.check=full", "train.check='full': it should be 'auto', 'always' or 'off'"),
         ("train.activation_checkpointing={every: 0}", "train.activation_checkpointing.every=0: it should be"),
         ("train.activation_checkpointing={in_flight: x}", "'x' is neither a number of microbatches nor a"),
         ("train.activation_checkpointing={in_flight: []}", "[] is neither a number of microbatches"),
@@ -110,16 +114,40 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "memory_limit chooses in_flight, and here both are given. Leave one of them out",
         ),
         ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
-        ("pipeline.shapes=dynamic", "it should be 'inferred', 'exchanged' or 'padded'"),
-        ("pipeline.transport=mpi", "it should be 'auto', 'gloo', 'nccl' or 'local'"),
-        ("pipeline.exchange=batch", "it should be 'channels' or 'batched'"),
-        ("pipeline.wire_dtype=fp16", "it should be 'float32', 'bfloat16' or 'float16'"),
         ("pipeline.padding={multiple: 8}", "pipeline.shapes=inferred. Set pipeline.shapes=padded"),
-        ("data.kind=csv", "data.kind='csv': it should be 'auto', 'text', 'jsonl' or 'dataset'. Take"),
+        ("pipeline.padding={lenght: 3}", "Did you mean pipeline.padding.length?"),
+        ("pipeline.padding={multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal"),
+        ("pipeline.padding={buckets: [64, 32]}", "buckets=[64, 32] are not ascending. Sort them"),
+        ("pipeline.padding={buckets: [64, 0]}", "pipeline.padding.buckets.1=0: it should be"),
+        (
+            "pipeline.padding={buckets: [256], length: 256}",
+            "length is fixed, which leaves nothing to buckets",
+        ),
+        (
+            "pipeline.shapes=padded pipeline.padding={length: 127}",
+            "pipeline.padding.length=127 is below data.sequence_length=128. Give no less",
+        ),
+        ("pipeline.layers_per_stage=0", "0 is neither a number of layers nor a list"),
+        ("pipeline.layers_per_stage=[1, x]", "[1, 'x'] is neither"),
+        ("pipeline.layers_per_stage=true", "True is neither"),
+        ("pipeline.layout=3", "pipeline.layout=3: it should be a valid string"),
+        ("pipeline.first_stage_layers=-1", "Give 0 or more"),
+        ("pipeline.modules_per_stage=[a]", "pipeline.modules_per_stage.0='a'"),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon"),
         ("optimizer.momentum=0.9", "optimizer: with name=adamw momentum are Muon's. Set optimizer.name=muon"),
+        (
+            f"{MUON} optimizer.betas=[0.9, 0.9]",
+            "name=muon betas are AdamW's. Write them into optimizer.adamw",
+        ),
+        (
+            f"{MUON} optimizer.momentm=0.9",
+            "section optimizer has no such key. Did you mean optimizer.momentum",
+        ),
+        (f"{MUON} optimizer.momentum=1", "optimizer.momentum=1: it should be less than 1"),
+        (f"{MUON} optimizer.adamw.bets=1", "adamw has no such key. Did you mean optimizer.adamw.betas"),
+        (f"{MUON} optimizer.adamw.betas=[1, 2]", "optimizer.adamw.betas.0=1: it should be less than 1"),
         ("pipeline.ranks=0", "pipeline.ranks: 0 is no number of ranks. Write 1 or more, or -1 for all"),
         ("pipeline.ranks=two", "pipeline.ranks='two': it should be a valid integer"),
         ("model.path=there", "exactly one of model.path and model.config is needed, and here both"),
@@ -143,43 +171,11 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("data.path.x=1", "path holds a str and no keys"),
         ("model.config={[a, b]: 1}", "its value is not YAML: while constructing a mapping"),
         ("train.steps=0x_", "its value is not YAML: invalid literal for int()"),
-        ("train.steps=2026-02-28", "train.steps='2026-02-28': it should be a valid integer"),
     ],
 )
-def test_a_wrong_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    assert message in refused(tmp_path, MINIMAL, override)
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("train.steps: 3", "train.steps=3: a config has no such key. Did you mean train?"),
-        (
-            "train: {optimizer.lr: 3}",
-            "train.optimizer.lr=3: section train has no such key. Take one of steps,",
-        ),
-    ],
-)
-def test_a_dot_in_a_key_of_the_file_leads_to_no_section(tmp_path: Path, lines: str, message: str) -> None:
-    assert message in refused(tmp_path, f"{MINIMAL}\n{lines}\n")
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ("muon", "'muon' is no section. Write keys such as {name: muon, learning_rate: 0.02}"),
-        ("{name: muon, betas: [0.9, 0.9]}", "name=muon betas are AdamW's. Write them into optimizer.adamw"),
-        ("{name: muon, momentm: 0.9}", "section optimizer has no such key. Did you mean optimizer.momentum?"),
-        ("{name: muon, momentum: 1}", "optimizer.momentum=1: it should be less than 1"),
-        ("{name: muon, ns_steps: 0}", "optimizer.ns_steps=0: it should be greater than or equal to 1"),
-        ("{name: muon, adjust: rms}", "it should be 'original' or 'match_rms_adamw'. Take"),
-        ("{name: muon, adamw: {bets: 1}}", "adamw has no such key. Did you mean optimizer.adamw.betas"),
-        ("{name: muon, adamw: {betas: [1, 2]}}", "optimizer.adamw.betas.0=1: it should be less than 1"),
-        ("{name: muon, warmup_steps: 101}", "optimizer.warmup_steps=101 is more than train.steps=100"),
-    ],
-)
-def test_a_wrong_muon_is_refused(tmp_path: Path, section: str, message: str) -> None:
-    assert message in refused(tmp_path, f"{MINIMAL}optimizer: {section}\n")
+def test_wrong_overrides_are_refused(tmp_path: Path, override: str, message: str) -> None:
+    overrides = re.split(r" (?=\w+\.[\w.]+=)", override)
+    assert message in refused(tmp_path, MINIMAL, *overrides)
 
 
 def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
@@ -188,21 +184,6 @@ def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
     assert (config.optimizer.learning_rate, config.optimizer.momentum) == (0.02, 0.95)
     assert (config.optimizer.adamw.learning_rate, config.optimizer.adamw.betas) == (1e-3, (0.9, 0.95))
     same_as_yaml(config)
-
-
-@pytest.mark.parametrize(
-    ("padding", "message"),
-    [
-        ("{lenght: 3}", "Did you mean pipeline.padding.length?"),
-        ("{multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal to 1"),
-        ("{buckets: [64, 32]}", "buckets=[64, 32] are not ascending. Sort them"),
-        ("{buckets: [64, 0]}", "pipeline.padding.buckets.1=0: it should be"),
-        ("{buckets: [256], length: 256}", "length is fixed, which leaves nothing to buckets"),
-        ("{length: 127}", "pipeline.padding.length=127 is below data.sequence_length=128. Give no less"),
-    ],
-)
-def test_wrong_padding_is_refused(tmp_path: Path, padding: str, message: str) -> None:
-    assert message in refused(tmp_path, MINIMAL, "pipeline.shapes=padded", f"pipeline.padding={padding}")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +228,13 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
         ("model: {[a, b]: 1}\n", "it is not YAML: while constructing a mapping"),
         ("model: {{a: b}: 1}\n", "it is not YAML: while constructing a mapping"),
         ("data: {path: x, tokenizer: bytes}\n", "model is missing: the run needs it"),
+        (MINIMAL + "optimizer: muon\n", "'muon' is no section. Write keys such as {name: muon, learning_"),
+        # a dot in a key of the file leads to no section
+        (MINIMAL + "train.steps: 3\n", "train.steps=3: a config has no such key. Did you mean train?"),
+        (
+            MINIMAL + "train: {optimizer.lr: 3}\n",
+            "train.optimizer.lr=3: section train has no such key. Take one of steps,",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

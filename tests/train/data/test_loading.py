@@ -18,8 +18,9 @@ from penstock.batch.padding import Padding
 from penstock.errors import DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.documents import documents
-from penstock.train.data.loading import Data, load_data
-from penstock.train.data.rows import Batch, StreamRows
+from penstock.train.data.loading import Batch, Data, load_data
+from penstock.train.data.packing import PACKINGS
+from penstock.train.data.rows import DocumentRows, Fill, StreamRows
 from penstock.train.data.tokenizer import Bytes
 
 
@@ -211,6 +212,11 @@ def test_the_parts_of_a_batch_are_the_batch_that_one_process_has() -> None:
         assert torch.equal(together, whole(data.held_out_batches(1)[0])["input_ids"])
 
 
+def load_texts(path: Path, texts: list[str], packing: str, **more: Any) -> Data:
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return load(path, **{"sequence_length": 16, "packing": packing, **more})
+
+
 def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of every row, sorted, without padding."""
     return sorted(
@@ -221,11 +227,10 @@ def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
     )
 
 
-@pytest.mark.parametrize("packing", ["none", "sequential", "best_fit"])
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Path, packing: str) -> None:
     texts = ["abcdefghijklmnopqrst"[: 2 + number % 17] for number in range(300)]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    data = load(tmp_path / "a.jsonl", sequence_length=18, packing=packing)
+    data = load_texts(tmp_path / "a.jsonl", texts, packing, sequence_length=18)
     data = replace(data, batch_size=16)
 
     for step in (1, 4):
@@ -237,3 +242,57 @@ def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Pa
         assert dealt[0].fill.slots == sum(own)
         assert max(own) <= 1.2 * min(own)
     assert replace(data, parts=2).expected(3).tokens == data.expected(3).tokens
+
+
+# each of one letter, which shows where its tokens went
+TEXTS = [chr(ord("A") + number) * (2 + number % 11) for number in range(50)]
+
+
+def letters(batches: list[Batch]) -> set[str]:
+    ids = [each["input_ids"].flatten() for batch in batches for each in microbatches(batch)]
+    return {chr(token) for token in torch.cat(ids).tolist() if token}
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, packing: str) -> None:
+    data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3)
+    epoch = -(-len(data.rows) // 2)
+    trained = letters([data.batch(step) for step in range(1, epoch + 1)])
+    held = letters([Batch(data.held_out.content(range(len(data.held_out))), Fill())])
+    assert sorted(trained | held) == [text[0] for text in TEXTS]
+    assert max(trained) < min(held)
+    share = sum(len(text) for text in TEXTS if text[0] in held) / sum(map(len, TEXTS))
+    assert share == pytest.approx(0.3, abs=0.05)
+    assert len(data.held_out_batches(3)) == 3
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_whole_batch_is_held_out_however_small_the_share(tmp_path: Path, packing: str) -> None:
+    data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.001)
+    assert 2 <= len(data.held_out) < len(data.rows)
+    assert len(data.held_out_batches(9)) >= 1
+
+
+def test_too_few_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="rows of at most 16, and a batch of 2 to train on and one held out"):
+        load_texts(tmp_path / "a.jsonl", ["ab", "cd", "ef"], "none")
+    with pytest.raises(DataError, match="it gives 0 rows"):
+        load_texts(tmp_path / "a.jsonl", ["a"], "best_fit")
+
+
+@pytest.mark.parametrize("packing", ["sequential", "best_fit"])
+def test_a_batch_follows_from_its_step_and_not_from_the_microbatches(tmp_path: Path, packing: str) -> None:
+    data, again = (load_texts(tmp_path / name, TEXTS, packing) for name in ("a.jsonl", "b.jsonl"))
+    for step in (7, 1, 30):
+        for one, other in zip(*map(microbatches, (data.batch(step), again.batch(step))), strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+    assert isinstance(data.rows, DocumentRows)
+    one_part = DocumentRows(data.rows.tokens, data.rows.pieces, data.rows.packing, 1)
+    assert letters([Data(one_part, data.held_out, 2, 3).batch(5)]) == letters([data.batch(5)])
+
+
+def test_the_expected_fill_is_that_of_the_first_steps(tmp_path: Path) -> None:
+    data = load_texts(tmp_path / "a.jsonl", TEXTS, "sequential")
+    fills = [data.batch(step).fill for step in (1, 2, 3)]
+    assert data.expected(3) == fills[0] + fills[1] + fills[2]
+    assert data.expected(10**9) == data.expected(100)

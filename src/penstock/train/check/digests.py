@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ def compare_digests(
     reference: Mapping[str, Digests],
     tolerance: float,
     dtype: torch.dtype,
-    rounding: Mapping[str, float] = MappingProxyType({}),
+    rounding: Mapping[str, float],
 ) -> Report:
     """Compare the split model's digests with the reference model's. Where weights differ, report only them.
 

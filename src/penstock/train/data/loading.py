@@ -21,11 +21,18 @@ from penstock.errors import DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.documents import Document, documents
 from penstock.train.data.packing import PACKINGS, Numbers, Pieces, cut
-from penstock.train.data.rows import Batch, DocumentRows, Fill, Rows, StreamRows
+from penstock.train.data.rows import Content, DocumentRows, Fill, Rows, StreamRows
 from penstock.train.data.tokenizer import Ids, Tokenizer
 
 _AT_ONCE = 1000  # documents; fast tokenizers encode many in parallel
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
+
+
+class Batch(NamedTuple):
+    """A pipeline's part of a step's batch, and the fill of the whole batch."""
+
+    content: Content
+    fill: Fill
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Data:
     Attributes:
         rows, held_out: to train on, and to evaluate on
         batch_size: rows of a whole batch
-        part, parts: batches hold this part, from 0, of so many. Their fill is the whole batch's
+        part, parts: batches hold this part, from 0, of so many
     """
 
     rows: Rows
@@ -69,8 +76,7 @@ class Data:
         return sum((self._fill(self.rows, self._chosen(step)) for step in sampled), Fill())
 
     def _part(self, rows: Rows, chosen: list[int]) -> Batch:
-        part = rows.deal(chosen, self.parts)[self.part]
-        return Batch(rows.batch(part).content, self._fill(rows, chosen))
+        return Batch(rows.content(rows.deal(chosen, self.parts)[self.part]), self._fill(rows, chosen))
 
     def _fill(self, rows: Rows, chosen: list[int]) -> Fill:
         return sum((rows.fill(part) for part in rows.deal(chosen, self.parts)), Fill())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,11 +34,7 @@ class Fill:
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
-class Batch(NamedTuple):
-    """A step's batch. content: for Pipeline.step, one batch to split or a list of microbatches"""
-
-    content: dict[str, Tensor] | list[dict[str, Any]]
-    fill: Fill
+Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
 
 
 class Rows(Protocol):
@@ -49,11 +45,11 @@ class Rows(Protocol):
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide the rows of one batch among the `parts` pipelines of a mesh."""
 
-    def batch(self, chosen: Sequence[int]) -> Batch:
-        """One batch of these rows."""
+    def content(self, chosen: Sequence[int]) -> Content:
+        """These rows, as one pipeline takes them."""
 
     def fill(self, chosen: Sequence[int]) -> Fill:
-        """The fill of that batch, found without making it."""
+        """The fill of that content, found without making it."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,10 @@ class StreamRows:
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
-    def batch(self, chosen: Sequence[int]) -> Batch:
+    def content(self, chosen: Sequence[int]) -> dict[str, Tensor]:
         """input_ids and labels, int64, (rows, sequence). Labels equal the inputs: the loss shifts them."""
         ids = torch.from_numpy(self.tokens[list(chosen)].astype(np.int64))
-        return Batch({"input_ids": ids, "labels": ids.clone()}, self.fill(chosen))
+        return {"input_ids": ids, "labels": ids.clone()}
 
     def fill(self, chosen: Sequence[int]) -> Fill:
         length = self.tokens.shape[1]
@@ -120,16 +116,15 @@ class DocumentRows:
             dealt[order[number % len(order)]] += group
         return dealt
 
-    def batch(self, chosen: Sequence[int]) -> Batch:
-        """A list of microbatches, each as long as its longest row; the longest rows come first.
+    def content(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Microbatches, each as long as its longest row; the longest rows come first.
 
         Each has input_ids and labels, int64, (rows, sequence), and where rows are packed position_ids that
         restart in each document. Labels are -100 on padding and on each document's first token, which the
         document before must not predict. There is no attention_mask: it would hide the documents from
         transformers, and padding at the end of a row needs none, as no token attends to a later one.
         """
-        groups = self._groups(chosen, self.microbatches)
-        return Batch([self._microbatch(group) for group in groups], self.fill(chosen))
+        return [self._microbatch(group) for group in self._groups(chosen, self.microbatches)]
 
     def fill(self, chosen: Sequence[int]) -> Fill:
         lengths = [self.lengths[group] for group in self._groups(chosen, self.microbatches)]
