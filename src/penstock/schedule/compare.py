@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from math import ceil, floor, inf, log10
@@ -124,9 +125,8 @@ def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | No
         share(costs, undivided).rows(name, undivided, microbatches)
     if costs.overlaps:
         length = costs.side_by_side(undivided, microbatches)
-        for stage, microbatch in product(
-            range(ranks), range(microbatches)
-        ):  # an exchange is a part of its op
+        for stage, microbatch in product(range(ranks), range(microbatches)):
+            # which refuses an exchange that is longer than its op
             length(Pair(Op(stage, "F", microbatch), Op(stage, "B", microbatch)))
 
 
@@ -155,20 +155,23 @@ def _choices(builder: Builder) -> Iterator[dict[str, Any]]:
 def _built(
     name: str, builder: Builder, options: dict[str, Any], ranks: int, microbatches: int, costs: Costs
 ) -> Entry:
-    entry = Entry(name, options)
+    def build(ranks: int, microbatches: int, **more: Any) -> Schedule:
+        return builder(ranks=ranks, microbatches=microbatches, **options, **more)
 
-    def build(ranks: int, microbatches: int) -> Schedule:
-        return builder(ranks=ranks, microbatches=microbatches, **options)
+    def works(ranks: int, microbatches: int) -> bool:
+        with suppress(InputError):
+            build(ranks, microbatches)
+            return True
+        return False
 
     try:
         schedule = build(ranks, microbatches)
         if costs != Costs() and "costs" in inspect.signature(builder).parameters:
-            shared = share(costs, schedule.placement)
-            schedule = builder(ranks=ranks, microbatches=microbatches, costs=shared, **options)
+            schedule = build(ranks, microbatches, costs=share(costs, schedule.placement))
     except InputError as error:
-        advice = advise(lambda p, m: _works(build, p, m), ranks, microbatches)
-        return replace(entry, fits=False, refusal=_in_short(error), advice=advice)
-    return _simulated(replace(entry, schedule=schedule), costs)
+        advice = advise(works, ranks, microbatches)
+        return Entry(name, options, fits=False, refusal=_in_short(error), advice=advice)
+    return _simulated(Entry(name, options, schedule), costs)
 
 
 def _simulated(entry: Entry, costs: Costs) -> Entry:
@@ -179,14 +182,6 @@ def _simulated(entry: Entry, costs: Costs) -> Entry:
         return replace(entry, timeline=simulate(entry.schedule, share(costs, entry.schedule.placement)))
     except InputError as error:
         return replace(entry, fits=False, refusal=_in_short(error))
-
-
-def _works(build: Callable[[int, int], Schedule], ranks: int, microbatches: int) -> bool:
-    try:
-        build(ranks, microbatches)
-    except InputError:
-        return False
-    return True
 
 
 def _different(entries: Iterable[Entry]) -> Iterator[Entry]:

@@ -82,11 +82,8 @@ class Layout:
 
 
 def _written(stage: str) -> str:
-    return "".join(_run(symbol, len(list(run))) for symbol, run in groupby(stage))
-
-
-def _run(symbol: str, times: int) -> str:
-    return f"{symbol}*{times}" if times > 2 else symbol * times
+    runs = ((symbol, len(list(run))) for symbol, run in groupby(stage))
+    return "".join(f"{symbol}*{times}" if times > 2 else symbol * times for symbol, times in runs)
 
 
 def _folded(tokens: Sequence[str]) -> str:
@@ -145,9 +142,8 @@ class _Parser:
     def symbols(self) -> list[_Symbol]:
         found = self._items(0)
         if self._next() == ")":
-            raise self._wrong(
-                "no group is open here", "Take the parenthesis away, or write the one that opens it"
-            )
+            remedy = "Take the parenthesis away, or write the one that opens it"
+            raise self._wrong("no group is open here", remedy)
         return found
 
     def _items(self, depth: int) -> list[_Symbol]:
@@ -176,9 +172,8 @@ class _Parser:
         if character in _MEANING:
             return [_Symbol(character, at)]
         if character == "*":
-            raise self._wrong(
-                "nothing stands before this * to be repeated", "Write it like t*3 or (tt|)*3", at
-            )
+            rule = "nothing stands before this * to be repeated"
+            raise self._wrong(rule, "Write it like t*3 or (tt|)*3", at)
         if character in _DIGITS:
             raise self._wrong("a number without a * before it", "Write it like t*3 or (tt|)*3", at)
         other = next((known for known in _MEANING if known.lower() == character.lower()), None)
@@ -198,9 +193,8 @@ class _Parser:
         if self._at == at:
             raise self._wrong("expected how many times, a number", "Write it like t*3", at)
         if not digits:
-            raise self._wrong(
-                "repeated 0 times, and at least once is expected", "Leave it out, or give 1 or more", at
-            )
+            rule = "repeated 0 times, and at least once is expected"
+            raise self._wrong(rule, "Leave it out, or give 1 or more", at)
         if len(digits) > len(str(LIMIT)) or int(digits) * len(found) > LIMIT:
             raise self._too_many(at)
         if self._next() == "*":

@@ -5,6 +5,7 @@ P is the number of ranks, m of microbatches, r a rank, and v the number of stage
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -248,176 +249,97 @@ def test_dualpipe_v_is_torchs_order(ranks: int) -> None:
         assert (ours.programs, ours.overlaps) == (theirs.programs, theirs.overlaps)
 
 
-GOLDEN: list[tuple[str, dict[str, Any], str]] = [
-    (
-        "gpipe",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2
-        rank 1 | .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .
-        """,
-    ),
-    (
-        "gpipe",
-        {"ranks": 3, "microbatches": 1},
-        """
-        rank 0 | F0 .  .  .  .  .  .  B0 B0
-        rank 1 | .  F0 .  .  .  B0 B0 .  .
-        rank 2 | .  .  F0 B0 B0 .  .  .  .
-        """,
-    ),
-    (
-        "looped_bfs",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   .   2B0 2B0 2B1 2B1 2B2 2B2 0B0 0B0 0B1 0B1 0B2 0B2
-        rank 1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B0 3B1 3B1 3B2 3B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
-        """,
-    ),
-    (
-        "inference",
-        {"ranks": 2, "microbatches": 3, "stages_per_rank": 2},
-        """
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2F2 .
-        rank 1 | .   1F0 1F1 3F0 3F1 1F2 .   3F2
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 2, "microbatches": 4},
-        """
-        rank 0 | F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
-        rank 1 | .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 4, "microbatches": 5},
-        """
-        rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 F4 B1 B1 .  B2 B2 .  B3 B3 .  B4 B4
-        rank 1 | .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4 .  .
-        rank 2 | .  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .  .  .
-        rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .  .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 4, "microbatches": 2},
-        """
-        rank 0 | F0 F1 .  .  .  .  .  .  .  .  B0 B0 .  B1 B1
-        rank 1 | .  F0 F1 .  .  .  .  .  B0 B0 .  B1 B1 .  .
-        rank 2 | .  .  F0 F1 .  .  B0 B0 .  B1 B1 .  .  .  .
-        rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 .  .  .  .  .  .
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 1, "microbatches": 2},
-        """
-        rank 0 | F0 B0 B0 F1 B1 B1
-        """,
-    ),
-    (
-        "1f1b",
-        {"ranks": 3, "microbatches": 4, "zero_bubble": True},
-        """
-        rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3
-        rank 1 | .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .
-        rank 2 | .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .
-        """,
-    ),
-    (
-        "interleaved_1f1b",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   2B0 2B0 .   2B1 2B1 .   2B2 2B2 0B0 0B0 0B1 0B1 0B2 0B2
-        rank 1 | .   1F0 1F1 1F2 3F0 3B0 3B0 3F1 3B1 3B1 3F2 3B2 3B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
-        """,
-    ),
-    (  # one microbatch alone in the last group: its second lap waits for its first
-        "interleaved_1f1b",
-        {"ranks": 2, "microbatches": 3, "microbatch_group_size": 2},
-        """
-        rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2B0 2B0 .   2B1 2B1 2F2 0B0 0B0 0B1 0B1 .   2B2 2B2 .   .   0B2 0B2
-        rank 1 | .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1B1 1B1 3F2 3B2 3B2 .   .   1B2 1B2 .   .
-        """,
-    ),
-    (
-        "interleaved_zero_bubble",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 0F2 2F0 2F1 .   2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
-        rank 1 | .   1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
-        """,
-    ),
-    (
-        "zb_h1",
-        {"ranks": 4, "microbatches": 6},
-        """
-        rank 0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
-        rank 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
-        rank 2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
-        rank 3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
-        """,
-    ),
-    (
-        "zb_h2",
-        {"ranks": 2, "microbatches": 4},
-        """
-        rank 0 | F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 .
-        rank 1 | .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-        """,
-    ),
-    (  # rank 1 puts off one weight gradient instead of two: all three would hold up the gradients
-        "zb_h2",
-        {"ranks": 3, "microbatches": 3},
-        """
-        rank 0 | F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
-        rank 1 | .  F0 F1 F2 I0 .  I1 W0 I2 W1 W2
-        rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
-        """,
-    ),
-    (
-        "hanayo",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 0F2 3F0 3B0 3B0 3F1 3B1 3B1 .   0B0 0B0 3F2 3B2 3B2 0B1 0B1 .   .   0B2 0B2
-        rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 1B0 1B0 2F2 2B1 2B1 1B1 1B1 2B2 2B2 1B2 1B2 .   .
-        """,
-    ),
-    (
-        "hanayo",
-        {"ranks": 2, "microbatches": 1, "waves": 2},
-        """
-        rank 0 | 0F0 .   .   3F0 4F0 .   .   7F0 7B0 7B0 .   .   .   .   4B0 4B0 3B0 3B0 .   .   .   .   0B0 0B0
-        rank 1 | .   1F0 2F0 .   .   5F0 6F0 .   .   .   6B0 6B0 5B0 5B0 .   .   .   .   2B0 2B0 1B0 1B0 .   .
-        """,  # noqa: E501
-    ),
-    (
-        "zb_v",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
-        rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
-        """,
-    ),
-    (
-        "v_half",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 .   3F0 3I0 3F1 3W0 0F2 0I0 3I1 0W0 3F2 3I2 0I1 3W1 0I2 3W2 0W1 0W2
-        rank 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
-        """,
-    ),
-    (
-        "v_min",
-        {"ranks": 2, "microbatches": 3},
-        """
-        rank 0 | 0F0 0F1 .   3F0 3I0 3F1 3I1 0I0 3W0 0F2 0I1 3W1 0W0 3F2 3I2 0W1 3W2 0I2 0W2
-        rank 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1F2 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2
-        """,
-    ),
-]
+GOLDEN = """
+gpipe ranks=2 microbatches=3
+    rank 0 | F0 F1 F2 .  .  .  B0 B0 B1 B1 B2 B2
+    rank 1 | .  F0 F1 F2 B0 B0 B1 B1 B2 B2 .  .
+
+gpipe ranks=3 microbatches=1
+    rank 0 | F0 .  .  .  .  .  .  B0 B0
+    rank 1 | .  F0 .  .  .  B0 B0 .  .
+    rank 2 | .  .  F0 B0 B0 .  .  .  .
+
+looped_bfs ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   .   .   2B0 2B0 2B1 2B1 2B2 2B2 0B0 0B0 0B1 0B1 0B2 0B2
+    rank 1 | .   1F0 1F1 1F2 3F0 3F1 3F2 3B0 3B0 3B1 3B1 3B2 3B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
+
+inference ranks=2 microbatches=3 stages_per_rank=2
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2F2 .
+    rank 1 | .   1F0 1F1 3F0 3F1 1F2 .   3F2
+
+1f1b ranks=2 microbatches=4
+    rank 0 | F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+    rank 1 | .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .  .
+
+1f1b ranks=4 microbatches=5
+    rank 0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B0 F4 B1 B1 .  B2 B2 .  B3 B3 .  B4 B4
+    rank 1 | .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 .  B3 B3 .  B4 B4 .  .
+    rank 2 | .  .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 F4 B3 B3 .  B4 B4 .  .  .  .
+    rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 F4 B4 B4 .  .  .  .  .  .
+
+1f1b ranks=4 microbatches=2
+    rank 0 | F0 F1 .  .  .  .  .  .  .  .  B0 B0 .  B1 B1
+    rank 1 | .  F0 F1 .  .  .  .  .  B0 B0 .  B1 B1 .  .
+    rank 2 | .  .  F0 F1 .  .  B0 B0 .  B1 B1 .  .  .  .
+    rank 3 | .  .  .  F0 B0 B0 F1 B1 B1 .  .  .  .  .  .
+
+1f1b ranks=1 microbatches=2
+    rank 0 | F0 B0 B0 F1 B1 B1
+
+1f1b ranks=3 microbatches=4 zero_bubble=True
+    rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 .  I2 W2 .  I3 W3
+    rank 1 | .  F0 F1 .  I0 W0 F2 I1 W1 F3 I2 W2 .  I3 W3 .
+    rank 2 | .  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 F3 I3 W3 .  .
+
+interleaved_1f1b ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 0F2 2F0 2F1 2F2 .   2B0 2B0 .   2B1 2B1 .   2B2 2B2 0B0 0B0 0B1 0B1 0B2 0B2
+    rank 1 | .   1F0 1F1 1F2 3F0 3B0 3B0 3F1 3B1 3B1 3F2 3B2 3B2 1B0 1B0 1B1 1B1 1B2 1B2 .   .
+
+interleaved_1f1b ranks=2 microbatches=3 microbatch_group_size=2
+    one microbatch alone in the last group: its second lap waits for its first
+    rank 0 | 0F0 0F1 2F0 2F1 0F2 .   2B0 2B0 .   2B1 2B1 2F2 0B0 0B0 0B1 0B1 .   2B2 2B2 .   .   0B2 0B2
+    rank 1 | .   1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1F2 1B0 1B0 1B1 1B1 3F2 3B2 3B2 .   .   1B2 1B2 .   .
+
+interleaved_zero_bubble ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 0F2 2F0 2F1 .   2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
+    rank 1 | .   1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
+
+zb_h1 ranks=4 microbatches=6
+    rank 0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+    rank 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+    rank 2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
+    rank 3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
+zb_h2 ranks=2 microbatches=4
+    rank 0 | F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 .
+    rank 1 | .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+zb_h2 ranks=3 microbatches=3
+    rank 1 puts off one weight gradient instead of two: all three would hold up the gradients
+    rank 0 | F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
+    rank 1 | .  F0 F1 F2 I0 .  I1 W0 I2 W1 W2
+    rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+
+hanayo ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 0F2 3F0 3B0 3B0 3F1 3B1 3B1 .   0B0 0B0 3F2 3B2 3B2 0B1 0B1 .   .   0B2 0B2
+    rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 2B0 1B0 1B0 2F2 2B1 2B1 1B1 1B1 2B2 2B2 1B2 1B2 .   .
+
+hanayo ranks=2 microbatches=1 waves=2
+    rank 0 | 0F0 .   .   3F0 4F0 .   .   7F0 7B0 7B0 .   .   .   .   4B0 4B0 3B0 3B0 .   .   .   .   0B0 0B0
+    rank 1 | .   1F0 2F0 .   .   5F0 6F0 .   .   .   6B0 6B0 5B0 5B0 .   .   .   .   2B0 2B0 1B0 1B0 .   .
+
+zb_v ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 .
+    rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+v_half ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 .   3F0 3I0 3F1 3W0 0F2 0I0 3I1 0W0 3F2 3I2 0I1 3W1 0I2 3W2 0W1 0W2
+    rank 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
+
+v_min ranks=2 microbatches=3
+    rank 0 | 0F0 0F1 .   3F0 3I0 3F1 3I1 0I0 3W0 0F2 0I1 3W1 0W0 3F2 3I2 0W1 3W2 0I2 0W2
+    rank 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1F2 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2
+"""
 
 
 def rows(drawing: str) -> list[str]:
@@ -425,11 +347,12 @@ def rows(drawing: str) -> list[str]:
     return [line.strip() for line in drawing.splitlines() if line.strip().startswith("rank ") and "|" in line]
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "drawing"), GOLDEN, ids=[f"{name} {sizes}" for name, sizes, _ in GOLDEN]
-)
-def test_golden(name: str, sizes: dict[str, Any], drawing: str) -> None:
-    assert rows(render(BUILDERS[name](**sizes))) == rows(drawing)
+@pytest.mark.parametrize("golden", GOLDEN.strip().split("\n\n"), ids=lambda golden: golden.partition("\n")[0])
+def test_golden(golden: str) -> None:
+    head, _, drawing = golden.partition("\n")
+    name, *sizes = head.split()
+    options = {key: json.loads(value.lower()) for key, value in (size.split("=") for size in sizes)}
+    assert rows(render(BUILDERS[name](**options))) == rows(drawing)
 
 
 @pytest.mark.parametrize(
