@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from penstock import Axes, Pipeline
+from penstock import Axes
 from penstock.errors import PenstockError
 from support.mesh import batch, build_pipe, own_part, pieces
 from support.pool import Pool
@@ -30,13 +30,6 @@ def limits(cases: list[tuple[int, Axes]]) -> list[dict[str, float]]:
     return found
 
 
-def a_layer(pipe: Pipeline) -> nn.Module:
-    """One of this process's."""
-    parts = (part for module in pipe.modules.values() for part in module.modules())
-    found: nn.Module = next(part for part in parts if isinstance(part, GradientCheckpointingLayer))
-    return found
-
-
 def test_every_group_has_the_pipelines_time_limit(pool: Pool) -> None:
     """0.5.0: torch's 30 minutes, but for those of ep; and an axis over all processes used the job's own."""
     cases = [(2, Axes(dp_shard=2, ep=2)), (1, Axes(dp_shard=4, ep=4)), (1, Axes(dp_replicate=2, cp=2))]
@@ -45,37 +38,44 @@ def test_every_group_has_the_pipelines_time_limit(pool: Pool) -> None:
         assert [*found.values()].count(3600.0) == 1, found  # what waits for disks
 
 
-def stalled(ranks: int, axes: Axes, reduces: bool) -> str:
-    """What the others say when the last process stays away within a step, as weights are gathered or, where
-    `reduces`, gradients are summed.
+def failing_step(ranks: int, axes: Axes, how: str) -> str:
+    """What this process says of a step that the last one does not finish.
+
+    how: it "raises" in its first layer, or stays away as weights are "gathered" or gradients "reduced"
     """
     pipe = build_pipe("llama", ranks, axes, {"timeout": 2.0})
     good = own_part(batch(), *pipe.batch_part)
     pipe.step(good)
     store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
 
-    def stay_away(*_: Any) -> None:
+    def fail(*_: Any) -> None:
+        if how == "raises":
+            raise ValueError("this layer gave up")
         store.wait([f"said-{rank}" for rank in range(last)])
 
-    if dist.get_rank() == last and reduces:
-        pipe.stages[0].shards.reduce = stay_away  # type: ignore[union-attr, method-assign]
+    if dist.get_rank() == last and how == "reduced":
+        pipe.stages[0].shards.reduce = fail  # type: ignore[union-attr, method-assign]
     elif dist.get_rank() == last:
-        a_layer(pipe).register_forward_pre_hook(stay_away)
+        layers = (
+            part for part in pipe.stages[0].module.modules() if isinstance(part, GradientCheckpointingLayer)
+        )
+        next(layers).register_forward_pre_hook(fail)
     words = "no error"
     try:
         pipe.step(good)
-    except PenstockError as error:
+    except (PenstockError, ValueError) as error:
         words = f"{type(error).__name__}: {error}"
-    finally:
-        store.set(f"said-{dist.get_rank()}", "")
+    store.set(f"said-{dist.get_rank()}", "")
+    if how == "raises":  # it lives on until all have said
+        store.wait([f"said-{rank}" for rank in range(last + 1)])
     pipe.close()
     return words
 
 
-@pytest.mark.parametrize(("reduces", "what"), [(False, "0F0"), (True, "the reduction of stage 0")])
-def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, reduces: bool, what: str) -> None:
+@pytest.mark.parametrize(("how", "what"), [("gathered", "0F0"), ("reduced", "the reduction of stage 0")])
+def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, how: str, what: str) -> None:
     """Who notices closes its connections, so that the others may lose those before their time is up."""
-    *others, _ = pool.run(4, stalled, 1, Axes(dp_shard=4), reduces)
+    *others, _ = pool.run(4, failing_step, 1, Axes(dp_shard=4), how)
     for words in others:
         waiting = f"rank 0 waiting for what {what} exchanges from the other ranks: "
         lost = f"PeerLostError: {waiting}process \\d failed first: rank 0 waiting for .*: "
@@ -83,31 +83,10 @@ def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, reduces: bool
     assert any(words.startswith("StalledPeerError") for words in others)
 
 
-def raised(ranks: int, axes: Axes) -> str:
-    """What each process says when the last one raises in the midst of a step, and lives on until all said."""
-    pipe = build_pipe("llama", ranks, axes, {"timeout": 2.0})
-    good = own_part(batch(), *pipe.batch_part)
-    pipe.step(good)
-
-    def give_up(*_: Any) -> None:
-        raise ValueError("this layer gave up")
-
-    if dist.get_rank() == dist.get_world_size() - 1:
-        a_layer(pipe).register_forward_pre_hook(give_up)
-    words = "no error"
-    try:
-        pipe.step(good)
-    except Exception as error:
-        words = f"{type(error).__name__}: {error}"
-    dist.all_gather_object([None] * dist.get_world_size(), words)
-    pipe.close()
-    return words
-
-
 @pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_shard=4)), (2, Axes(dp_replicate=2))])
 def test_all_pipelines_of_a_mesh_name_the_first_failure(pool: Pool, ranks: int, axes: Axes) -> None:
-    """0.5.0: those of other pipelines were told that the others had been silent, or had died."""
-    *others, last = pool.run(4, raised, ranks, axes)
+    """0.5.0: those of other pipelines said that the others had been silent, or had died."""
+    *others, last = pool.run(4, failing_step, ranks, axes, "raises")
     assert last == "ValueError: this layer gave up"
     for words in others:
         assert re.search(r"(process 3|rank 1) failed first: .*ValueError: this layer gave up", words), words

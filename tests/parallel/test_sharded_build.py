@@ -215,7 +215,7 @@ def test_a_ranks_peak_is_its_shard_plus_one_tensor(
 
 
 def test_the_source_model_is_freed(pool: Pool) -> None:
-    assert all(pool.run(4, let_go, Axes(dp_shard=4, ep=2)))
+    assert all(pool.run(2, let_go, Axes(dp_shard=2, ep=2)))
     assert let_go(None)
 
 

@@ -75,10 +75,10 @@ def test_two_hosts(tmp_path: Path) -> None:
         for node in range(2)
     ]  # fmt: skip
     try:
-        told = [agent.communicate(timeout=LIMIT)[0] for agent in agents]
+        outputs = [agent.communicate(timeout=LIMIT)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], told[0][-3000:]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs[0][-3000:]
     expected = train(config, tmp_path / "alone", data, *ALONE)
     assert losses(output) == pytest.approx(expected, rel=1e-8)
