@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from rich.table import Table
@@ -15,87 +15,65 @@ from penstock.pipeline.build_plan import BuildPlan
 SHOWN = 64  # processes; more lines would push what stands above off the screen
 
 
-class Grid:
-    """The processes of a mesh by their places on its axes: neighbours on the last axis come first.
-
-    Args:
-        ranks: of the pipeline
-        axes: the other axes, without -1
-    """
-
-    def __init__(self, ranks: int, axes: Axes) -> None:
-        self.sizes = {name: {"pp": ranks, **axes.sizes}[name] for name in MESH}
-        shape = tuple(self.sizes.values())
-        self._numbers = np.arange(np.prod(shape)).reshape(shape)
-
-    def __len__(self) -> int:
-        return int(self._numbers.size)
-
-    def place(self, process: int) -> dict[str, int]:
-        """The place of a process on each axis."""
-        return dict(zip(MESH, map(int, np.unravel_index(process, self._numbers.shape)), strict=True))
-
-    def along(self, process: int, axes: Collection[str]) -> list[int]:
-        """The processes, itself among them, that differ from this one in the place on these axes only."""
-        place = self.place(process)
-        line = self._numbers[tuple(slice(None) if name in axes else place[name] for name in MESH)]
-        return [int(number) for number in line.flatten()]
-
-
 def mesh_table(plan: BuildPlan, axes: Axes, rows: int | None) -> Table:
-    """A line for each process.
+    """A line for each process; neighbours on the mesh's last axis come first.
 
     Args:
         plan: of the pipeline
         axes: the mesh's other axes, without -1
         rows: of a whole batch, if each pipeline reads a range of them; None if they are divided by length
     """
-    grid = Grid(plan.schedule.ranks, axes)
-    long = [name for name in MESH if name == "pp" or grid.sizes[name] > 1]
-    words = ("stages", "layers", "neighbours", "sums gradients with", "reads")
+    ranks = plan.schedule.ranks
+    sizes = {name: {"pp": ranks, **axes.sizes}[name] for name in MESH}
+    numbers = np.arange(ranks * axes.ranks_per_stage).reshape(*sizes.values())
+
+    def along(place: dict[str, int], names: Collection[str]) -> list[int]:
+        """The processes that differ from the one at `place` in the place on these axes only, and itself."""
+        line = numbers[tuple(slice(None) if name in names else place[name] for name in MESH)]
+        return [int(number) for number in line.flatten()]
+
+    long = [name for name in MESH if name == "pp" or sizes[name] > 1]
     lines: list[tuple[object, ...]] = []
-    for process in range(min(len(grid), SHOWN)):
-        place = grid.place(process)
+    for process, indices in enumerate(islice(np.ndindex(numbers.shape), SHOWN)):
+        place = dict(zip(MESH, indices, strict=True))
         held = [stage for stage in plan.stages if stage.rank == place["pp"]]
+        pipeline = along(place, ["pp"])
         lines.append((
             process,
             *(place[name] for name in long),
             ", ".join(str(stage.stage) for stage in held),
             ", ".join(_span(stage.layers) if stage.layers else "none" for stage in held),
-            _names(_neighbours(plan, grid, process)),
-            _names([other for other in grid.along(process, LOSS) if other != process]),
-            _reads(grid, process, rows),
+            _names([pipeline[rank] for rank in _neighbours(plan, place["pp"])]),
+            _names([other for other in along(place, LOSS) if other != process]),
+            _reads(place, axes, rows),
         ))  # fmt: skip
-    if len(grid) > SHOWN:
-        lines.append(("...", *[""] * len(long), f"and {len(grid) - SHOWN} more"))
-    title = f"mesh of {len(grid)} processes: pp={plan.schedule.ranks} x {axes}"
+    if numbers.size > SHOWN:
+        lines.append(("...", *[""] * len(long), f"and {numbers.size - SHOWN} more"))
+    words = ("stages", "layers", "neighbours", "sums gradients with", "reads")
+    title = f"mesh of {numbers.size} processes: pp={ranks} x {axes}"
     made = table(("process", *long, *words), lines, left=words, title=title, caption=_caption(axes))
     made.columns[-1].no_wrap = True
     return made
 
 
-def _neighbours(plan: BuildPlan, grid: Grid, process: int) -> list[int]:
-    """The processes that it exchanges activations and their gradients with."""
-    placement, rank = plan.schedule.placement, grid.place(process)["pp"]
+def _neighbours(plan: BuildPlan, rank: int) -> list[int]:
+    """The ranks of the pipeline that this one exchanges activations and their gradients with."""
+    placement = plan.schedule.placement
     stages = placement.stages_of(rank)
     before = [stage - 1 for stage in stages if not placement.is_first(stage)]
     behind = [stage + 1 for stage in stages if not placement.is_last(stage)]
-    ranks = {placement.rank_of[stage] for stage in (*before, *behind)} - {rank}
-    pipeline = grid.along(process, ("pp",))
-    return [pipeline[other] for other in sorted(ranks)]
+    return sorted({placement.rank_of[stage] for stage in (*before, *behind)} - {rank})
 
 
-def _reads(grid: Grid, process: int, rows: int | None) -> str:
+def _reads(place: dict[str, int], axes: Axes, rows: int | None) -> str:
     """The part of the batch that it works on; its number is Pipeline.batch_part's."""
-    place, sizes = grid.place(process), grid.sizes
-    part = place["dp_replicate"] * sizes["dp_shard"] + place["dp_shard"]
-    parts = sizes["dp_replicate"] * sizes["dp_shard"]
+    part, parts = place["dp_replicate"] * axes.dp_shard + place["dp_shard"], axes.batch_parts
     if rows is not None:
         numbers = np.array_split(range(rows), parts)[part]
         text = f"rows {_span(range(int(numbers[0]), int(numbers[-1]) + 1))}"
     else:
         text = f"part {part} of {parts}" if parts > 1 else "all rows"
-    return f"{text}, part {place['cp']} of {sizes['cp']} of each" if sizes["cp"] > 1 else text
+    return f"{text}, part {place['cp']} of {axes.cp} of each" if axes.cp > 1 else text
 
 
 def _span(numbers: range) -> str:

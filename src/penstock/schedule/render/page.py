@@ -46,7 +46,7 @@ class _Column(NamedTuple):
 
 def _table(drawing: Drawing) -> str:
     columns, panels = _columns(drawing), drawing.panels
-    head = _plain_head(columns) if len(panels) == 1 else _head(columns, [panel.label for panel in panels])
+    head = _head(columns, [panel.label for panel in panels])
     ranks = range(max(panel.timeline.ranks for panel in panels))
     rows = [_row(f"rank {rank}", columns, panels, rank) for rank in ranks]
     total = _row("all ranks", columns, panels, None)
@@ -90,18 +90,17 @@ def _columns(drawing: Drawing) -> list[_Column]:
     ]
 
 
-def _plain_head(columns: list[_Column]) -> list[str]:
-    cells = "".join(f'<th scope="col" title="{escape(c.about)}">{c.name}</th>' for c in columns)
-    return [f'<tr><th scope="col">rank</th>{cells}</tr>']
-
-
 def _head(columns: list[_Column], labels: list[str]) -> list[str]:
-    groups = "".join(
-        f'<th scope="colgroup" colspan="{len(labels)}" title="{escape(c.about)}">{c.name}</th>'
-        for c in columns
-    )
-    names = "".join(f'<th scope="col">{escape(label)}</th>' for _ in columns for label in labels)
-    return [f'<tr><th scope="col" rowspan="2">rank</th>{groups}</tr>', f"<tr>{names}</tr>"]
+    """A row of the columns' names; with several panels a second one of their labels."""
+    several = len(labels) > 1
+    scope = f'scope="colgroup" colspan="{len(labels)}"' if several else 'scope="col"'
+    names = "".join(f'<th {scope} title="{escape(c.about)}">{c.name}</th>' for c in columns)
+    tall = ' rowspan="2"' if several else ""
+    rows = [f'<tr><th scope="col"{tall}>rank</th>{names}</tr>']
+    if several:
+        cells = "".join(f'<th scope="col">{escape(label)}</th>' for _ in columns for label in labels)
+        rows.append(f"<tr>{cells}</tr>")
+    return rows
 
 
 def _row(head: str, columns: list[_Column], panels: Sequence[Panel], rank: int | None) -> str:
