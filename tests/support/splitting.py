@@ -1,4 +1,4 @@
-"""Split backwards beside plain autograd, in the orders that zero-bubble schedules run them."""
+"""Split backwards next to plain autograd, in the orders that zero-bubble schedules run them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from penstock.parallel.fsdp import Sharded, shard_stage
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
 from penstock.runtime.split_backward.deferred import Deferred
 from penstock.runtime.split_backward.recording import deferring
-from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of
+from support.reference import TOLERANCE, assert_gradients, gradients_of
 
 # what runs for which microbatch; B is a whole backward after a forward that could have been split
 ORDERS = {
@@ -158,48 +159,28 @@ def data(rank: int) -> list[list[Tensor]]:
     return [[torch.randn(shape, generator=generator, dtype=torch.float64)] for _ in range(MICROBATCHES)]
 
 
-def mean_over_ranks(ranks: int) -> Gradients:
-    """What one process has after all ranks' microbatches, as FSDP2 averages it."""
-    module = stack(False)
-    for rank in range(ranks):
-        plain(module, call, data(rank))
-    return {name: gradient / ranks for name, gradient in gradients_of(module).items()}
-
-
 def call(module: nn.Module, *inputs: Tensor) -> Any:
     return module(*inputs)
 
 
-def reduce(module: Any) -> None:
-    """The one reduction of a step, after its last W: what FSDP2 does at the end of any other backward."""
-    module.set_is_last_backward(True)
-    module.set_reshard_after_backward(True)
-    module.set_requires_gradient_sync(True)
-    state = module._get_fsdp_state()
-    for each in state._state_ctx.all_states:
-        for group in each._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()
-
-
 def sharded(order: str, reshard: bool, checkpointed: bool) -> list[int]:
-    """Two steps of split backwards, each with one reduction at its end; bytes held for a W in each."""
+    """Two exact steps of split backwards, each with one reduction at its end; bytes held for a W in each."""
     module: Any = stack(checkpointed)
-    for block in module.blocks:
-        fully_shard(block, reshard_after_forward=reshard)
-    fully_shard(module, reshard_after_forward=reshard)
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks,))
+    shards = shard_stage(module, [*module.blocks], mesh, Sharded(reshard_after_forward=reshard))
+    assert not Sharding(module).reduces_in_backward
+    module.set_requires_gradient_sync(True)
     assert Sharding(module).reduces_in_backward
-    expected = mean_over_ranks(dist.get_world_size())
+    module.set_requires_gradient_sync(False)
+    whole = stack(False)
+    for rank in range(ranks):
+        plain(whole, call, data(rank))
     most = []
     for _ in range(2):
-        module.set_is_last_backward(False)
-        module.set_reshard_after_backward(reshard)
-        module.set_requires_gradient_sync(False)
-        assert not Sharding(module).reduces_in_backward
-        held = split(module, call, data(dist.get_rank()), ORDERS[order])[1]
-        reduce(module)
+        most.append(split(module, call, data(dist.get_rank()), ORDERS[order])[1])
+        shards.reduce()
         found = {name: p.grad.full_tensor() for name, p in module.named_parameters()}
-        assert_gradients(found, expected, 1e-10)
+        assert_gradients(found, gradients_of(whole), 1e-10)
         module.zero_grad()
-        most.append(held)
     return most

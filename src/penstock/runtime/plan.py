@@ -47,9 +47,6 @@ class Message(NamedTuple):
     def channel(self) -> Channel:
         return Channel(self.op.stage, self.target)
 
-    def __str__(self) -> str:
-        return f"{self.op} for stage {self.target}"
-
 
 class Channel(NamedTuple):
     """A directed edge between two stages on different ranks; first in, first out."""

@@ -6,6 +6,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
@@ -19,6 +20,7 @@ from penstock.schedule import Op, build
 TIMEOUT = 0.4  # a note every 0.05 s
 TIMED_OUT, CLOSED = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")
 PROGRAM = build("1f1b", ranks=4, microbatches=6).programs[2]
+FORWARDS = [Op(0, "F", m) for m in range(3)]  # which have no phases
 
 Start = Callable[[int], Watch]
 
@@ -59,6 +61,7 @@ def waits(watch: Watch, op: str, target: int) -> None:
         (at(2), "waiting for 3B0", "waiting for 3B0, steady phase; 2 of 12 ops done, the last 2F0 2F1"),
         (at(9, True), "", "in 2F5, steady phase; 9 of 12 ops done, the last 2B2 2F4 2B3"),
         (at(10, True), "", "in 2B4, drain; 10 of 12 ops done, the last 2F4 2B3 2F5"),
+        (Progress(FORWARDS, FORWARDS[:1], FORWARDS[1]), "", "in 0F1; 1 of 3 ops done, the last 0F0"),
         (Progress(PROGRAM, PROGRAM, None), "", "between steps; 12 of 12 ops done, the last 2F5 2B4 2B5"),
     ],
 )  # fmt: skip
@@ -66,12 +69,7 @@ def test_what_a_rank_does_in_words(progress: Progress | None, waiting: str, said
     assert str(account(progress, waiting)) == said
 
 
-def test_a_forward_only_program_has_no_phases() -> None:
-    program = [Op(0, "F", m) for m in range(3)]
-    assert str(account(Progress(program, program[:1], program[1]))) == "in 0F1; 1 of 3 ops done, the last 0F0"
-
-
-def test_the_thread_tells_of_progress_and_reads_it_only(store: Store, start: Start) -> None:
+def test_the_thread_publishes_progress_and_asks_for_it_once_a_period(store: Store, start: Start) -> None:
     asked = []
 
     def progress() -> Progress:
@@ -160,7 +158,7 @@ def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, st
 
 
 def test_a_wait_that_goes_on_keeps_its_beginning(start: Start) -> None:
-    """0.2.0: the error of a wait that had timed out told of 0 s: it was begun anew when it broke off."""
+    """0.2.0: the error of a wait that had timed out said 0 s: it was begun anew when it broke off."""
     watch = start(0)
     waits(watch, "1B0", 0)
     time.sleep(TIMEOUT)
@@ -205,17 +203,9 @@ def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start:
 
 
 def test_a_store_that_is_gone_is_done_without() -> None:
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            raise RuntimeError("connection refused")
-
-        def set(self, key: str, value: str) -> None:
-            raise RuntimeError("connection refused")
-
-        def compare_set(self, key: str, expected: str, value: str) -> None:
-            raise RuntimeError("connection refused")
-
-    notes = FailureNotes(Gone(), 0)  # type: ignore[arg-type]
+    gone = Mock(spec=Store)
+    gone.check.side_effect = gone.set.side_effect = gone.compare_set.side_effect = RuntimeError("refused")
+    notes = FailureNotes(gone, 0)
     assert not notes.leave("at work", Wait("2F0", 2))
     assert notes.read(1) is None
     notes.fail(0, "no")

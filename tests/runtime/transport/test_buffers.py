@@ -71,16 +71,19 @@ def test_a_backward_gives_what_its_graph_held_back(pool: Pool) -> None:
     assert pool.idle_bytes == SPEC.nbytes
 
 
-def test_one_storage_serves_any_dtype(pool: Pool) -> None:
-    where = address(pool.take(TensorSpec((64,), torch.float32)))
-    assert address(pool.take(TensorSpec((32,), torch.float64))) == where
-
-
-def test_ragged_lengths_share_buffers(pool: Pool) -> None:
-    where = address(taken(pool, 1100))
-    assert address(taken(pool, 1050)) == where
-    assert address(taken(pool, 1100)) == where
-    assert pool.nbytes == 1152  # 1100 in whole lines of 64
+@pytest.mark.parametrize(
+    ("first", "then", "shared"),
+    [
+        (TensorSpec((64,), torch.float32), TensorSpec((32,), torch.float64), True),
+        (TensorSpec((1100,), torch.uint8), TensorSpec((1050,), torch.uint8), True),
+        (TensorSpec((4096,), torch.uint8), TensorSpec((1024,), torch.uint8), False),
+    ],
+    ids=["another dtype", "a ragged length", "much too large"],
+)
+def test_memory_serves_what_fits_it(pool: Pool, first: TensorSpec, then: TensorSpec, shared: bool) -> None:
+    where = address(pool.take(first))
+    assert (address(pool.take(then)) == where) == shared
+    assert address(pool.take(first)) == where
 
 
 def test_the_best_fit_is_taken(pool: Pool) -> None:
@@ -88,11 +91,6 @@ def test_the_best_fit_is_taken(pool: Pool) -> None:
     best = address(fitting)
     del large, fitting, small
     assert address(taken(pool, 10100)) == best
-
-
-def test_what_is_much_too_large_stays_for_others(pool: Pool) -> None:
-    where = address(taken(pool, 4096))
-    assert address(taken(pool, 1024)) != where
 
 
 def test_trim_lets_go_of_what_the_last_step_did_not_use(pool: Pool) -> None:

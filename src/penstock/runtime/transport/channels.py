@@ -233,7 +233,7 @@ class Channels(Messages):
         self._sending[message] = sending
         self._pool.drop_idle()  # the op that made this payload has freed its inputs
         if completion is not None:
-            sending.leave_to(completion)
+            completion.watch(sending)
         else:
             for earlier in self._sending.values():
                 earlier.poll()

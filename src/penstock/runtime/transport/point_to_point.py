@@ -177,7 +177,7 @@ class Sending:
         self.nbytes = nbytes
         self._tensors, self._works, self._start = tensors, works, start
         self._over = threading.Event()
-        self._in_thread = False
+        self.in_thread = False  # whether a SendCompletion waits for it
         self._error: RuntimeError | None = None
 
     @property
@@ -195,7 +195,7 @@ class Sending:
 
     def finish(self, timeout: timedelta) -> None:
         """Make sure that the message has been sent. Raises RuntimeError if that fails or takes too long."""
-        if not self._in_thread:
+        if not self.in_thread:
             self.wait(timeout)
         elif not self._over.wait(timeout.total_seconds()):
             raise RuntimeError("the send timed out")
@@ -212,10 +212,6 @@ class Sending:
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         self._free()
 
-    def leave_to(self, completion: SendCompletion) -> None:
-        self._in_thread = True
-        completion.watch(self)
-
     def _free(self) -> None:
         self._tensors, self._works, self._start, self.nbytes = (), (), None, 0
         self._over.set()
@@ -231,6 +227,7 @@ class SendCompletion:
         atexit.register(self.close)  # a thread that wakes up while Python ends may abort the process
 
     def watch(self, sending: Sending) -> None:
+        sending.in_thread = True
         self._queue.put(sending)
 
     def close(self) -> None:
