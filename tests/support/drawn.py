@@ -56,11 +56,11 @@ REDUCED = replace(
 
 def jittered(timeline: Timeline, seed: int) -> Timeline:
     """As if measured: begun at 1000 and stretched a little, with ops that are a little shorter."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     spans = [
         span._replace(
             start=1000 + 1.05 * span.start,
-            end=1000 + 1.05 * span.start + (span.end - span.start) * chance.uniform(0.9, 1),
+            end=1000 + 1.05 * span.start + (span.end - span.start) * rng.uniform(0.9, 1),
         )
         for span in timeline.spans
     ]

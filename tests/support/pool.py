@@ -75,9 +75,7 @@ class Pool:
             self.close()  # a failed job may leave anything behind in its processes
             raise JobError("\n".join(failures))
         for _, connection in self._workers[:ranks]:
-            connection.send_bytes(
-                b"over"
-            )  # all have answered: none breaks a connection that another still opens
+            connection.send_bytes(b"over")  # only now: none breaks a connection that another still opens
         return results
 
     def _start(self, index: int) -> tuple[Any, Connection]:

@@ -15,7 +15,6 @@ from penstock import AutoPipeline, Axes, Sharded
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import axes_of, make_auto, ranks_of
@@ -101,27 +100,6 @@ def test_what_does_not_fit_is_refused_with_what_would(
         "(parallel.dp_replicate x parallel.dp_shard). Give 6 rows or more, or "
         "pipeline.microbatches=1 or fewer"
     )
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        ({"dp_shard": 0}, "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
-        (
-            {"pp": 2},
-            "parallel: pp=2 is the pipeline's axis, which has a section of its own. Write pipeline.r",
-        ),
-        ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most takes all that are left"),
-        ({"param_dtype": "bfloat16"}, "param_dtype=bfloat16 configures the weights that FSDP2 shards, and"),
-        ({"dp_shard": 8}, "rows cannot be split into pipeline.microbatches=2 for each of 8 parts"),
-    ],
-)
-def test_a_wrong_section_is_refused(tmp_path: Path, parallel: dict[str, Any], message: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(config(tmp_path).to_yaml())
-    with pytest.raises(ConfigError) as caught:
-        load_config(file, [f"parallel.{name}={value}" for name, value in parallel.items()])
-    assert message in str(caught.value)
 
 
 def test_each_pipeline_needs_a_row_for_each_microbatch() -> None:

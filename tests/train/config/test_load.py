@@ -114,6 +114,20 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "memory_limit chooses in_flight, and here both are given. Leave one of them out",
         ),
         ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
+        ("parallel.dp_shard=0", "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
+        (
+            "parallel.pp=2",
+            "parallel: pp=2 is the pipeline's axis, which has a section of its own. Write pipeline.ranks=2",
+        ),
+        (
+            "parallel.dp_shard=-1 parallel.tp=-1",
+            "dp_shard and tp of -1: one axis at most takes all that are left",
+        ),
+        (
+            "parallel.param_dtype=bfloat16",
+            "param_dtype=bfloat16 configures the weights that FSDP2 shards, and",
+        ),
+        ("parallel.dp_shard=8", "rows cannot be split into pipeline.microbatches=4 for each of 8 parts"),
         ("pipeline.padding={multiple: 8}", "pipeline.shapes=inferred. Set pipeline.shapes=padded"),
         ("pipeline.padding={lenght: 3}", "Did you mean pipeline.padding.length?"),
         ("pipeline.padding={multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,21 +37,6 @@ class Fill:
 Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
 
 
-class Rows(Protocol):
-    """Rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
-
-    def content(self, chosen: Sequence[int]) -> Content:
-        """These rows, as one pipeline takes them."""
-
-    def fill(self, chosen: Sequence[int]) -> Fill:
-        """The fill of that content, found without making it."""
-
-
 @dataclass(frozen=True)
 class StreamRows:
     """Rows of one stream of tokens. tokens: (rows, sequence); padding: the pipeline's, if any"""
@@ -63,6 +48,7 @@ class StreamRows:
         return len(self.tokens)
 
     def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
     def content(self, chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -71,6 +57,7 @@ class StreamRows:
         return {"input_ids": ids, "labels": ids.clone()}
 
     def fill(self, chosen: Sequence[int]) -> Fill:
+        """The fill of that content, found without making it."""
         length = self.tokens.shape[1]
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded)
@@ -159,3 +146,6 @@ class DocumentRows:
             if self.flash:  # transformers derives the bounds from positions only for a batch of one row
                 microbatch |= boundaries(ends)
         return microbatch
+
+
+Rows = StreamRows | DocumentRows

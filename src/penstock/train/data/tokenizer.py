@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,39 +18,26 @@ from penstock.errors import DataError
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 
-class Tokenizer(Protocol):
-    """Text to token ids. separator: the id put between two documents; None where there is no such token"""
-
-    @property
-    def separator(self) -> int | None: ...
-
-    def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document. Raises DataError that names the wrong document."""
-
-    def prompt(self, text: str) -> list[int]:
-        """The ids of a text to continue, with the special tokens that the tokenizer adds."""
-
-    def save(self, folder: Path) -> None:
-        """Write files from which AutoTokenizer.from_pretrained encodes and decodes the same ids."""
-
-
 class Bytes:
-    """A token is a byte, its id the byte's value; byte 0 separates documents."""
+    """A token is a byte, its id the byte's value. separator: the id put between two documents, here byte 0"""
 
     separator = 0
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
+        """The ids of each document."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
     def prompt(self, text: str) -> list[int]:
+        """The ids of a text to continue, with the special tokens that the tokenizer adds."""
         return list(text.encode())
 
     def save(self, folder: Path) -> None:
+        """Write files from which AutoTokenizer.from_pretrained encodes and decodes the same ids."""
         byte_level_tokenizer().save_pretrained(folder)
 
 
 class HuggingFace:
-    """The tokenizer in a local folder; documents are encoded without special tokens."""
+    """The tokenizer in a local folder, used as Bytes is. separator: None where it has no such token"""
 
     def __init__(self, folder: str) -> None:
         try:
@@ -65,6 +52,7 @@ class HuggingFace:
         self.separator: int | None = bos if eos is None else eos
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
+        """The ids of each document, without special tokens. Raises DataError that names a wrong one."""
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
@@ -74,6 +62,9 @@ class HuggingFace:
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
+
+
+Tokenizer = Bytes | HuggingFace
 
 
 def open_tokenizer(name: str) -> Tokenizer:
