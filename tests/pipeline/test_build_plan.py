@@ -63,17 +63,15 @@ def test_recomputation_keeps_the_memory_limit() -> None:
     everything = simulate(free.schedule, free.sizes(shape)).peak_memory
     for share in (0.5, 0.95):
         limit = free.weight_bytes(0, Axes()) + share * max(everything)
-        auto = AutoPipeline(
-            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=limit, shape=shape)
-        )
+        how = Checkpointing(memory_limit=limit, shape=shape)
+        auto = AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=how)
         plan = auto.build_plan(model)
         predicted = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
         for rank, held in enumerate(predicted):
             assert held + plan.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
+    too_small = Checkpointing(memory_limit=2**19, shape=shape)
     with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
-        AutoPipeline(
-            ranks=2, microbatches=8, activation_checkpointing=Checkpointing(memory_limit=2**19, shape=shape)
-        ).build_plan(model)
+        AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)
 
 
 def test_an_overlap_of_zero_is_off() -> None:
@@ -98,7 +96,7 @@ def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
 
 def test_a_memory_limit_counts_shards() -> None:
     """0.5.0: what fits with dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
-    model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
+    model, shape = tiny_model("llama", layers=2, hidden_size=64), (4, 64)
     whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
     for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):
         auto = AutoPipeline(ranks=2, microbatches=8, axes=axes)

@@ -39,11 +39,8 @@ def metadata(lengths: Sequence[int]) -> dict[str, Any]:
     max_length_q and _k, whole numbers. Raises BatchError for an empty document.
     """
     if not lengths or min(lengths) < 1:
-        raise BatchError(
-            f"documents of {list(lengths)} tokens",
-            "each document has a token or more",
-            "Drop empty ones",
-        )
+        rule = "each document has a token or more"
+        raise BatchError(f"documents of {list(lengths)} tokens", rule, "Drop empty ones")
     bounds = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(torch.int32)
     return {"position_ids": positions(bounds)[None], **boundaries(bounds)}
 
@@ -51,12 +48,8 @@ def metadata(lengths: Sequence[int]) -> dict[str, Any]:
 def boundaries(bounds: Tensor) -> dict[str, Any]:
     """`bounds`, where each document ends, as the four arguments of flash attention."""
     longest = int(bounds.diff().max())
-    return {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    bounds_of_both = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    return {**bounds_of_both, "max_length_q": longest, "max_length_k": longest}
 
 
 def positions(cu_seq_lens: Tensor) -> Tensor:
@@ -136,15 +129,9 @@ def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[
     Args:
         cu_seq_lens: of the whole batch, `rows` x `length` tokens laid end to end.
 
-    Raises BatchError where a document crosses the end of a row, and where there are fewer rows than groups.
+    Raises BatchError where a document crosses the end of a row.
     """
     check_row_bounds("cu_seq_lens", cu_seq_lens, rows, length)
-    if not 1 <= count <= rows:
-        raise BatchError(
-            f"packed documents in {rows} rows",
-            f"they are to be split into {count} groups of at least one row each",
-            f"Give {count} rows or more, or set microbatches to at most {rows}",
-        )
     groups = []
     for group in torch.arange(rows).tensor_split(count):
         first, end = int(group[0]) * length, (int(group[-1]) + 1) * length

@@ -31,11 +31,10 @@ from penstock.models.weights.folder import MANIFEST, check_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
-from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.build_plan import BuildPlan, check_fits, plan_stage, shared_weights
-from penstock.pipeline.options import Options, check_options
+from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.runtime.health.agreement import compare_values
@@ -105,7 +104,6 @@ class AutoPipeline(Options):
             parse_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
         proof = verify(schedule)
-        check_options(self.axes or Axes(), self.sharded, self.loss())
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
             check_folder(model)  # penstock wrote it: without this an altered file would load silently
         source = open_source(model, self.dtype, self.attention)
@@ -211,7 +209,6 @@ class _Build:
         schedule, source = plan.schedule, plan.source
         if mesh_plan is not None:  # by now sizes of -1 are known
             axes, options = mesh_plan.axes, auto.parallel_options()
-            check_options(axes, auto.sharded, auto.loss())
             check_model(source.model, axes, options)
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
         self._compare_values()

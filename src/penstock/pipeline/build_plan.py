@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import transformers
@@ -30,7 +31,6 @@ from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.parallel.tensor.plan import assigned
 from penstock.parallel.tensor.styles import COLUMNS
-from penstock.pipeline.options import recomputed_places
 from penstock.runtime.health.agreement import flat
 from penstock.runtime.memory import Sizes
 from penstock.runtime.rng import dropouts
@@ -71,6 +71,7 @@ class BuildPlan:
     source: Source
     chain: Chain
     routed: ModelRouting | None = None
+    _known_sizes: dict[Any, Costs | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def facts(self) -> dict[str, str]:
@@ -138,6 +139,11 @@ class BuildPlan:
         Durations are those of Costs(). None if the forward depends on values, so that only a step can
         measure them (Pipeline.costs).
         """
+        if (shape, how) not in self._known_sizes:
+            self._known_sizes[shape, how] = self._sizes(shape, how)
+        return self._known_sizes[shape, how]
+
+    def _sizes(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
         edges, found = HFEdges(self.source.model, self.chain), []
         split = {stage for stage, _ in self.schedule.split}
         for stage in range(self.schedule.placement.depth):
@@ -171,7 +177,7 @@ class BuildPlan:
         Raises ConfigError where recomputing all of them still exceeds the memory limit.
         """
         if how is None or how.memory_limit is None:
-            return recomputed_places(self.schedule, how)
+            return frozenset() if how is None else first_in_flight(self.schedule, how.in_flight)
         assert how.shape is not None
         axes = axes or Axes()
         sizes = self._kept_and_recomputed(how, axes.local_shape(how.shape))

@@ -13,7 +13,6 @@ from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
-from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
@@ -48,21 +47,11 @@ class Evaluations:
         self._lowered: dict[int, LoweredSchedule] = {}  # by number of microbatches
 
     def loss(self, batch: BatchLike) -> StepResult:
-        return self._run(self._forwards(batch), batch)
+        return self._run(batch)[0]
 
     def results(self, batch: BatchLike, collect: Collect) -> dict[int, Any]:
         """The results of `collect` by microbatch, on the rank where it ran."""
-        return self._results(self._forwards(batch), batch, collect, scored=False)[1]
-
-    def _results(
-        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect, *, scored: bool
-    ) -> tuple[StepResult, dict[int, Any]]:
-        result = self._run(lowered, batch, collect, scored)
-        found: dict[int, Any] = {}
-        for executor in lowered.executors:
-            found |= executor.ops.results
-            executor.ops.results = {}
-        return result, dict(sorted(found.items()))
+        return self._run(batch, collect)[1]
 
     def outputs(self, batch: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
         """Evaluate `batch`, and return outputs too.
@@ -81,9 +70,7 @@ class Evaluations:
         collect: Collect = wanted if callable(wanted) else lambda output, number: output
         labelled = any("labels" in part for part in as_list(batch))
         scored = labelled or not isinstance(self._built.loss, NextToken)
-        lowered = self._forwards(batch)
-        result, found = self._results(lowered, batch, collect, scored=scored)
-        count = lowered.schedule.microbatches
+        result, found, count = self._run(batch, collect, scored)
         if everywhere:
             found = self._send_to_all(found, count)
         outputs = [found.get(number) for number in range(count)] if found else None
@@ -92,12 +79,22 @@ class Evaluations:
         return Evaluation(*result, outputs) if scored else Evaluation(None, 0, result.bubble, outputs)
 
     def _run(
-        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None = None, scored: bool = False
-    ) -> StepResult:
-        if collect is not None and self._built.mesh_plan is not None:
-            collect = _with_whole_sequences(collect, self._built.mesh_plan)
+        self, batch: BatchLike, collect: Collect | None = None, scored: bool = False
+    ) -> tuple[StepResult, dict[int, Any], int]:
+        """The step's result, the results of `collect` by microbatch, and the number of microbatches."""
+        lowered, mesh_plan, keep = self._forwards(batch), self._built.mesh_plan, collect
+        if collect is not None and mesh_plan is not None:  # the ranks of cp hold an output together
+
+            def keep(output: Any, number: int) -> Any:
+                return collect(mesh_plan.gather_output(output, number), number)
+
         with evaluating(*(stage.module for stage in self._built.stages)):
-            return self._steps.run(lowered, batch, collect, scored=scored)[0]
+            result, _ = self._steps.run(lowered, batch, keep, scored=scored)
+        found: dict[int, Any] = {}
+        for executor in lowered.executors:
+            found |= executor.ops.results
+            executor.ops.results = {}
+        return result, dict(sorted(found.items())), lowered.schedule.microbatches
 
     def _send_to_all(self, found: Mapping[int, Any], count: int) -> dict[int, Any]:
         """As `send_to_all`; what one pipeline of a mesh refuses, all refuse. Collective over the mesh."""
@@ -126,11 +123,6 @@ class Evaluations:
             proof = verify(forwards(self._built.schedule.placement, count))
             self._lowered[count] = self._steps.lower(proof)
         return self._lowered[count]
-
-
-def _with_whole_sequences(collect: Collect, mesh_plan: MeshPlan) -> Collect:
-    """`collect`, called with the outputs that the ranks of cp hold together."""
-    return lambda output, number: collect(mesh_plan.gather_output(output, number), number)
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:

@@ -32,7 +32,6 @@ from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
 from penstock.schedule.order import exchanges
-from penstock.schedule.recompute import Places, first_in_flight
 
 Shapes = str | Padding
 Parallelize = Callable[[nn.Module], nn.Module]
@@ -117,12 +116,13 @@ class Options:
     def chosen_schedule(self) -> Schedule:
         """The schedule to run.
 
-        Raises ConfigError for an unknown name, a size that the schedule does not take, and an exchange or an
-        overlap that it cannot have.
+        Raises ConfigError for an unknown name, a size that the schedule does not take, an exchange or an
+        overlap that it cannot have, and options that do not fit the axes.
         """
         options = self.world_options()
         options.check()
         self.padding()
+        self._check_axes(self.axes or Axes())
         ranks = remaining_ranks(options) if self.ranks == -1 else self.ranks
         schedule = chosen_schedule(self.schedule, ranks, self.microbatches)
         if self.exchange == "batched":
@@ -191,17 +191,15 @@ class Options:
         return Padding() if self.shapes == "padded" else None
 
     def checkpointing(self) -> Checkpointing | None:
-        """Raises ConfigError."""
         return checkpointing(self.activation_checkpointing)
 
     def parallel_options(self) -> ParallelOptions:
-        """Raises ConfigError."""
         return ParallelOptions(self.sharded, self.context, self.sequence_parallel)
 
     def mesh_plan(self, world: World) -> MeshPlan | None:
         """How the other axes change stages and microbatches; None without them. Collective.
 
-        Raises WorldSizeError, and ConfigError for axes in one process.
+        Raises WorldSizeError, and ConfigError for axes in one process and options that do not fit the axes.
         """
         if self.axes is None:
             return None
@@ -209,8 +207,25 @@ class Options:
             self.axes.resolve_in_one_process(len(world.ranks))
             return None
         axes = self.axes.resolve(world.mesh["pp"].size(), world.mesh.size())
+        self._check_axes(axes)
         options, overlap = self.parallel_options(), world.transport.overlap
         return MeshPlan(world.mesh, axes, options, self.timeout, overlap=overlap)
+
+    def _check_axes(self, axes: Axes) -> None:
+        """Raise ConfigError for options that do not fit; an axis of -1 passes until it is known."""
+        if self.sharded != Sharded() and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
+            raise ConfigError(
+                f"sharded={self.sharded} with the axes {axes}",
+                "`sharded` needs dp_shard, dp_replicate or cp above 1; here no weight is sharded",
+                "Set dp_shard to 2 or more, or leave sharded out",
+            )
+        if axes.cp > 1 and isinstance(self.loss(), MeanOverRows):
+            raise ConfigError(
+                f"a loss_fn that is a function, with cp={axes.cp}",
+                "it returns the mean over whole rows, and each rank of cp holds a part of each row",
+                "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
+                "rank's part (penstock.batch.loss.Loss), or leave out cp",
+            )
 
     def batch_splitter(
         self, complete: Callable[[Microbatch], Microbatch] = dict, *, counts_tokens: bool = False
@@ -257,30 +272,6 @@ def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     renamed = tuple("pp" if name == axis else f"{name}_" if name == "pp" else name for name in names)
     groups = [mesh.get_group(name) for name in names]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=renamed)
-
-
-def recomputed_places(schedule: Schedule, how: Checkpointing | None) -> Places:
-    """The (stage, microbatch) that activation checkpointing applies to, without a memory limit."""
-    if how is None or not schedule.trains:
-        return frozenset()
-    return first_in_flight(schedule, how.in_flight)
-
-
-def check_options(axes: Axes, sharded: Sharded, loss: Loss) -> None:
-    """Raise ConfigError for options that do not fit the axes; an axis of -1 passes until it is known."""
-    if sharded != Sharded() and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
-        raise ConfigError(
-            f"sharded={sharded} with the axes {axes}",
-            "`sharded` needs dp_shard, dp_replicate or cp above 1; here no weight is sharded",
-            "Set dp_shard to 2 or more, or leave sharded out",
-        )
-    if axes.cp > 1 and isinstance(loss, MeanOverRows):
-        raise ConfigError(
-            f"a loss_fn that is a function, with cp={axes.cp}",
-            "it returns the mean over whole rows, and each rank of cp holds a part of each row",
-            "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this rank's "
-            "part (penstock.batch.loss.Loss), or leave out cp",
-        )
 
 
 P = ParamSpec("P")

@@ -43,8 +43,7 @@ class Pipeline(SplitModel):
         self._shared = SharedGradients(built.shared, built.world.transport, self.processes)
         self._steps = StepRunner(built)
         self._proof = verify(built.schedule)
-        recomputed = built.recomputed if built.schedule.trains else frozenset()
-        self._training = self._steps.lower(self._proof, recomputed)
+        self._training = self._steps.lower(self._proof, built.recomputed)
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())

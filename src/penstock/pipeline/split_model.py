@@ -130,7 +130,7 @@ class SplitModel:
         norm = global_norm(counted, self._world)
         scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if scale < 1:
-            scale_([p.grad for p in self.parameters() if p.grad is not None], scale)
+            torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
         return norm
 
     # ---- files
@@ -154,14 +154,12 @@ class SplitModel:
         """
         action = f"write {path}"
         self._all_or_none(action, self._check_savable)
-        write = self._weights_writer(copied=False)
+        write, processes = self._weights_writer(copied=False), self.processes
 
-        def write_all() -> None:
-            write_folder(
-                Path(path), lambda folder: write(folder, self.processes, max_shard_size), self.processes
-            )
+        def write_all(folder: Path) -> None:
+            write(folder, processes, max_shard_size)
 
-        self._first_alone(action, write_all)
+        self._first_alone(action, lambda: write_folder(Path(path), write_all, processes))
 
     def _weights_writer(self, *, copied: bool) -> Callable[..., None]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
@@ -197,13 +195,13 @@ class SplitModel:
     def _check_savable(self) -> None:
         """Raise, on every rank of the pipeline, ModelError for weights that are not under the model's names,
         and CheckpointError for a weight that is sharded over another mesh."""
-        odd = [min(names ^ parameter_names(self._stages[index].module), default=None)
-               for index, names in self._names.items()]  # fmt: skip
+        odd = [name for index, names in self._names.items()
+               for name in names ^ parameter_names(self._stages[index].module)]  # fmt: skip
         ours = self._world.reductions.stage_ranks
         foreign = [name for name, p in self.named_parameters()
                    if isinstance(p, DTensor) and not ours.issuperset(_ranks_of(p))]  # fmt: skip
-        everyone = self.processes.gather((odd, min(foreign, default=None)))
-        if name := next((name for names, _ in everyone for name in names if name is not None), None):
+        everyone = self.processes.gather((min(odd, default=None), min(foreign, default=None)))
+        if name := next((name for name, _ in everyone if name is not None), None):
             raise ModelError(
                 f"weights with {name}, which only the model or what parallelize_fn made of it has",
                 "a folder holds the model's weights under its own names",
@@ -307,7 +305,3 @@ def _shard_count(gradient: DTensor) -> int:
     mesh, placements = gradient.device_mesh, gradient.placements
     assert not any(isinstance(placement, Partial) for placement in placements), "a sum not yet made"
     return math.prod(mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate())
-
-
-def scale_(gradients: Sequence[Tensor], factor: float) -> None:
-    torch._foreach_mul_([local_shard(gradient) for gradient in gradients], factor)

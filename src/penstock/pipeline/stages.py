@@ -16,10 +16,9 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.stage import ProvidedCall, Provider, StageInfo, provided_edges
 from penstock.models.weights.saved import SavedModel
-from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.options import Options, Parallelize, check_options, recomputed_places
+from penstock.pipeline.options import Options, Parallelize
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.pipeline.split_module import layers_of
 from penstock.runtime.health.agreement import compare_values, named
@@ -29,7 +28,7 @@ from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCal
 from penstock.runtime.transport.groups import AllProcesses, Processes
 from penstock.schedule import Schedule
 from penstock.schedule.ops import Placement
-from penstock.schedule.recompute import Places
+from penstock.schedule.recompute import Places, first_in_flight
 
 NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their numbers in the whole model
 Layers = Mapping[int, NumberedLayers]  # by stage
@@ -235,7 +234,6 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
             "only for a transformers model is it known how to shard sequences, experts and matrices",
             "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
         )
-    check_options(options.axes or Axes(), options.sharded, options.loss())
     facts = {**options.facts(), "provider": named(provider)}
     world = open_world(schedule, options.world_options(), facts)
     with close_on_error(world.transport):
@@ -243,13 +241,12 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
 
 
 def _stages_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
-    depth = schedule.placement.depth
+    depth, how = schedule.placement.depth, options.checkpointing()
     mesh_plan = options.mesh_plan(world)
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
     if mesh_plan is not None:
-        check_options(mesh_plan.axes, options.sharded, options.loss())
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
         compare_values(AllProcesses(options.timeout, world.device), rank, values, ())
@@ -258,7 +255,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
             index,
             module,
             world.device,
-            checkpointing=options.checkpointing(),
+            checkpointing=how,
             parallelize_fn=options.parallelize_fn,
             position=index % depth,
             shard=None if mesh_plan is None else mesh_plan.fully_shard,
@@ -266,9 +263,8 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         for index, module in provided.items()
     ]
     modules = _modules(stages)
-    edges = None
-    if options.shapes != "exchanged":
-        edges = provided_edges(provider, modules, depth, world.processes)
+    exchanged = options.shapes == "exchanged"
+    edges = None if exchanged else provided_edges(provider, modules, depth, world.processes)
     return BuiltStages(
         schedule,
         world,
@@ -279,7 +275,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         options.batch_splitter(),
         mesh_plan,
         shared=list(shared_by_replicas(schedule.placement, modules)),
-        recomputed=recomputed_places(schedule, options.checkpointing()),
+        recomputed=frozenset() if how is None else first_in_flight(schedule, how.in_flight),
         trace_folder=options.trace_folder,
     )
 
