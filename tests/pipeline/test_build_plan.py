@@ -48,13 +48,9 @@ def test_balance_within_memory() -> None:
     assert min(plenty.activations) > 4 * 64 * 32 * 4
     assert balance(plan, memory=plenty) == "E(tt|)*3ttL"
     with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
-        balance(plan, memory=estimated_memory(plan, 1e4, (4, 64)))
+        balance(plan, memory=replace(plenty, limit=1e4))
     least = float(caught.value.remedy.split()[1].replace(",", ""))
-    tight = balance(plan, memory=estimated_memory(plan, least, (4, 64)))
-    first, *_, last = AutoPipeline(ranks=4, microbatches=4, layout=tight).build_plan(
-        tiny_config("llama", layers=8)
-    ).stages  # fmt: skip
-    assert len(first.layers) < len(last.layers)
+    assert balance(plan, memory=replace(plenty, limit=least)) == "Et|t|tt|t*4L"
 
 
 def test_recomputation_keeps_the_memory_limit() -> None:

@@ -12,25 +12,8 @@ from torch import Tensor, nn
 
 from penstock import Checkpointing, Pipeline, StageInfo
 from penstock.errors import BatchError, ConfigError, ModelError
-from support.own_chain import squares
-
-WIDTH = 4
-
-
-class Block(nn.Module):
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        torch.manual_seed(info.stage)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += x.device.type != "meta"
-        return torch.tanh(self.linear(x))
-
-
-def batch(rows: int = 4) -> dict[str, Tensor]:
-    return {"x": torch.linspace(-1, 1, rows * WIDTH).reshape(rows, WIDTH)}
+from support.own_chain import Piece, squares, x_batch
+from support.reference import gradients_of
 
 
 def pipeline(provider: Callable[[StageInfo], nn.Module], **options: Any) -> Pipeline:
@@ -39,50 +22,49 @@ def pipeline(provider: Callable[[StageInfo], nn.Module], **options: Any) -> Pipe
 
 
 def test_a_provider_may_return_modules_that_it_keeps() -> None:
-    blocks = [Block(StageInfo(stage, 2)) for stage in range(2)]
-    reference = copy.deepcopy(blocks)
-    pipe = pipeline(lambda info: blocks[info.stage])
-    pipe.step(batch())
-    squares(reference[1](reference[0](batch()["x"])), None).backward()  # type: ignore[no-untyped-call]
-    for own, other in zip(blocks, reference, strict=True):
-        torch.testing.assert_close(own.linear.weight.grad, other.linear.weight.grad)
+    pieces = [Piece(StageInfo(stage, 2)) for stage in range(2)]
+    reference = copy.deepcopy(pieces)
+    pipe = pipeline(lambda info: pieces[info.stage])
+    pipe.step(x_batch())
+    squares(reference[1](reference[0](x_batch()["x"])), None).backward()  # type: ignore[no-untyped-call]
+    for own, other in zip(pieces, reference, strict=True):
+        torch.testing.assert_close(gradients_of(own), gradients_of(other))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "dualpipe"])
 def test_one_module_for_two_stages_is_refused(schedule: str) -> None:
-    blocks = [Block(StageInfo(stage, 2)) for stage in range(2)]
-    shared = blocks[0]
+    pieces = [Piece(StageInfo(stage, 2)) for stage in range(2)]
     with pytest.raises(ModelError, match="it is the same object as one of stage"):
-        pipeline(lambda info: shared if schedule == "1f1b" else blocks[info.stage], schedule=schedule)
+        pipeline(lambda info: pieces[0 if schedule == "1f1b" else info.stage], schedule=schedule)
 
 
 def test_evaluation_in_inference_mode_before_the_first_step() -> None:
-    pipe = pipeline(Block)
+    pipe = pipeline(Piece)
     with torch.inference_mode():
-        before = pipe.evaluate(batch()).loss
-    assert pipe.step(batch()).loss == pytest.approx(before)
+        before = pipe.evaluate(x_batch()).loss
+    assert pipe.step(x_batch()).loss == pytest.approx(before)
 
 
 def test_a_loss_that_is_no_number_is_no_harmless_batch() -> None:
-    pipe = pipeline(Block, loss_fn=lambda output, microbatch: output)
+    pipe = pipeline(Piece, loss_fn=lambda output, microbatch: output)
     with pytest.raises(ModelError, match="loss_fn returns one number"):
-        pipe.step(batch())
+        pipe.step(x_batch())
 
 
 def test_a_loss_without_a_graph_is_refused() -> None:
-    pipe = pipeline(Block, loss_fn=lambda output, microbatch: output.detach().mean())
+    pipe = pipeline(Piece, loss_fn=lambda output, microbatch: output.detach().mean())
     with pytest.raises(ModelError, match="depends on no trained weight"):
-        pipe.step(batch())
+        pipe.step(x_batch())
 
 
 def test_what_has_no_gradient_is_a_stages_own() -> None:
     """In one process a stage that changed it in place wrote into the batch."""
 
-    class Passes(Block):
+    class Passes(Piece):
         def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
             return super().forward(x), mask
 
-    class Adds(Block):
+    class Adds(Piece):
         def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
             mask.add_(1)
             return super().forward(x) * mask.sum()
@@ -92,7 +74,7 @@ def test_what_has_no_gradient_is_a_stages_own() -> None:
 
     mask = torch.ones(4)
     pipe = pipeline(provider)
-    losses = [pipe.step({**batch(), "mask": mask}).loss for _ in range(2)]
+    losses = [pipe.step({**x_batch(4), "mask": mask}).loss for _ in range(2)]
     assert losses[0] == losses[1]
     assert mask.tolist() == [1.0] * 4
 
@@ -100,7 +82,7 @@ def test_what_has_no_gradient_is_a_stages_own() -> None:
 def test_a_backward_is_not_cast_by_the_callers_autocast() -> None:
     """Plain torch wants autocast left before backward(); a step leaves no moment for that."""
 
-    class Mixed(Block):
+    class Mixed(Piece):
         def forward(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(x.float())
@@ -110,15 +92,15 @@ def test_a_backward_is_not_cast_by_the_callers_autocast() -> None:
         for enabled in (False, True):
             pipe = pipeline(Mixed, schedule=schedule)
             with torch.autocast("cpu", enabled=enabled):
-                pipe.step(batch())
+                pipe.step(x_batch())
             found.append([p.grad for p in pipe.parameters()])
         for plain, cast in zip(*found, strict=True):
             torch.testing.assert_close(cast, plain, rtol=0, atol=0)
 
 
 def test_microbatches_without_rows_and_limits_without_a_model() -> None:
-    pipe = pipeline(Block)
+    pipe = pipeline(Piece)
     with pytest.raises(BatchError, match="microbatch 1: it has no rows"):
-        pipe.step([batch(), {"x": torch.zeros(0, WIDTH)}])
+        pipe.step([x_batch(), {"x": torch.zeros(0, 3)}])
     with pytest.raises(ConfigError, match="memory_limit with from_provider"):
-        pipeline(Block, activation_checkpointing=Checkpointing(memory_limit=1e9, shape=(1, 1)))
+        pipeline(Piece, activation_checkpointing=Checkpointing(memory_limit=1e9, shape=(1, 1)))

@@ -160,8 +160,11 @@ def check_row_bounds(name: str, bounds: Tensor, rows: int, length: int) -> None:
         )
 
 
-def row_shape(microbatch: Microbatch, dims: Mapping[str, int]) -> tuple[int, int] | None:
-    """Rows and length, from the first entry of `dims` that has them; dims: the dimension of its sequence."""
+def row_shape(microbatch: Microbatch, dims: Mapping[str, int], remedy: str) -> tuple[int, int]:
+    """Rows and length, from the first entry of `dims` that has them; dims: the dimension of its sequence.
+
+    Raises BatchError, with `remedy`, where no entry has them.
+    """
     for name, dim in dims.items():
         value = microbatch.get(name)
         if not isinstance(value, Tensor) or value.dim() < PER_TOKEN:
@@ -170,18 +173,12 @@ def row_shape(microbatch: Microbatch, dims: Mapping[str, int]) -> tuple[int, int
             return value.shape[-2], value.shape[-1]
         if dim < value.dim():
             return value.shape[0], value.shape[dim]
-    return None
+    rule = "no entry of it shows the length of its rows"
+    raise BatchError(f"a microbatch of {sorted(microbatch)}", rule, remedy)
 
 
 def _shape(microbatch: Microbatch) -> tuple[int, int]:
-    shape = row_shape(microbatch, _SEQUENCES)
-    if shape is None:
-        raise BatchError(
-            f"a microbatch of {sorted(microbatch)} with cu_seq_lens_q",
-            "none of it has rows and a length",
-            "Give input_ids, inputs_embeds or labels",
-        )
-    return shape
+    return row_shape(microbatch, _SEQUENCES, "Give input_ids, inputs_embeds or labels")
 
 
 # ---- Models in which packed documents would mix

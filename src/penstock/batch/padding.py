@@ -143,14 +143,8 @@ class Padding:
         """Rows and length."""
         entries = {**KNOWN, **self.entries}
         dims = {name: entry.dim for name, entry in entries.items() if entry is not None}
-        shape = row_shape(microbatch, dims)
-        if shape is None:
-            raise BatchError(
-                f"a microbatch of {sorted(microbatch)}",
-                "no entry of it shows the length of its rows",
-                "Give input_ids or inputs_embeds, or name the sequence of another tensor in padding entries",
-            )
-        return shape
+        remedy = "Give input_ids or inputs_embeds, or name the sequence of another tensor in padding entries"
+        return row_shape(microbatch, dims, remedy)
 
     def _entry(self, name: str, value: Tensor, length: int) -> PadEntry | None:
         """How to pad one tensor, None where it stays as it is. Raises BatchError."""

@@ -243,9 +243,8 @@ class _Build:
         world = self._world
         if world.alone:
             return
-        everyone = world.processes
-        if self._mesh_plan is not None:
-            everyone = AllProcesses(self._auto.timeout, world.device)
+        on_mesh = self._mesh_plan is not None
+        everyone = AllProcesses(self._auto.timeout, world.device) if on_mesh else world.processes
         (rank,) = world.ranks
         values = self._plan.values_of(rank, self._ties)
         compare_values(everyone, rank, values, self._plan.on_several_ranks(self._ties))

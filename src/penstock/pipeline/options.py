@@ -289,7 +289,7 @@ def takes_options(
     So the options are stated once, and signature and types still name each of them. The method raises
     TypeError for any other keyword, and names the nearest one.
     """
-    known = list(signature(make).parameters.values())
+    known = signature(make).parameters
 
     def decorate(
         method: Callable[[type[T], Provider, Options], T],
@@ -297,17 +297,18 @@ def takes_options(
         def with_keywords(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
             name = f"{cls.__name__}.{method.__name__}()"
             if args:
-                raise TypeError(f"{name} takes its options by keyword, such as {known[0].name}={args[0]!r}")
-            names = [option.name for option in known]
-            for key in kwargs.keys() - set(names):
-                near = get_close_matches(key, names, n=1)
-                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(names)}"
+                raise TypeError(
+                    f"{name} takes its options by keyword, such as {next(iter(known))}={args[0]!r}"
+                )
+            for key in kwargs.keys() - known.keys():
+                near = get_close_matches(key, known, n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}"
                 raise TypeError(f"{name} has no option {key!r}. {remedy}")
             return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(with_keywords, method)
         *leading, _ = signature(method).parameters.values()
-        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known]
+        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known.values()]
         shown = signature(method).replace(parameters=[*leading, *keywords])
         with_keywords.__signature__ = shown  # type: ignore[attr-defined]
         return with_keywords
