@@ -539,8 +539,7 @@ def test_a_compiled_part_of_a_layer(compiler: Compiler, how: Checkpointing) -> N
 
 
 @pytest.mark.usefixtures("one_process")
-@BOTH
-@pytest.mark.parametrize("first", ["sharded", "checkpointed"])
+@pytest.mark.parametrize(("how", "first"), [(FULL, "sharded"), (SELECTIVE, "checkpointed")])
 def test_fsdp(how: Checkpointing, first: str) -> None:
     """A layer's parameters are gathered once for its backward, and not again in what is run again."""
     module: Any = stack(None)

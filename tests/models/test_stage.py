@@ -25,13 +25,13 @@ from penstock.models.stage import (
 from penstock.runtime.transport.groups import OneProcess, Processes
 
 FIRST = object()  # in place of what a first stage does not receive
-BATCH = {"x": "the batch's x", "y": "the batch's y", "z": "the batch's z"}
+BATCH = {"x": "x", "y": "y", "z": "z"}
 
 
-def call(forward: Any, *received: Any) -> Any:
+def call(forward: Any, received: Any) -> Any:
     """The result of `forward`, a module's, on `received` and BATCH."""
     module = type("Given", (nn.Module,), {"forward": staticmethod(forward)})()
-    return ProvidedCall(module)(received, BATCH)
+    return ProvidedCall(module)(() if received is FIRST else (received,), BATCH)
 
 
 class Pair(NamedTuple):
@@ -39,37 +39,34 @@ class Pair(NamedTuple):
     other: Any
 
 
-def test_the_first_stage_gets_entries_of_the_batch() -> None:
-    assert call(lambda x, z: (x, z)) == (BATCH["x"], BATCH["z"])
-    assert call(lambda x, unknown=3, *, y: (x, unknown, y)) == (BATCH["x"], 3, BATCH["y"])
-
-
-def test_a_single_value_is_the_first_argument() -> None:
-    assert call(lambda x, y: (x, y), 1) == (1, BATCH["y"])
-    assert call(lambda hidden, *, x: (hidden, x), 1) == (1, BATCH["x"])
-    assert call(lambda x=0: x, None) is None
-    assert call(lambda pair: pair, Pair(1, 2)) == Pair(1, 2)
-
-
-@pytest.mark.parametrize("several", [(1, 2), [1, 2]])
-def test_tuples_and_lists_are_given_by_position(several: Any) -> None:
-    assert call(lambda a, b, z: (a, b, z), several) == (1, 2, BATCH["z"])
-    assert call(lambda x, y, z: (x, y, z), several) == (1, 2, BATCH["z"])
-
-
-def test_entries_of_the_batch_fill_the_parameters_that_are_left() -> None:
-    """Unreleased: parameters without names counted, so that entries of the batch were left out."""
-    assert call(lambda *parts, x: (parts, x), (1, 2)) == ((1, 2), BATCH["x"])
-    assert call(lambda a, *parts, x, y: (a, parts, x, y), (1, 2)) == (1, (2,), BATCH["x"], BATCH["y"])
-    assert call(lambda a, /, x: (a, x), 1) == (1, BATCH["x"])
-    assert call(lambda x, /, y, *, z: (x, y, z), (1,)) == (1, BATCH["y"], BATCH["z"])
-    assert call(lambda a=0, *parts, x=0: (a, parts, x), ()) == (0, (), BATCH["x"])
-
-
-def test_mappings_are_given_by_name() -> None:
-    assert call(lambda x, hidden, y: (x, hidden, y), {"hidden": 1}) == (BATCH["x"], 1, BATCH["y"])
-    assert call(lambda x, y: (x, y), {"x": 1}) == (1, BATCH["y"])  # before the batch's of that name
-    assert call(lambda x, **more: (x, more), {"a": 1, "b": 2}) == (BATCH["x"], {"a": 1, "b": 2})
+@pytest.mark.parametrize(
+    ("forward", "received", "expected"),
+    [
+        # the first stage gets entries of the batch
+        (lambda x, z: (x, z), FIRST, ("x", "z")),
+        (lambda x, unknown=3, *, y: (x, unknown, y), FIRST, ("x", 3, "y")),
+        # a single value is the first argument
+        (lambda x, y: (x, y), 1, (1, "y")),
+        (lambda hidden, *, x: (hidden, x), 1, (1, "x")),
+        (lambda x=0: x, None, None),
+        (lambda pair: pair, Pair(1, 2), Pair(1, 2)),
+        # tuples and lists are given by position
+        (lambda a, b, z: (a, b, z), (1, 2), (1, 2, "z")),
+        (lambda x, y, z: (x, y, z), [1, 2], (1, 2, "z")),
+        # mappings by name, and before the batch's entry of that name
+        (lambda x, hidden, y: (x, hidden, y), {"hidden": 1}, ("x", 1, "y")),
+        (lambda x, y: (x, y), {"x": 1}, (1, "y")),
+        (lambda x, **more: (x, more), {"a": 1, "b": 2}, ("x", {"a": 1, "b": 2})),
+        # unreleased: parameters without names counted, so that entries of the batch were left out
+        (lambda *rest, x: (rest, x), (1, 2), ((1, 2), "x")),
+        (lambda a, *rest, x, y: (a, rest, x, y), (1, 2), (1, (2,), "x", "y")),
+        (lambda a, /, x: (a, x), 1, (1, "x")),
+        (lambda x, /, y, *, z: (x, y, z), (1,), (1, "y", "z")),
+        (lambda a=0, *rest, x=0: (a, rest, x), (), (0, (), "x")),
+    ],
+)  # fmt: skip
+def test_arguments_of_forward(forward: Any, received: Any, expected: Any) -> None:
+    assert call(forward, received) == expected
 
 
 @pytest.mark.parametrize(
@@ -92,7 +89,7 @@ def test_mappings_are_given_by_name() -> None:
 )  # fmt: skip
 def test_arguments_that_forward_does_not_take(forward: Any, received: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        call(forward, *[] if received is FIRST else [received])
+        call(forward, received)
 
 
 def test_layers_are_dealt_out_evenly() -> None:

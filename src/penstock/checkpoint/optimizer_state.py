@@ -140,11 +140,13 @@ def _is_plain(value: object) -> bool:
 class Entry:
     """The stored state of one parameter.
 
+    name: the parameter's at the save
     parts: the file of each tensor; numbers: the parts that are numbers
     optimizer, lr, options (of OPTIONAL_PARTS), dtype (the parameter's): None where an older checkpoint does
         not say
     """
 
+    name: str
     optimizer: str | None = None
     lr: float | None = None
     parts: dict[str, Path] = field(default_factory=dict)
@@ -194,10 +196,10 @@ class StoredState:
                 for name in group["parameters"]:
                     numbers = dict(content["numbers"].get(name, {}))
                     kind, options = str(group["optimizer"]), group.get("options")
-                    entries[name] = Entry(kind, group["lr"], {}, numbers, options, dtypes.get(name))
+                    entries[name] = Entry(name, kind, group["lr"], {}, numbers, options, dtypes.get(name))
         for key in self._opened[file].keys():  # noqa: SIM118
             part, _, name = key.partition(".")
-            entries.setdefault(name, Entry()).parts[part] = file
+            entries.setdefault(name, Entry(name)).parts[part] = file
         if not described:
             for entry in entries.values():
                 if "exp_avg" in entry.parts:
@@ -211,17 +213,17 @@ class StoredState:
         """The names of the parameters of which anything is stored."""
         return frozenset(self._entries)
 
-    def find(self, name: str) -> tuple[str, Entry] | None:
-        """The name under which the state of parameter `name` is stored, and what there is."""
+    def find(self, name: str) -> Entry | None:
+        """What is stored of parameter `name`, maybe under another of its names."""
         candidates = (name, *self._aliases.get(name, ()))
-        return next(((other, self._entries[other]) for other in candidates if other in self._entries), None)
+        return next((self._entries[other] for other in candidates if other in self._entries), None)
 
     def shape(self, name: str, part: str) -> list[int] | None:
         """The shape of a stored tensor, if it is there. Reads no tensor."""
         found = self.find(name)
-        if found is None or part not in found[1].parts:
+        if found is None or part not in found.parts:
             return None
-        return list(self._opened[found[1].parts[part]].get_slice(f"{part}.{found[0]}").get_shape())
+        return list(self._opened[found.parts[part]].get_slice(f"{part}.{found.name}").get_shape())
 
     def restorer(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
         """Check the state of `named` for `optimizers`; the result restores it. Reads no tensor.
@@ -233,14 +235,14 @@ class StoredState:
         """
         found = []
         for optimizer, group, members in _groups(optimizers, named):
-            entries = [(p, *self._fitting(optimizer, group, name, p)) for name, p in members]
-            lr = self._learning_rate([entry for *_, entry in entries]) if learning_rates else None
+            entries = [(p, self._fitting(optimizer, group, name, p)) for name, p in members]
+            lr = self._learning_rate([entry for _, entry in entries]) if learning_rates else None
             found.append((optimizer, group, entries, lr))
 
         def restore() -> None:
             for optimizer, group, entries, lr in found:
-                for parameter, name, entry in entries:
-                    state = {**entry.numbers, **self._tensors(group, parameter, name, entry)}
+                for parameter, entry in entries:
+                    state = {**entry.numbers, **self._tensors(group, parameter, entry)}
                     optimizer.state.pop(parameter, None)
                     if state:
                         optimizer.state[parameter] = state
@@ -251,18 +253,16 @@ class StoredState:
 
         return restore
 
-    def _fitting(
-        self, optimizer: Optimizer, group: Group, name: str, parameter: nn.Parameter
-    ) -> tuple[str, Entry]:
+    def _fitting(self, optimizer: Optimizer, group: Group, name: str, parameter: nn.Parameter) -> Entry:
         kind, found = type(optimizer).__name__, self.find(name)
         if found is None:
             if parameter.requires_grad:
                 raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
-            return name, Entry(kind)
-        if found[1].optimizer not in (None, kind):
-            raise unfit(self._path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+            return Entry(name, kind)
+        if found.optimizer not in (None, kind):
+            raise unfit(self._path, f"{name} was trained by {found.optimizer}", f"here it is by {kind}")
         for option, part in OPTIONAL_PARTS.items():
-            if group.get(option) and found[1].lacks(option, part):
+            if group.get(option) and found.lacks(option, part):
                 rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
                 raise unfit(self._path, f"{name} was trained without {option}", rule)
         return found
@@ -277,7 +277,7 @@ class StoredState:
             )
         return rates[0] if rates else None
 
-    def _tensors(self, group: Group, parameter: nn.Parameter, name: str, entry: Entry) -> dict[str, Tensor]:
+    def _tensors(self, group: Group, parameter: nn.Parameter, entry: Entry) -> dict[str, Tensor]:
         """The stored tensors, converted as torch's optimizers load them.
 
         `step` is on the CPU in its own dtype, unless the step runs on the device. The rest is on the device,
@@ -287,7 +287,7 @@ class StoredState:
         tensors = {}
         changed = entry.dtype != str(parameter.dtype)
         for part, file in entry.parts.items():
-            value = self._opened[file].get_tensor(f"{part}.{name}")
+            value = self._opened[file].get_tensor(f"{part}.{entry.name}")
             device, dtype = parameter.device, value.dtype
             if part == "step":
                 if group.get("capturable") or group.get("fused"):

@@ -232,7 +232,7 @@ class _Build:
             auto.batch_splitter(plan.completed(), counts_tokens=asks_for_balance(source.model)),
             mesh_plan,
             shared=shared_weights(plan, self._ties, modules),
-            saved=SavedModel(source.model.config, generation, self._ties, schedule.placement.depth, files),
+            saved=SavedModel(source.model.config, generation, self._ties, files),
             names=names,
             recomputed=plan.recomputed(auto.checkpointing(), None if mesh_plan is None else mesh_plan.axes),
             trace_folder=auto.trace_folder,

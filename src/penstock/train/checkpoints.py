@@ -163,8 +163,8 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[st
         kind, found = kinds[name], stored.find(name)
         if parameter.requires_grad and found is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
-        if found is not None and found[1].optimizer not in (None, kind):
-            raise unfit(path, f"{name} was trained by {found[1].optimizer}", f"here it is by {kind}")
+        if found is not None and found.optimizer not in (None, kind):
+            raise unfit(path, f"{name} was trained by {found.optimizer}", f"here it is by {kind}")
         shape = stored.shape(name, MOMENTS[kind][0])
         if shape is not None and shape != list(parameter.shape):
             raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")

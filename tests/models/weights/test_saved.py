@@ -172,7 +172,7 @@ def test_shards_of_a_stage(model_type: str, tmp_path: Path) -> None:
     model = zoo.tiny_model(model_type).eval()
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
     stages = {index: Stage(index, module, lambda *_: None) for index, module in pipe.modules.items()}
-    saved = SavedModel(model.config, None, weights.tied_names(model), 2)
+    saved = SavedModel(model.config, None, weights.tied_names(model))
     for folder, limit in (("small", 20_000), ("text", "20KB"), ("one", "1GB")):
         (tmp_path / folder).mkdir()
         saved.write(tmp_path / folder, saved.lay_out(stages), pipe.processes, limit)

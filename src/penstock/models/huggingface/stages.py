@@ -61,7 +61,11 @@ def cut(
         if not (info.is_first if is_before else info.is_last)
     ]
     memo |= {id(model.get_parameter(name)): None for name in dropped}
-    stage: PreTrainedModel = copy.deepcopy(model, {**memo, **_without_graphs(model)})
+    kept = [value for module in model.modules() for value in vars(module).values()]
+    for value in kept:  # tensors that a module keeps of an earlier forward, such as a recurrent state
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            memo[id(value)] = value.detach().clone()
+    stage: PreTrainedModel = copy.deepcopy(model, memo)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
         path, _, attribute = name.rpartition(".")
         weight, owner = model.get_parameter(name), stage.get_submodule(path)
@@ -74,12 +78,6 @@ def cut(
         if takes or enters or (index == layers.stop - 1 and not info.is_last):
             make_boundary_layer(stage.get_submodule(f"{chain.layers}.{index}"), index, boundary)
     return stage
-
-
-def _without_graphs(model: nn.Module) -> dict[int, Any]:
-    """Copies without graph of tensors that modules keep of an earlier forward, such as a recurrent state."""
-    found = [value for module in model.modules() for value in vars(module).values()]
-    return {id(v): v.detach().clone() for v in found if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:

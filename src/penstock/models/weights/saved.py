@@ -39,7 +39,6 @@ class Shard(NamedTuple):
 class SavedModel:
     """Everything but the weights that stages need to write and read the whole model's files.
 
-    stages: how many make up one copy of the model
     other_files: contents of further files of the folder that the model came from, such as its tokenizer's
         (Source.other_files); written as they are, whatever has become of that folder
     """
@@ -47,7 +46,6 @@ class SavedModel:
     config: PretrainedConfig
     generation_config: GenerationConfig | None
     ties: Ties
-    stages: int
     other_files: Mapping[str, bytes] | None = None
 
     @property
