@@ -9,7 +9,6 @@ provided_edges(...)                        shapes and dtypes on every edge, befo
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
+from penstock.models.tracing.meta import without_values
 from penstock.runtime.transport.groups import Processes
 
 
@@ -238,19 +238,11 @@ class InferredEdges(CachedEdges):
                 "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
                 "(penstock.models.stage.DeclaresShapes)",
             ) from cause
-        return [ProvidedCall(_without_values(module)) for module in built]
+        return [ProvidedCall(module if _is_empty(module) else without_values(module)) for module in built]
 
 
-def _without_values(module: nn.Module) -> nn.Module:
-    tensors = [*module.parameters(), *module.buffers()]
-    if all(tensor.is_meta for tensor in tensors):
-        return module
-    memo: dict[int, Any] = {}
-    for tensor in tensors:
-        empty = torch.empty_like(tensor, device="meta")
-        is_weight = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_weight else empty
-    return copy.deepcopy(module, memo)
+def _is_empty(module: nn.Module) -> bool:
+    return all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _run_without_values(

@@ -28,6 +28,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from penstock.batch.payload import TensorSpec
 from penstock.errors import ModelError
+from penstock.models.tracing.meta import without_values
 from penstock.models.tracing.placeholder import (
     Placeholder,
     hidden_of,
@@ -203,10 +204,8 @@ class ModulePlaceholder(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in module.buffers()}
-        memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in module.parameters()}
         # in __dict__, or nn.Module would list them among its modules and buffers
-        self.__dict__["_module"] = copy.deepcopy(module, memo)
+        self.__dict__["_module"] = without_values(module)
         self.__dict__["_here"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -3,6 +3,7 @@
 write_through(stage)   a twin on the meta device: a tensor assigned to it is copied into `stage`, or into this
                        rank's shard
 bare(model)            a twin that outlives the weights of `model`: for its config, its signature, a dry run
+without_values(module) a deep copy on the meta device
 hollow(model)          the memo for a deep copy without values
 shadow(model)          a copy with fake tensors, whose forward takes neither memory nor time
 """
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from penstock.runtime.sharded_weights import meta_like, shard_like
 
 Table = dict[str, Any]
+M = TypeVar("M", bound=nn.Module)
 
 
 class WriteThrough(Table):
@@ -73,6 +75,13 @@ def write_through(module: PreTrainedModel) -> PreTrainedModel:
 def bare(model: PreTrainedModel) -> PreTrainedModel:
     """A twin with all tensors on the meta device."""
     return _twin(model, lambda _, held: dict(held), meta_like)
+
+
+def without_values(module: M) -> M:
+    """A deep copy with all tensors on the meta device."""
+    memo: dict[int, Any] = {id(buffer): meta_like(buffer) for buffer in module.buffers()}
+    memo |= {id(parameter): _empty(parameter) for parameter in module.parameters()}
+    return copy.deepcopy(module, memo)
 
 
 def hollow(model: nn.Module) -> dict[int, Any]:
@@ -125,9 +134,6 @@ def _twin(
 
 def _empty(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(meta_like(parameter), parameter.requires_grad)
-
-
-M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
