@@ -219,7 +219,7 @@ def test_a_mean_number_of_live_microbatches_need_not_be_whole() -> None:
 def test_200_layers_on_64_stages_take_seconds_at_most() -> None:
     costs = [1 + 0.37 * (layer * 7919 % 13) for layer in range(200)]
     memory = Memory(1e12, costs, costs, list(range(64, 0, -1)))
-    for head in (0.0, 5.0, 100.0, 900.0):
+    for head in (5.0, 900.0):
         start = time.process_time()
         balanced_split(costs, 64, head_cost=head, memory=memory)
         assert time.process_time() - start < 5  # 0.1 to 1 s; the machine may be slow
