@@ -54,9 +54,6 @@ def total_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
 def ep_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
 
