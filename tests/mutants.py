@@ -55,7 +55,7 @@ MUTANTS = [
         "runtime/test_executor.py runtime/transport/test_emulated.py",
     ),
     Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),
-    Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py pipeline/test_edges.py"),
+    Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py"),
     Mutant(OPS, "1 / step.weight", "1.0", EVERY),
     Mutant(OPS, "list(torch._foreach_div(self.totals, step.weight))", "self.totals", EVERY),
     Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),

@@ -12,8 +12,9 @@ from penstock import Pipeline
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError, ShapeError
 from penstock.models.stage import StageInfo
-from penstock.schedule import Op, Placement, Schedule, build
+from penstock.schedule import Placement, build
 from penstock.schedule.choose import ScheduleLike
+from support.programs import written
 
 
 class Chunk(nn.Module):
@@ -58,9 +59,8 @@ def test_every_op_takes_time() -> None:
 
 def test_several_stages_on_a_rank_in_any_order() -> None:
     """A schedule of one's own on a V placement: rank 0 hosts the first stage and the last."""
-    order = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1 | 1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
-    programs = tuple(tuple(map(Op.parse, rank.split())) for rank in order.split("|"))
-    schedule = Schedule("own", Placement((0, 1, 1, 0)), 2, programs)
+    programs = "0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1", "1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1"
+    schedule = written(Placement((0, 1, 1, 0)), 2, *programs)
     pipe = Pipeline.from_provider(Chunk, schedule=schedule, loss_fn=squares)
     assert pipe.evaluate(batch()).loss == pytest.approx(pipe.step(batch()).loss, rel=1e-12)
     reference = whole(4)

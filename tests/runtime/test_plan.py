@@ -24,11 +24,11 @@ from penstock.runtime.plan import (
     Wait,
     lower,
 )
-from penstock.schedule import Op, Placement, Proof, Schedule, build, verify
+from penstock.schedule import Placement, Proof, build, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.order import AHEAD, exchanges
-from support.programs import valid
+from support.programs import valid, written
 from support.schedules import FORMS
 
 
@@ -220,13 +220,7 @@ def test_a_message_is_posted_before_its_wait_and_freed_only_once_received(proof:
 
 def test_consumers_that_go_another_way_get_the_right_message() -> None:
     """Stage 1 takes the microbatches backwards: receives are posted in the sender's order all the same."""
-    schedule = Schedule(
-        "crossed",
-        Placement((0, 1)),
-        2,
-        ((Op(0, "F", 0), Op(0, "F", 1)), (Op(1, "F", 1), Op(1, "F", 0))),
-    )
-    plan = lower(verify(schedule), 1)
+    plan = lower(verify(written(Placement((0, 1)), 2, "0F0 0F1", "1F1 1F0")), 1)
     assert text(plan) == ["post 0F0 post 0F1 wait 0F1 1F1", "wait 0F0 1F0", ""]
 
 

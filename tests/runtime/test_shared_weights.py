@@ -13,18 +13,13 @@ from penstock import Pipeline
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ModelError
 from penstock.models.stage import StageInfo
-from penstock.schedule import Op, Placement, Schedule, both_ways
+from penstock.schedule import Placement, Schedule, both_ways
 from support import jobs
 from support.pool import Pool
+from support.programs import written
 
 # microbatches 0 and 2 go from rank 0 to rank 1, microbatch 1 the other way
-PROGRAMS = (
-    "0F0 0F2 3F1 3B1 0B0 0B2",
-    "2F1 1F0 1I0 1W0 1F2 1B2 2B1",
-)
-BOTH_WAYS = Schedule(
-    "both ways", both_ways(2), 3, tuple(tuple(map(Op.parse, text.split())) for text in PROGRAMS)
-)
+BOTH_WAYS = written(both_ways(2), 3, "0F0 0F2 3F1 3B1 0B0 0B2", "2F1 1F0 1I0 1W0 1F2 1B2 2B1")
 
 
 class Part(nn.Module):
@@ -108,7 +103,7 @@ def test_a_copy_counts_once_in_the_norm_and_stays_equal_under_an_optimizer() -> 
 
 def test_a_rank_whose_copy_gets_no_microbatch() -> None:
     """0.2.0: such a step ended in "max() arg is an empty sequence": the bubble took an op of every rank."""
-    pipe = made(schedule=Schedule("apart", Placement((0, 1), 2), 1, ((Op(0, "F", 0), Op(0, "B", 0)), ())))
+    pipe = made(schedule=written(Placement((0, 1), 2), 1, "0F0 0B0", ""))
     result = pipe.step(batch())
     assert pipe.evaluate(batch()).loss == pytest.approx(result.loss, rel=1e-12)
     assert pipe.timeline.bubble == pytest.approx(result.bubble)

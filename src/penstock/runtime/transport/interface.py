@@ -166,6 +166,8 @@ class Transport:
 
 
 class LocalTransport(Transport):
+    """All ranks in one process. wire: as in `LocalMessages`"""
+
     def __init__(self, wire: torch.dtype | None = None) -> None:
         super().__init__()
         self.messages = LocalMessages(wire)
