@@ -53,9 +53,11 @@ class OpNumbers:
             return self._schedule.gradient(stage, microbatch)
         return Op(stage, "W" if slot else "F", microbatch)
 
-    def program(self, ops: Iterable[Op]) -> list[int]:
-        row = self.row
-        return [stage * row + 3 * microbatch + _SLOT[kind] for stage, kind, microbatch in ops]
+    def programs(self) -> tuple[list[list[int]], list[list[int]]]:
+        """By rank and position, the number of each op and of the op that it needs."""
+        row, programs = self.row, self._schedule.programs
+        numbers = [[s * row + 3 * m + _SLOT[kind] for s, kind, m in program] for program in programs]
+        return numbers, [self.needs(program) for program in numbers]
 
     def needed(self, number: int) -> int:
         """The op of the neighbouring stage whose result this op takes, or NOTHING.
@@ -457,8 +459,7 @@ class _Grouped:
 def _arrivals(schedule: Schedule) -> list[list[float]]:
     """When each rank reaches each place, in unit times and with messages that take none."""
     numbers = OpNumbers(schedule)
-    programs = [numbers.program(program) for program in schedule.programs]
-    needs = [numbers.needs(program) for program in programs]
+    programs, needs = numbers.programs()
     ended = [0.0] * (numbers.count + 1)
     times = [[0.0] for _ in programs]
     for rank, at in Walk(numbers.count, programs, needs):

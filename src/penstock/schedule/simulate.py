@@ -61,8 +61,7 @@ class _Run:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._numbers = numbers = OpNumbers(schedule)
-        programs = [numbers.program(program) for program in schedule.programs]
-        needs = [numbers.needs(program) for program in programs]
+        programs, needs = numbers.programs()
         durations = _durations(schedule, costs)
         delays = _delays(schedule, numbers, costs)
         pairs = _pairs(schedule, costs)

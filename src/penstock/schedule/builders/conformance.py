@@ -159,7 +159,8 @@ def _runs(schedule: Schedule, costs: Costs) -> Iterator[str]:
                 yield f"on rank {rank}, {after.op} starts before {before.op} has ended"
     yield from _waits(schedule, costs, timeline)
     durations = {k: costs.durations(k, schedule.placement, schedule.microbatches) for k in get_args(Kind)}
-    least = max(_busiest(schedule, durations), _alone(schedule, costs, durations))
+    busy = (sum(durations[kind][s][m] for s, kind, m in program) for program in schedule.programs)
+    least = max(*busy, _alone(schedule, costs, durations))
     if timeline.makespan < least * (1 - _ROUNDING):
         yield f"its makespan {timeline.makespan} is below the least possible, {least}"
 
@@ -173,14 +174,6 @@ def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str
             latency = 0.0 if hosts[needed.stage] == span.rank else costs.communication
             if span.start < ends[needed] + latency:
                 yield f"{span.op} starts before the result of {needed} can be there"
-
-
-def _busiest(schedule: Schedule, durations: dict[Any, list[Row]]) -> float:
-    """The compute of the busiest rank."""
-    return max(
-        sum(durations[kind][stage][microbatch] for stage, kind, microbatch in program)
-        for program in schedule.programs
-    )
 
 
 def _alone(schedule: Schedule, costs: Costs, durations: dict[Any, list[Row]]) -> float:

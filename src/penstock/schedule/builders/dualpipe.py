@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Kind, Op, Pair, Placement, Schedule, both_ways, wave
+from penstock.schedule.ops import Op, Pair, Placement, Schedule, both_ways, wave
 
 Entry = tuple[Op, ...]  # one op, or an overlapped pair
-
-
-class Step(NamedTuple):
-    """An op on the rank's chunk 0 or 1."""
-
-    chunk: int
-    kind: Kind
-    microbatch: int
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -51,9 +42,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """  # noqa: E501
 
     def entries(rank: int) -> Iterator[Entry]:
-        stages = (rank, 2 * ranks - 1 - rank)
-        for steps in eight_phases(ranks, rank, microbatches):
-            yield tuple(Op(stages[chunk], kind, microbatch) for chunk, kind, microbatch in steps)
+        return eight_phases(ranks, rank, microbatches, [(rank, 0), (2 * ranks - 1 - rank, 0)])
 
     return paired("dualpipe_v", wave(ranks), microbatches, map(entries, range(ranks)))
 
@@ -69,43 +58,54 @@ def paired(
     return Schedule(name, placement, microbatches, tuple(programs), frozenset(overlaps))
 
 
-def eight_phases(ranks: int, rank: int, microbatches: int) -> Iterator[tuple[Step, ...]]:
-    """The program of one rank, overlapped pairs together."""
+def eight_phases(
+    ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
+) -> Iterator[Entry]:
+    """The program of one rank, overlapped pairs together.
+
+    chunks: the stage of chunk 0 and of chunk 1, and the first microbatch that goes through it
+    """
     left_out = max(0, 2 * ranks - microbatches)  # the phases are those of 2P without the first ones
-    reached = dict.fromkeys(("F0", "F1", "B0", "B1"), -left_out)  # the next microbatch
-    deferred = deque[Step]()
-    for entry in _phases(ranks, rank, microbatches + left_out):
-        steps = list[Step]()
-        for text in entry.split("&"):
-            if text == "W":
-                steps.append(deferred.popleft())
-                continue
-            count = text.replace("I", "B")
-            steps.append(Step(int(text[1]), text[0], reached[count]))  # type: ignore[arg-type]
-            reached[count] += 1
-            if text[0] == "I":
-                deferred.append(steps[-1]._replace(kind="W"))
-        if kept := tuple(step for step in steps if step.microbatch >= 0):
-            yield kept
+    forwards, backwards = [-left_out] * 2, [-left_out] * 2
+    reached: dict[str, list[int]] = {"F": forwards, "B": backwards, "I": backwards}
+    deferred = deque[Op | None]()
+    phases = _phases(ranks, rank, microbatches + left_out)
+    steps = {entry: entry.split("&") for entry in set(phases)}
+    for entry in phases:
+        ops = []
+        for step in steps[entry]:
+            if step == "W":
+                op = deferred.popleft()
+            else:
+                kind, chunk = step[0], int(step[1])
+                at, (stage, first) = reached[kind][chunk], chunks[chunk]
+                reached[kind][chunk] += 1
+                op = Op(stage, kind, first + at) if at >= 0 else None  # type: ignore[arg-type]
+                if kind == "I":
+                    deferred.append(op and op._replace(kind="W"))
+            if op:
+                ops.append(op)
+        if ops:
+            yield tuple(ops)
 
 
 def _phases(ranks: int, rank: int, microbatches: int) -> list[str]:
-    """Kinds and chunks, with at least 2P microbatches."""
+    """The phases by kind and chunk, with at least 2P microbatches."""
     after = ranks - 1 - rank
     steady = ["F0&B1", "F1&B0"] * (microbatches - 2 * ranks + rank + 1)
     if after == 0:  # B1 needs no other rank here; one after the other, F0 is sent earlier
         steady[:1] = ["F0", "B1"]
     backwards = ["B1", "B0"] * (rank + 1)
     return [
-        *["F0"] * (2 * after),
-        *["F0", "F1"] * (rank + 1),
-        *["I1", "W", "F1"] * after,
-        *steady,
-        *["B1", "F1&B0"] * after,
-        *backwards[: rank + 1],
+        *["F0"] * (2 * after),  # phase 1
+        *["F0", "F1"] * (rank + 1),  # phase 2
+        *["I1", "W", "F1"] * after,  # phase 3
+        *steady,  # phase 4
+        *["B1", "F1&B0"] * after,  # phase 5
+        *backwards[: rank + 1],  # phase 6
         *[step.replace("B", "I") for step in backwards[rank + 1 :]],
-        *["W", "I0"] * after,
-        *["W"] * (rank + 1),
+        *["W", "I0"] * after,  # phase 7
+        *["W"] * (rank + 1),  # phase 8
     ]
 
 
@@ -146,14 +146,10 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
     def entries(rank: int) -> Iterator[Entry]:
         from_end = min(rank, ranks - 1 - rank)
-        stages = (rank, 2 * ranks - 1 - rank)  # of copy 0 and of copy 1
-        near = 0 if rank < ranks // 2 else 1  # the copy whose data enters at the nearer end
-        for steps in eight_phases(ranks // 2, from_end, each_way):
-            copies = [step.chunk ^ near for step in steps]
-            yield tuple(
-                Op(stages[copy], step.kind, step.microbatch + copy * each_way)
-                for copy, step in zip(copies, steps, strict=True)
-            )
+        copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # of each the stage, and the first microbatch
+        if rank >= ranks // 2:  # chunk 0 is of the copy whose data enters at the nearer end
+            copies.reverse()
+        return eight_phases(ranks // 2, from_end, each_way, copies)
 
     return paired("dualpipe", both_ways(ranks), microbatches, map(entries, range(ranks)))
 

@@ -122,17 +122,15 @@ def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule
         rank 1 | .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1F2 1I0 4I1 1W0 4F2 4W1 1I1 4I2 1W1 4W2 1I2 1W2 .
         rank 2 | .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2 2W2 .
 
-    All microbatches follow one pattern, the block. Each starts one interval, T = 6, after the previous one.
-    On rank r, with F and I of stage r, F' and I' of stage 2P-1-r, the ops of the block start
+    All microbatches follow one block, as in `v_half`. On rank r its ops start
 
         F   at r
         F'  at 2P - 1 - r
         I'  at 2P + 7/2 + r
         I   at 4P + 5/2 - r
 
-    Hardly any block is shorter, so no program without a bubble inside holds much less. Of the ops that are
-    ready, a rank takes the one with the earliest time in its block, unless another op that is not ready yet
-    is more than T/2 earlier. A W runs where its rank would wait otherwise, or where it must free memory.
+    Hardly any block is shorter, so no program without a bubble inside holds much less. Ready ops are taken as
+    in `v_half`, with a look-ahead of T/2 in place of T/6.
 
     With `costs`, the block and T follow from them and other blocks are tried, as for `v_half`; the result is
     never slower than this program. With so little memory, lengths that differ much still cost time: `v_half`

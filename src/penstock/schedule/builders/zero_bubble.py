@@ -49,14 +49,8 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
-    With w = 2(P - 1 - r) warm-up forwards and d = 2r weight gradients put off on rank r, twice those of
-    `zb_h1`:
-
-        warm-up    F_0 ... F_{w-1}
-        filling    F_{w+i} I_i                for i = 0 ... d-1
-        steady     F_{w+i} I_i W_{i-d}        for i = d ... m-w-1
-        cool-down  I_i W_{i-d}                for i = m-w ... m-1
-        rest       W_{m-d} ... W_{m-1}
+    The phases are those of `zb_h1` with twice its numbers: w = 2(P - 1 - r) warm-up forwards, and d = 2r
+    weight gradients put off on rank r.
 
     Rank 0 fills its wait for the first gradient with forwards; the last rank ends with weight gradients, as
     much later than rank 0 as it began. With m < 2P-1 there are too few forwards: d is m-1-w, between r and
