@@ -127,14 +127,15 @@ class Problem:
         """The mean time of the busiest rank per microbatch."""
         return max(self.work) / self.microbatches
 
-    def schedule(self, programs: Programs, name: str = "searched") -> Schedule:
+    def schedule(self, programs: Programs) -> Schedule:
         """With every backward split."""
 
         def op(number: int) -> Op:
             stage, within = divmod(number, self.row)
             return Op(stage, KINDS[within % 3], within // 3)
 
-        return Schedule(name, self.placement, self.microbatches, tuple(tuple(map(op, p)) for p in programs))
+        found = tuple(tuple(map(op, program)) for program in programs)
+        return Schedule("searched", self.placement, self.microbatches, found)
 
     def programs(self, schedule: Schedule) -> Programs:
         """The programs of a schedule, with each whole backward as I and W."""

@@ -6,8 +6,8 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import replace
 
-from penstock.schedule.search.evaluate import Key, key, times
-from penstock.schedule.search.problem import OP_TIMED, Budget, Problem, Programs
+from penstock.schedule.search.evaluate import Best, times
+from penstock.schedule.search.problem import OP_TIMED, Problem, Programs
 
 _CUTS = 60  # moments that are tried
 
@@ -36,37 +36,29 @@ def fewer(problem: Problem, microbatches: int) -> Problem:
     )
 
 
-def extended(problem: Problem, small: Problem, programs: Programs, budget: Budget) -> Programs | None:
-    """Extend `programs` of `small` to the microbatches of `problem`; None if no stretch of them repeats.
+def extend(best: Best, small: Best) -> None:
+    """Offer the programs of `small`, which has fewer microbatches, with a stretch of them repeated.
 
     Each rank repeats a stretch of its program that has every line once. It holds the same before and after
     the stretch, so the limit is kept.
     """
-    ends = times(small, programs)
+    few, ends = small.problem, times(small.problem, small.programs)
     assert ends is not None
-    starts = [[ends[n] - small.duration[n] for n in program] for program in programs]
-    lines = [[small.line_of[n] for n in program] for program in programs]
-    makespan, more = max(ends), problem.microbatches - small.microbatches
-    best: tuple[Key, Programs] | None = None
+    starts = [[ends[n] - few.duration[n] for n in program] for program in small.programs]
+    lines = [[few.line_of[n] for n in program] for program in small.programs]
+    makespan, more = max(ends), best.problem.microbatches - few.microbatches
     for cut in range(_CUTS):
         found: Programs = []
         for rank, program in enumerate(lines):
-            near = bisect_left(starts[rank], makespan * (cut + 0.5) / _CUTS)
-            at = _once(program, near, len(small.lines_of[rank]))
+            near, length = bisect_left(starts[rank], makespan * (cut + 0.5) / _CUTS), len(few.lines_of[rank])
+            at = _once(program, near, length)
             if at is None:
                 break
-            stretch = program[at : at + len(small.lines_of[rank])]
-            found.append(_numbered(problem, program[:at] + stretch * more + program[at:]))
-        if len(found) < problem.ranks:
-            continue
-        budget.spend(2 * OP_TIMED * problem.size)
-        found_ends = times(problem, found)
-        if found_ends is None:
-            continue
-        reached = key(problem, found, found_ends)
-        if best is None or reached < best[0]:
-            best = reached, found
-    return best[1] if best else None
+            stretch = program[at : at + length]
+            found.append(_numbered(best.problem, program[:at] + stretch * more + program[at:]))
+        if len(found) == few.ranks:
+            best.budget.spend(2 * OP_TIMED * best.problem.size)
+            best.offer(found, f"{small.method}, its steady state repeated")
 
 
 def _once(program: list[int], near: int, count: int) -> int | None:

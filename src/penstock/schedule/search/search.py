@@ -30,7 +30,7 @@ from penstock.schedule.search.bound import lower_bound
 from penstock.schedule.search.evaluate import Best
 from penstock.schedule.search.listing import Policy, list_schedules
 from penstock.schedule.search.problem import OP_TIMED, Budget, F, I, Problem, Programs, W, problem
-from penstock.schedule.search.repeat import extended, fewer
+from penstock.schedule.search.repeat import extend, fewer
 from penstock.schedule.simulate import simulate
 from penstock.schedule.timeline import Timeline
 
@@ -86,17 +86,15 @@ def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random
 
 def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Policy]) -> list[Policy]:
     """Search with fewer microbatches and repeat the steady state of the result. Returns the best policies."""
-    problem, budget = best.problem, best.budget
-    few = fewer(problem, microbatches)
-    part = Best(few, best.random, budget, lower_bound(few))
-    begun = budget.spent / budget.total
-    policies = list_schedules(part, begun + 0.5 * (share - begun), policies)
-    if not part.programs:
-        return policies
-    best.offer(extended(problem, few, part.programs, budget), "list scheduling, its steady state repeated")
-    improve = exact.solve_windows if exact.available() else anneal
-    improve(part, share)
-    best.offer(extended(problem, few, part.programs, budget), f"{part.method}, its steady state repeated")
+    few = fewer(best.problem, microbatches)
+    small = Best(few, best.random, best.budget, lower_bound(few))
+    begun = best.budget.spent / best.budget.total
+    policies = list_schedules(small, begun + 0.5 * (share - begun), policies)
+    if small.programs:
+        extend(best, small)
+        improve = exact.solve_windows if exact.available() else anneal
+        improve(small, share)
+        extend(best, small)
     return policies
 
 
@@ -200,12 +198,11 @@ def search(
         (name, task.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == task.copies
     ]
     seeds.append(("one microbatch after the other", _serial(task)))
-    budget = Budget(seconds)
-    best = find(task, seeds, Random(seed), budget)
+    best = find(task, seeds, Random(seed), Budget(seconds))
     least = best.least * task.quantum
     if costs.overlaps:
         least = min(least, _least_of_pairs(task, costs, limits))
-    return _found(best, least, costs, builders, budget)
+    return _found(best, least, costs, builders)
 
 
 def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
@@ -338,17 +335,15 @@ def _least_of_pairs(task: Problem, costs: Costs, limits: Sequence[float | None])
     return lower_bound(bare) * bare.quantum
 
 
-def _found(
-    best: Best, least: float, costs: Costs, builders: list[tuple[str, Schedule, float]], budget: Budget
-) -> Found:
+def _found(best: Best, least: float, costs: Costs, builders: list[tuple[str, Schedule, float]]) -> Found:
     """The result. least: a lower bound on the value."""
-    task = best.problem
-    assert best.programs is not None
-    schedule = _merged(task.schedule(best.programs), costs)
-    timeline, method = simulate(schedule, costs), best.method
-    value = _value(task, timeline)
-    if builders and builders[0][2] < value:  # it has pairs, or rounding misled the search
-        schedule, value, method = replace(builders[0][1], name="searched"), builders[0][2], builders[0][0]
+    schedule, method = _merged(best.problem.schedule(best.programs), costs), best.method
+    timeline = simulate(schedule, costs)
+    value = _value(best.problem, timeline)
+    first = builders[0] if builders else None
+    if first and first[2] < value:  # it has pairs, or rounding misled the search
+        method, built, value = first
+        schedule = replace(built, name="searched")
         timeline = simulate(schedule, costs)
     slack = _DIGITS * max(1.0, value)
     return Found(
@@ -358,9 +353,9 @@ def _found(
         lower_bound=min(least, value),
         optimal=value <= least + slack,
         method=method,
-        best_builder=builders[0][0] if builders else None,
-        builder_value=builders[0][2] if builders else None,
-        cut_short=budget.cut_short,
+        best_builder=first[0] if first else None,
+        builder_value=first[2] if first else None,
+        cut_short=best.budget.cut_short,
     )
 
 
