@@ -22,13 +22,13 @@ CASES: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
     ("qwen3", 2, Axes(tp=2), "zb_v", {"sequence_parallel": True}),
     ("llama", 1, Axes(dp_shard=2, tp=2), "1f1b", {"sequence_parallel": True, "tied": True}),
     ("mixtral", 1, Axes(dp_shard=2, cp=2, ep=4), "1f1b", ULYSSES),
-    ("llama", 2, Axes(cp=2), "1f1b", ULYSSES),
     ("mistral", 2, Axes(cp=2), "zb_v", RING),
-    ("mixtral", 2, Axes(dp_shard=2, ep=2), "1f1b", {}),
     ("llama", 2, Axes(dp_shard=2), "zb_v", {}),
     ("llama", 2, Axes(dp_shard=2), "1f1b", {"tied": True}),
 ]
 MORE: list[tuple[str, int, Axes, Any, dict[str, Any]]] = [
+    ("llama", 2, Axes(cp=2), "1f1b", ULYSSES),
+    ("mixtral", 2, Axes(dp_shard=2, ep=2), "1f1b", {}),
     ("mixtral", 2, Axes(dp_shard=2, ep=2), "dualpipe_v", {}),
     ("llama", 1, Axes(cp=2, tp=2), "1f1b", RING),
     ("llama", 2, Axes(tp=2), "zb_v", {}),
