@@ -42,7 +42,7 @@ VALUES = st.recursive(
         st.lists(inner, max_size=4).map(tuple),
         st.dictionaries(st.text(max_size=3), inner, max_size=4),
     ),
-    max_leaves=12,
+    max_leaves=8,
 )
 
 

@@ -150,7 +150,6 @@ def test_layers_keep_their_class() -> None:
     ("options", "message"),
     [
         ({"layout": "Ett|t|tL"}, "it has 3 stages, and the schedule has 2"),
-        ({"layout": "Ett|ttt|L"}, "it has 3 stages"),
         ({"layout": "Ett|tttL"}, "it has 5 layers"),
         ({"layout": "Ett|tt)L"}, "character 7: no group is open here"),
         ({"layout": "Ett|ttL", "modules_per_stage": [[], []]}, "layout and modules_per_stage"),

@@ -99,28 +99,23 @@ def results(family: str, ranks: int, microbatches: int, **options: Any) -> Any:
 
 def errors(action: str) -> str:
     """The typed error that `action` ends in on this rank, in words."""
-    rank = dist.get_rank()
+    meshes: dict[str, Callable[[], DeviceMesh]] = {
+        "mesh": lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)),
+        "order": lambda: DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",)),
+        "axis": lambda: init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+    }
+    mesh = meshes[action]() if action in meshes else None
+    ranks = {"world": 3, "mesh": 4}.get(action, 2)
     try:
-        if action == "world":
-            AutoPipeline(ranks=3, microbatches=2, timeout=20).build(tiny_config("llama"))
-        elif action == "mesh":
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-            AutoPipeline(ranks=4, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
-        elif action == "order":
-            mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("pp",))
-            AutoPipeline(ranks=2, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
-        elif action == "axis":
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-            AutoPipeline(ranks=2, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
-        else:
-            pipe = AutoPipeline(ranks=2, microbatches=2, timeout=20).build(tiny_config("llama"))
-            pipe.step(ragged_batch())
-            batches = {"other length": ragged_batch(8, 10 + rank), "other tokens": other_tokens(rank)}
-            try:
-                pipe.step(batches[action])
-            except BatchError:
-                pipe.step(ragged_batch())  # nothing of the refused one is left on the way
-                raise
+        pipe = AutoPipeline(ranks=ranks, microbatches=2, timeout=20, mesh=mesh).build(tiny_config("llama"))
+        pipe.step(ragged_batch())
+        rank = dist.get_rank()
+        batches = {"other length": ragged_batch(8, 10 + rank), "other tokens": other_tokens(rank)}
+        try:
+            pipe.step(batches[action])
+        except BatchError:
+            pipe.step(ragged_batch())  # nothing of the refused one is left on the way
+            raise
     except PenstockError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
