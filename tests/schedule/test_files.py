@@ -223,6 +223,7 @@ HOSTILE_CSV = [
     (b"0F0,(0F1;0B0)\n", r"'\(0F1;0B0\)' is no op"),
     (b"0F0,(0F1;0B0;0W0)OVERLAP_F_B\n", "is no op"),
     (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
+    (b"(0B1;0B0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
     (b"0F0,0B0,,0F0\n", "row 1, column 4: 0F0 is already at row 1, column 1"),
     (b"0F0,(0F1;0B0)OVERLAP_F_B,0B0\n", "row 1, column 3: 0B0 is already at row 1, column 2"),
     (
