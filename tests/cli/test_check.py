@@ -176,10 +176,3 @@ def test_the_batch_is_always_the_same_uneven_and_partly_labelled() -> None:
     counts = (first["labels"] != -100).sum(1).tolist()
     assert 0 < counts[0] < min(counts[1:])
     assert max(counts) < 32
-
-
-def test_help_says_what_it_does(penstock: Command) -> None:
-    code, out, _ = penstock("check", "--help")
-    assert code == 0
-    assert "Check that a model, split into stages" in out
-    assert "--stages-per-rank" in out

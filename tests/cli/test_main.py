@@ -23,7 +23,8 @@ def test_version_and_help(penstock: Command) -> None:
     code, out, _ = penstock("--version")
     assert code == 0
     assert out.startswith("penstock 0.")
-    assert penstock("train", "--help").code == 0
+    assert "Train a Hugging Face model" in penstock("train", "--help").out
+    assert "Check that a model, split into stages" in penstock("check", "--help").out
     assert penstock("train").code == 2
     assert penstock("trian", "x.yaml").code == 2
 

@@ -38,7 +38,7 @@ def some(given: Problem, seed: int) -> Programs:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 10))
 def test_times_and_memory_are_those_of_simulate_and_tails_reach_the_end(
     drawn: tuple[Problem, Costs], seed: int
@@ -62,7 +62,7 @@ def test_times_and_memory_are_those_of_simulate_and_tails_reach_the_end(
             assert held == pytest.approx(timeline.peak_memory[rank])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 10), st.data())
 def test_a_move_is_timed_from_where_it_begins(
     drawn: tuple[Problem, Costs], seed: int, data: st.DataObject
