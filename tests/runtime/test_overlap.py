@@ -165,7 +165,10 @@ def test_an_error_in_a_pair_names_its_op_and_leaves_no_thread(kind: str) -> None
         ({"schedule": PAIRED, "exchange": "batched"}, "exchange='batched'"),
         ({"schedule": PAIRED, "axes": Axes(tp=2)}, "over one process group"),
         ({"schedule": PAIRED, "axes": Axes(cp=2)}, "over one process group"),
-        ({"schedule": PAIRED, "sharded": Sharded(reshard_after_forward=True)}, "weights are gathered"),
+        (
+            {"schedule": PAIRED, "axes": Axes(dp_shard=2), "sharded": Sharded(reshard_after_forward=True)},
+            "weights are gathered",
+        ),
     ],
 )
 def test_what_cannot_run_in_two_threads_is_refused(options: dict[str, Any], said: str) -> None:
