@@ -124,8 +124,14 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def test_two_ranks_train_and_resume_bit_for_bit(tmp_path: Path, penstock: Command) -> None:
-    """Started plainly, then under torchrun: the same run either way, and the same after resuming."""
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.sweep)])
+def test_two_ranks_train_and_resume_bit_for_bit(
+    launcher: tuple[str, ...], tmp_path: Path, penstock: Command
+) -> None:
+    """Resumed plainly, or under torchrun: the same run either way."""
     sampled = {"sample_prompt": "AB", "sample_tokens": 2}
     file = config_file(tmp_path, train={"checkpoint_every": 2}, output=sampled)
     code, out, err = penstock("train", file)
@@ -137,8 +143,10 @@ def test_two_ranks_train_and_resume_bit_for_bit(tmp_path: Path, penstock: Comman
 
     half = checkpoint(tmp_path, 2)
     again = f"output.folder={tmp_path / 'again' / 'out'}"
-    torchrun = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
-    code, out, err = finish(start("train", file, "--resume", half, again, launcher=torchrun))
+    if launcher:
+        code, out, err = finish(start("train", file, "--resume", half, again, launcher=launcher))
+    else:
+        code, out, err = penstock("train", file, "--resume", half, again)
     assert code == 0, err
     assert f"going on from {half}" in out
     assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))

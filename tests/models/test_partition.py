@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from fractions import Fraction
 from typing import Any
 
@@ -199,13 +198,13 @@ def test_early_stages_take_fewer_layers_where_they_hold_more_microbatches(
     assert counts(balanced_split([1] * layers, len(expected), memory=memory)) == expected
 
 
-def test_200_layers_on_64_stages_take_seconds_at_most() -> None:
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("head", [5.0, 900.0])
+def test_200_layers_on_64_stages_are_balanced_soon(head: float) -> None:
+    """It takes 0.1 to 1 s; a search over all splits would take for ever."""
     costs = [1 + 0.37 * (layer * 7919 % 13) for layer in range(200)]
     memory = Memory(1e12, costs, costs, list(range(64, 0, -1)))
-    for head in (5.0, 900.0):
-        start = time.process_time()
-        balanced_split(costs, 64, head_cost=head, memory=memory)
-        assert time.process_time() - start < 5  # 0.1 to 1 s; the machine may be slow
+    assert sum(counts(balanced_split(costs, 64, head_cost=head, memory=memory))) == 200
 
 
 @pytest.mark.parametrize(

@@ -188,9 +188,9 @@ def test_the_values_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
-        ("mixtral", Axes(dp_shard=4, ep=4)),
+        ("llama", Axes(dp_shard=2, tp=2)),
         *later(
-            ("llama", Axes(dp_shard=2, tp=2)),
+            ("mixtral", Axes(dp_shard=4, ep=4)),
             ("llama", Axes(dp_shard=2, cp=2)),
             ("mixtral", Axes(dp_shard=2, cp=2, ep=2)),
         ),
