@@ -408,6 +408,7 @@ assert reached.wait(30)
 """
 
 
+@pytest.mark.sweep
 def test_the_end_of_python_finishes_a_write(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
                    "OMP_NUM_THREADS": "1"}  # fmt: skip

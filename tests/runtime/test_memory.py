@@ -24,8 +24,7 @@ from support.schedules import FORMS
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v"]
 MODES = {"kept": False, "full": "full", "one": Checkpointing(in_flight=1)}
-DEFAULT = (("1f1b", True, "one"), ("interleaved_1f1b", False, "full"), ("zb_v", True, "kept"),
-           ("dualpipe_v", False, "one"))  # fmt: skip
+DEFAULT = (("1f1b", True, "one"), ("zb_v", True, "kept"), ("dualpipe_v", False, "full"))
 CASES = [
     pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.sweep)
     for case in product(SCHEDULES, (False, True), MODES)
