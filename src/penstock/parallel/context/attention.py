@@ -101,7 +101,7 @@ class ContextAttention:
         _refuse_call(module, query, key, attention_mask, dropout, options)
         if self._group is None or query.is_meta:  # shapes, dtypes and the way of gradients, without values
             grown = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-            return (grown + query[..., :1]).transpose(1, 2), None
+            return (grown + query[..., :1]).transpose(1, 2).contiguous(), None
         options = {"scaling": scaling, **options}
         if self._method == "ulysses":
             base = _base_function(module, self._base)

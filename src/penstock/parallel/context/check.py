@@ -30,8 +30,10 @@ from penstock.parallel.context.attention import (
     functions_of,
     register,
 )
+from penstock.parallel.context.positions import LENGTH, MixedPositionsError, Positions
 from penstock.parallel.context.sequence import split
 from penstock.parallel.expert.balance import asks_for_balance, balance_function, check_load_balancing
+from penstock.parallel.expert.experts import is_marked
 
 # kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -137,16 +139,61 @@ def _refuse_balance_loss(model: PreTrainedModel) -> None:
 
 
 def _try(model: PreTrainedModel) -> None:
-    """Run a copy without values on two tokens. Raises what the first forward would."""
+    """Run a copy without values, with an attention that keeps positions apart.
+
+    Raises what the first forward would, and ModelError where the rest of the forward mixes positions.
+    """
     memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
     memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
+    memo |= {id(module): _PassesOn() for name, module in model.named_modules() if _are_experts(name, module)}
     shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
     register(shadow, ContextAttention(base_of(model)))
-    part = split({"input_ids": torch.zeros(1, 2, dtype=torch.int64)}, 0, 1)
+    part = split({"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}, 0, 1)
     part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
+    entered = [""]
+    for name, module in shadow.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
+    positions = Positions()
+    positions.follow(part["input_ids"])
     try:
-        shadow(**part, use_cache=False)
+        with positions:
+            shadow(**part, use_cache=False)
     except PenstockError:
         raise
-    except Exception as error:  # for want of values, as where tokens choose their experts
+    except MixedPositionsError as mixed:
+        raise ModelError(
+            f"{mixed.args[0]}, in or after {entered[-1] or type(model).__name__}",
+            "with cp each rank has a part of the sequence, and this op works along all of it",
+            "Set cp to 1, or take out what does it (a hook or a module of your own)",
+        ) from None
+    except Exception as error:  # for want of values
+        if edit := next(_edits(model), None):
+            raise ModelError(
+                f"{edit}, with cp",
+                f"a forward without values, which would show whether it mixes positions, ends in {error!r}",
+                "Set cp to 1, or take it out",
+            ) from error
         _log.debug("a forward of %s without values ended in %r", type(model).__name__, error)
+
+
+def _edits(model: nn.Module) -> Iterator[str]:
+    """What somebody has put into a model of transformers, by name."""
+    for name, module in model.named_modules():
+        held = vars(module)
+        if held["_forward_hooks"] or held["_forward_pre_hooks"]:
+            yield f"a hook of {name or type(model).__name__}"
+        elif "forward" in held:
+            yield f"the replaced forward of {name or type(model).__name__}"
+        elif type(module).__module__.partition(".")[0] not in ("torch", "transformers"):
+            yield f"{name}, a {type(module).__name__}"
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    return is_marked(module) or (name.endswith(".experts") and not isinstance(module, nn.ModuleList))
+
+
+class _PassesOn(nn.Module):
+    """Stands for the experts of a layer, which sort tokens and put each back in its place."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
