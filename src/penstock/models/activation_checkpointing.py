@@ -17,6 +17,7 @@ import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 from penstock.errors import ConfigError, ModelError
+from penstock.runtime.split_backward.recording import recording_again
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,12 @@ def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) 
 
         # all by position, so that one that is modified before the backward is an error, not a wrong gradient
         values = (*args, *kwargs.values())
-        if not save:
-            return checkpoint(run, *values, use_reentrant=False)
-        contexts = functools.partial(_contexts, policy)
-        if torch.compiler.is_dynamo_compiling():  # it takes a function and constants only
+        if not torch.compiler.is_dynamo_compiling():
+            contexts = functools.partial(_contexts, policy if save else None)
+        elif save:  # the compiler takes a function and constants only
             contexts = functools.partial(_contexts_for_compiler, save)
+        else:
+            return checkpoint(run, *values, use_reentrant=False)
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
@@ -222,10 +225,28 @@ class SavePolicy:
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _contexts(policy: SavePolicy) -> tuple[_SelectiveMode, _SelectiveMode]:
-    """For one forward of a layer, and for when it runs again."""
+def _contexts(
+    policy: SavePolicy | None,
+) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """For one forward of a layer, and for when it runs again. policy: None saves nothing"""
+    again = recording_again()
+    if policy is None:
+        return nullcontext(), again
     saved: dict[tuple[OpOverload, int], _Saved] = {}
-    return _SelectiveMode(policy, saved, replay=False), _SelectiveMode(policy, saved, replay=True)
+    replay = _SelectiveMode(policy, saved, replay=True)
+    return _SelectiveMode(policy, saved, replay=False), _Both(again, replay)
+
+
+class _Both:
+    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+        self._contexts, self._entered = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._entered.enter_context(context)
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
 
 
 def _contexts_for_compiler(save: tuple[str, ...]) -> Any:

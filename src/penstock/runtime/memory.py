@@ -115,6 +115,8 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
     """
 
+    supports_higher_order_operators = True  # as torch.cond; the tensors that they return are counted
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0

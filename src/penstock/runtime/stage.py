@@ -58,6 +58,9 @@ class Shards(Protocol):
         """Free the gathered weights where no backward has run."""
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default  # the same memory, and for autograd no view
+
+
 class Stage:
     """Stage `index` of the model.
 
@@ -191,7 +194,11 @@ class Stage:
 
 
 def _value(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, ...]:
-    return () if received is None else (unflatten(inputs, received.specs.form),)
+    """What the stage is called with; it may write into it, which autograd forbids of a leaf."""
+    if received is None:
+        return ()
+    entering = [_unsafe_view(t, t.shape) if t.requires_grad else t for t in inputs]
+    return (unflatten(entering, received.specs.form),)
 
 
 class Routing(Protocol):

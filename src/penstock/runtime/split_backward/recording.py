@@ -13,14 +13,14 @@ A gradient that might be wrong later is computed at once; docs/split-backward.md
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product, is_hooked
 from penstock.runtime.split_backward.products import CALLS, Form, find
@@ -130,7 +130,7 @@ class Tape:
 class _Recording(TorchFunctionMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()
-        self._tape = tape
+        self.tape = tape
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -140,8 +140,36 @@ class _Recording(TorchFunctionMode):
         if func in CALLS and not torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
             found = find(*CALLS[func], args, kwargs or {})
             if found is not None and _may_defer(*found[:3]):
-                return self._tape.product(*found)
+                return self.tape.product(*found)
         return func(*args, **(kwargs or {}))
+
+
+def recording_again() -> AbstractContextManager[object]:
+    """For a part of this forward that may run again: enter it there, and it is recorded as it is now.
+
+    A backward that this forward itself runs, by torch.autograd.grad, may run the part again, and torch has
+    taken the recording off the stack then.
+    """
+    tape = _current()
+    return nullcontext() if tape is None else _RecordingAgain(tape)
+
+
+def _current() -> Tape | None:
+    """The tape that records now."""
+    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    return next((mode.tape for mode in modes if isinstance(mode, _Recording)), None)
+
+
+class _RecordingAgain:
+    def __init__(self, tape: Tape) -> None:
+        self._tape, self._entered = tape, ExitStack()
+
+    def __enter__(self) -> None:
+        if _current() is None:
+            self._entered.enter_context(_Recording(self._tape))
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
 
 
 @contextmanager
