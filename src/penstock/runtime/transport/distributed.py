@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import BatchError
+from penstock.errors import BatchError, ConfigError
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import channels
 from penstock.runtime.recorder import Progress
+from penstock.runtime.transport.calls import call_number, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.groups import GroupProcesses, Groups, Processes, gather
@@ -72,7 +73,7 @@ class DistributedTransport(Transport):
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here, and read before the first message: it costs no time."""
-        mine = torch.tensor([fingerprint], dtype=torch.int64, device=self._at)
+        mine = torch.tensor([call_number(self.call), fingerprint], dtype=torch.float64, device=self._at)
         with self.watch.waiting("the start of the step", None):
             self._agreement = (*self._everyone.start_all_gather(mine), description)
 
@@ -84,7 +85,8 @@ class DistributedTransport(Transport):
         self._agreement = None
         with self.watch.waiting("the start of the step", None):
             work.wait(self._limit)
-        if len({int(fingerprint) for fingerprint in everyone}) == 1:
+        self._check_calls(everyone)
+        if len({int(fingerprint) for _, fingerprint in everyone}) == 1:
             return
         descriptions = self.gather(description)
         raise BatchError(
@@ -96,8 +98,28 @@ class DistributedTransport(Transport):
     def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         self.settle()
         (mine,) = vectors
+        numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
+        if (
+            numbered
+        ):  # then one of one entry is as long as `agree`'s, so that ranks in both calls meet in full
+            mine = torch.cat([mine.new_tensor([call_number(self.call)]), mine])
         with self.watch.waiting("the end of the step", None):
-            return self._everyone.all_gather(mine)
+            everyone = self._everyone.all_gather(mine)
+        if numbered:
+            self._check_calls(everyone)
+        return [vector[1:] for vector in everyone] if numbered else everyone
+
+    def _check_calls(self, everyone: Sequence[Tensor]) -> None:
+        """Raise ConfigError, on every rank, where the ranks are in different methods of the pipeline."""
+        numbers = [float(vector[0]) for vector in everyone]
+        if len(set(numbers)) == 1:
+            return
+        names = ", ".join(f"{name_of_call(number)} on rank {rank}" for rank, number in enumerate(numbers))
+        raise ConfigError(
+            names,
+            "these methods are collective: every rank calls the same ones in the same order",
+            "Call it on every rank, and print on one of them",
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank. Collective."""

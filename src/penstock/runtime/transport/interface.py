@@ -114,6 +114,7 @@ class Transport:
 
     messages: Messages
     overlap = False
+    call = ""  # the pipeline's method that the caller is in, and that every rank has to be in
 
     def __init__(self) -> None:
         self.closers: list[Callable[[], None]] = []
