@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from penstock.models.partition import LayerCosts
     from penstock.models.stage import StageInfo, distribute_layers
     from penstock.models.tracing.probe import register_chain
+    from penstock.parallel.axes import Axes
     from penstock.parallel.fsdp import Sharded
-    from penstock.parallel.mesh import Axes
     from penstock.pipeline.auto_pipeline import AutoPipeline
     from penstock.pipeline.evaluate import Evaluation
     from penstock.pipeline.pipeline import Pipeline
@@ -46,7 +46,7 @@ __all__ = [
 
 _HOMES = {
     "AutoPipeline": "penstock.pipeline.auto_pipeline",
-    "Axes": "penstock.parallel.mesh",
+    "Axes": "penstock.parallel.axes",
     "CheckpointWriter": "penstock.checkpoint.save_load",
     "Checkpointing": "penstock.models.activation_checkpointing",
     "Evaluation": "penstock.pipeline.evaluate",

@@ -169,3 +169,30 @@ def test_copies_begin_with_the_values_of_one_of_them() -> None:
     pipe = made(provider)
     for module in pipe.modules.values():
         assert any(torch.equal(module.get_parameter("linear.weight"), value) for value in values)
+
+
+def test_a_copy_that_was_replaced_is_refused() -> None:
+    """0.5.0: gradients were summed into the parameter that was there before, and the new one kept its own."""
+    pipe = made()
+    pipe.step(batch())
+    state = {name: value.clone() for name, value in pipe.modules[1].state_dict().items()}
+    pipe.modules[1].load_state_dict(state, assign=True)
+    with pytest.raises(ModelError, match=r"of stage 1, another parameter than"):
+        pipe.step(batch())
+
+
+class Counting(Part):
+    def __init__(self, info: StageInfo) -> None:
+        super().__init__(info)
+        self.register_buffer("runs", torch.zeros(()))
+        self.runs: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(x)
+
+
+def test_buffers_that_a_forward_writes_into_are_refused_in_two_copies() -> None:
+    """0.5.0: the copies' buffers went apart, and the first copy's were saved."""
+    with pytest.raises(ModelError, match="runs of stage 0, a buffer that the forward writes into"):
+        made(Counting).step(batch())

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.microbatches import Sharding, batch_rows
+from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
 
 IGNORED = -100  # the label that transformers leaves out of the loss
-VALID_ITEMS = "valid_items"  # the entry of a context shard that gives the weight of the whole microbatch
+VALID_ITEMS = f"{INNER}valid_items"  # the entry of a context shard: the weight of the whole microbatch
 
 
 class Loss(Protocol):
@@ -37,26 +37,31 @@ class Loss(Protocol):
 
 
 class NextToken:
-    """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored."""
+    """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored.
+
+    As there, `shift_labels` goes before `labels`: the next token of each token.
+    """
 
     def weight(self, microbatch: Microbatch) -> int:
-        labels = microbatch.get("labels")
+        name = "shift_labels" if "shift_labels" in microbatch else "labels"
+        labels = microbatch.get(name)
         if labels is None:
             raise BatchError(
                 f"a batch of {sorted(microbatch)}",
                 "the next-token loss reads 'labels'",
                 "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
             )
+        check_labels(name, labels)
         ids = microbatch.get("input_ids")
         most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
         # some models take fewer (git reads images first), or several for each token (musicgen)
         if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
             raise BatchError(
-                f"labels of shape {list(labels.shape)}",
+                f"{name} of shape {list(labels.shape)}",
                 f"the next-token loss reads one for each token: {list(most) if most else 'rows'}",
                 "Give input_ids again, with -100 where no loss is wanted, or give a loss_fn",
             )
-        return int((labels[:, 1:] != IGNORED).sum())
+        return int(((labels if name == "shift_labels" else labels[:, 1:]) != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """The cross-entropy summed over the valid tokens. Half precision is summed in float32.
@@ -64,9 +69,9 @@ class NextToken:
         Args:
             output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
                 "auxiliary_loss", a mean that counts for as many items as the microbatch has.
-            microbatch: with context shards, `shift_labels` replaces the labels: it holds the next token of
-                each token, which may lie on another shard. Then `valid_items` is the number of items that
-                the auxiliary loss, or this shard's part of it, counts for.
+            microbatch: with context shards it has `shift_labels`, as the next token may lie on another
+                shard, and the entry VALID_ITEMS: the number of items that the auxiliary loss, or this
+                shard's part of it, counts for.
         """
         outputs = output if isinstance(output, Mapping) else {"logits": output}
         logits, shifted = outputs["logits"], "shift_labels" in microbatch
@@ -77,9 +82,13 @@ class NextToken:
                 f"the next-token loss compares each with its label, and those are {list(labels.shape)}",
                 "Give a loss_fn that knows which belongs to which",
             )
-        labels = labels.to(logits.device)
+        labels = labels.to(logits.device, torch.int64)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
+        if (
+            type(labels) is Tensor and labels.device.type == "cpu" and labels.numel()
+        ):  # a GPU would be waited for
+            check_tokens("labels", labels, logits.shape[-1], "the model gives a logit for each of")
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         total = F.cross_entropy(
@@ -89,6 +98,32 @@ class NextToken:
             items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
             total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
+
+
+def check_labels(name: str, labels: Any) -> None:
+    """Raise BatchError for labels that are no numbers of tokens."""
+    if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dtype == torch.bool:
+        shown = f"of {labels.dtype}" if isinstance(labels, Tensor) else f"given as {type(labels).__name__}"
+        rule = "they are the numbers of tokens, a tensor of int64"
+        raise BatchError(f"{name} {shown}", rule, "Give whole numbers, with -100 where no loss is wanted")
+    wrong = (labels < 0) & (labels != IGNORED)
+    if bool(wrong.any()):
+        raise BatchError(
+            f"{name} with {int(labels[wrong][0])}, at {wrong.nonzero()[0].tolist()}",
+            f"a label is the number of a token, from 0 on, or {IGNORED}, which counts for nothing",
+            f"Put {IGNORED} where no loss is wanted",
+        )
+
+
+def check_tokens(name: str, tokens: Tensor, count: int, rule: str) -> None:
+    """Raise BatchError for a number of a token from `count` on. rule: what has so many, up to the number"""
+    wrong = tokens >= count
+    if bool(wrong.any()):
+        raise BatchError(
+            f"{name} with {int(tokens[wrong][0])}, at {wrong.nonzero()[0].tolist()}",
+            f"{rule} {count} tokens, from 0 on",
+            "Check that tokenizer and model belong together, or resize the model's embeddings",
+        )
 
 
 class MeanOverRows:

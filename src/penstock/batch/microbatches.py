@@ -22,6 +22,7 @@ Batch = Mapping[str, Any]
 # number of microbatches) that returns one part for each
 Split = int | None | Callable[[Any, int], Sequence[Any]]
 Sharding = Mapping[str, Split]  # by entry; other entries are split along their rows, dimension 0
+INNER = "penstock:"  # how names of entries begin that the pipeline adds itself
 # of packed documents, in transformers' names: they run over all rows, and are split where the rows are
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
@@ -69,6 +70,24 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
              for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
     parts |= _split_documents(batch, rows, count, sharding)
     return [{name: each[number] for name, each in parts.items()} for number in range(count)]
+
+
+def check_entries(batch: Batch, sharding: Sharding) -> None:
+    """Raise BatchError for entries that are meant as tensors and are none: they would not be split."""
+    for name, value in batch.items():
+        if name.startswith(INNER):
+            raise BatchError(f"{name!r} in a batch", "the pipeline adds this entry itself", "Take it out")
+        if name in sharding:
+            continue
+        numbers = isinstance(value, list | tuple) and value and all(
+            isinstance(leaf, bool | int | float) for leaf in tree_leaves(value)
+        )  # fmt: skip
+        if numbers or type(value).__module__ == "numpy":
+            raise BatchError(
+                f"{name} given as {type(value).__name__}",
+                "only tensors are split into microbatches",
+                f"Give torch.as_tensor({name}), or put {name!r}: None into sharding to give it whole to each",
+            )
 
 
 def batch_rows(batch: Batch, sharding: Sharding) -> int:

@@ -29,7 +29,13 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
 
 PER_TOKEN = 2  # dimensions of a tensor with one number per token: rows and sequence
-_SEQUENCES = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "position_ids": -1}  # with their dimension
+_SEQUENCES = {
+    "input_ids": 1,
+    "inputs_embeds": 1,
+    "labels": 1,
+    "shift_labels": 1,
+    "position_ids": -1,
+}  # with their dimension
 
 
 def metadata(lengths: Sequence[int]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ KNOWN: dict[str, PadEntry] = {
     "input_ids": PadEntry(-1, 0),
     "inputs_embeds": PadEntry(1, 0),
     "labels": PadEntry(-1, IGNORED),
+    "shift_labels": PadEntry(-1, IGNORED),
     "attention_mask": PadEntry(-1, 0),
     "position_ids": PadEntry(-1, 0),
     "token_type_ids": PadEntry(-1, 0),

@@ -28,6 +28,7 @@ from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
 from penstock.errors import CheckpointError, RunError
 from penstock.models.weights.folder import check_folder_together, together
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.transport.calls import calling
 from penstock.runtime.transport.distributed import in_background
 
 # keys of a model's config that may differ between a checkpoint and the model that loads it
@@ -176,7 +177,7 @@ class CheckpointWriter:
         self.wait()
         pipe._saved_model  # noqa: B018  raises for a pipeline without files
         action = f"collect what goes into checkpoint {target}"
-        pipe._all_or_none(action, pipe._check_savable)
+        pipe._all_or_none(action, lambda: pipe._check_savable(pretrained=False))
         copied = self._background
         collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copied=copied))
         publish = _agreed(pipe, action, collect)
@@ -258,5 +259,6 @@ class CheckpointWriter:
 def _agreed(pipe: Pipeline, action: str, work: Callable[[], T]) -> T:
     """Return this process's result of `work`; raise on every process of the mesh if it fails on any."""
     results: list[T] = []
-    pipe._all_or_none(action, lambda: together(pipe.processes, action, lambda: results.append(work())))
+    with calling(pipe._world.transport, "a checkpoint"):
+        pipe._all_or_none(action, lambda: together(pipe.processes, action, lambda: results.append(work())))
     return results[0]

@@ -130,10 +130,12 @@ def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
     launch.follow_parent()
     overrides, checkpoint = _sort_arguments(arguments, resume)
     from penstock.train.config.load import load_config
-    from penstock.train.run import preflight
 
     try:
-        return preflight(load_config(config, overrides), checkpoint)
+        settings = load_config(config, overrides)  # before torch is imported, which takes seconds
+        from penstock.train.run import preflight
+
+        return preflight(settings, checkpoint)
     except Exception as error:
         # every rank of this machine finds the same error, and one reports it
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from penstock.cli.shared import table
-from penstock.parallel.mesh import LOSS, MESH, Axes
+from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.pipeline.build_plan import BuildPlan
 
 SHOWN = 64  # processes; more lines would push what stands above off the screen

@@ -79,11 +79,15 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
     try:
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, **options)
-    except (ValueError, ImportError, KeyError) as cause:
+    except Exception as cause:  # whatever a model's own code says to a config that it does not take
+        said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        if attention is not None and "attention" in said.lower().replace("attn", "attention"):
+            rule = f"transformers knows no such attention for {config.model_type}: {said}"
+            raise ModelError(f"attention={attention!r}", rule, "Take 'sdpa' or 'eager'") from cause
         raise ModelError(
             f"model_type={config.model_type!r}",
-            f"transformers builds no causal LM from it: {str(cause).splitlines()[0]}",
-            "Take a config of a decoder-only language model",
+            f"transformers builds no causal LM from it: {said}",
+            "Take a config of a decoder-only language model, or fix the value that it names",
         ) from cause
     return Source(built, files, others)
 
@@ -118,7 +122,7 @@ def _config_of(folder: Path) -> PretrainedConfig:
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError, KeyError) as cause:
+    except Exception as cause:
         raise ModelError(
             str(folder / "config.json"), f"transformers cannot read it: {cause}", "Fix or replace the file"
         ) from cause

@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
+from penstock.parallel.axes import Axes
 from penstock.parallel.context import check as context_check
 from penstock.parallel.context import sequence
 from penstock.parallel.context.attention import Method, parallelize_attention
 from penstock.parallel.expert import experts as expert
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded, data_mesh, expert_meshes, refuse_scalars, shard_stage
-from penstock.parallel.mesh import Axes
 from penstock.parallel.tensor.plan import check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.parallel.tensor.styles import check_length
@@ -64,12 +64,24 @@ def check_model(model: PreTrainedModel, axes: Axes, options: ParallelOptions) ->
     """
     if (axes.dp_replicate, axes.dp_shard, axes.cp) != (1, 1, 1):
         refuse_scalars(model)
+    if axes.ranks_per_stage != 1:
+        _refuse_gradient_hooks(model, axes)
     if axes.tp > 1:
         check(model, axes.tp, sequence_parallel=options.sequence_parallel)
     if axes.cp > 1:
         context_check.check(model, axes.cp, options.context, max(axes.tp, 1))
     if axes.ep > 1:
         expert.check(model, axes.ep, axes.shards // axes.ep if axes.resolved else 1)
+
+
+def _refuse_gradient_hooks(model: PreTrainedModel, axes: Axes) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise ModelError(
+                f"{name}, with a gradient hook, on {axes}",
+                "the other axes put shards in the place of weights, whose gradients no hook sees whole",
+                "Change the gradients after pipe.step(), over pipe.named_parameters()",
+            )
 
 
 class MeshPlan:

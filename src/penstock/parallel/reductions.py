@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import BatchError, InputError
-from penstock.parallel.mesh import BATCH, LOSS, flattened
+from penstock.parallel.axes import BATCH, LOSS
+from penstock.parallel.mesh import flattened
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.groups import GroupProcesses, limit_waits

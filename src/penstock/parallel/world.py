@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
-from penstock.parallel.mesh import Axes, init_process_group, pipeline_mesh
+from penstock.parallel.axes import Axes
+from penstock.parallel.mesh import init_process_group, pipeline_mesh
 from penstock.parallel.reductions import Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.transport.distributed import DistributedTransport, clock_offset
@@ -132,6 +133,10 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     """
     options.check()
     device = torch.device(options.device) if options.device is not None else _default_device()
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        rule = f"this process sees {found} GPU{'' if found == 1 else 's'}"
+        raise ConfigError(f"device={str(options.device)!r}", rule, "Take another, or device='cpu'")
     if device == torch.device("cuda"):
         device = _default_device()  # the one of this process
     if options.transport == "nccl" and device.type != "cuda":

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.models.huggingface.boundary import compute_in
-from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_unsupported_options
+from penstock.models.huggingface.entries import BatchCheck
+from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import LayerCosts, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
@@ -107,7 +108,9 @@ class AutoPipeline(Options):
         if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
             check_folder(model)  # penstock wrote it: without this an altered file would load silently
         source = open_source(model, self.dtype, self.attention)
-        refuse_unsupported_options(source.model)
+        refuse_unsupported_options(source.model, own_loss=self.loss_fn is None)
+        if self.padding() is not None:
+            refuse_padding(source.model)
         options = self.parallel_options()
         if self.axes is not None:
             check_model(source.model, self.axes, options)
@@ -229,10 +232,14 @@ class _Build:
             {index: plan.layers_of(module, index) for index, module in modules.items()},
             edges,
             auto.loss(),
-            auto.batch_splitter(plan.completed(), counts_tokens=asks_for_balance(source.model)),
+            auto.batch_splitter(
+                plan.completed(),
+                BatchCheck(source.model, own_loss=auto.loss_fn is None),
+                counts_tokens=asks_for_balance(source.model),
+            ),
             mesh_plan,
             shared=shared_weights(plan, self._ties, modules),
-            saved=SavedModel(source.model.config, generation, self._ties, files),
+            saved=SavedModel(source.model.config, generation, self._ties, files, type(source.model)),
             names=names,
             recomputed=plan.recomputed(auto.checkpointing(), None if mesh_plan is None else mesh_plan.axes),
             trace_folder=auto.trace_folder,

@@ -19,15 +19,16 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.costs import COPIES, parameter_costs, stage_memory, stage_sizes
-from penstock.models.huggingface.stages import HFEdges, MicrobatchCompleter, cut
+from penstock.models.huggingface.entries import MicrobatchCompleter
+from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
 from penstock.models.source import Source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.weights.files import Ties
+from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
-from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.parallel.tensor.plan import assigned
 from penstock.parallel.tensor.styles import COLUMNS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import inf, isfinite
+from math import inf, isfinite, isnan
 from typing import Literal, Self
 
 import torch
@@ -66,6 +66,8 @@ class Compared:
         where = f"on stage {self.stage} of rank {self.rank}"
         if self.remark:
             return f"{self.kind} {self.name} {where}: {self.remark}"
+        if self.kind == "weight" and isnan(self.size):
+            return f"weight {self.name} {where}: it holds NaN, in the whole model as well"
         before = "before any step, " if self.kind == "weight" else ""
         difference = f"{before}by {self.difference:.3g} {where}"
         return f"{self.kind} {self.name}: it differs {difference}, and its {measure} is {self.size:.3g}"
@@ -128,8 +130,11 @@ class Report:
 
     def raise_if_wrong(self, remedy: str | None = None) -> None:
         """Raise DifferenceError unless all passed."""
-        if not self.passed:
-            raise DifferenceError(self, remedy)
+        if self.passed:
+            return
+        if any(each.kind == "weight" and isnan(each.size) for each in self.tensors):
+            remedy = "Take a model with finite weights: those of the whole model are not"
+        raise DifferenceError(self, remedy)
 
 
 def compare(

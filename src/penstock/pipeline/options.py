@@ -21,9 +21,9 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.models.stage import Provider
+from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
-from penstock.parallel.mesh import Axes
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, remaining_ranks
 from penstock.pipeline.split_batch import BatchSplitter
@@ -119,6 +119,10 @@ class Options:
         Raises ConfigError for an unknown name, a size that the schedule does not take, an exchange or an
         overlap that it cannot have, and options that do not fit the axes.
         """
+        for name, kind in (("mesh", DeviceMesh), ("axes", Axes)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                rule = f"it is a {kind.__name__}, or left out"
+                raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
         options = self.world_options()
         options.check()
         self.padding()
@@ -228,17 +232,22 @@ class Options:
             )
 
     def batch_splitter(
-        self, complete: Callable[[Microbatch], Microbatch] = dict, *, counts_tokens: bool = False
+        self,
+        complete: Callable[[Microbatch], Microbatch] = dict,
+        check: Callable[[Microbatch], None] = lambda batch: None,
+        *,
+        counts_tokens: bool = False,
     ) -> BatchSplitter:
         """How a step's batch becomes microbatches. Raises ConfigError.
 
         complete: adds the entries that the model needs and a microbatch implies
+        check: raises for a batch that the model does not take
         counts_tokens: whether the model counts every token that no mask hides, padding included
         """
         padding = self.padding()
         if padding is not None and counts_tokens:
             padding = replace(padding, needs_mask=True)
-        return BatchSplitter(self.sharding or {}, padding, complete)
+        return BatchSplitter(self.sharding or {}, padding, complete, check)
 
     def loss(self) -> Loss:
         return as_loss(self.loss_fn, self.sharding or {})

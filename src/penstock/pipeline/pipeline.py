@@ -16,6 +16,7 @@ from penstock.models.partition import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
+from penstock.pipeline.optimizer_watch import OptimizerWatch
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_batch import BatchLike, RefusedBatch
 from penstock.pipeline.split_model import SplitModel
@@ -26,6 +27,7 @@ from penstock.runtime import step_report as report
 from penstock.runtime.memory import Held
 from penstock.runtime.shared_weights import SharedGradients
 from penstock.runtime.stage import without_gradients
+from penstock.runtime.transport.calls import collective
 from penstock.schedule import Costs, Proof, Timeline, verify
 
 
@@ -40,12 +42,15 @@ class Pipeline(SplitModel):
         """Collective."""
         super().__init__(built)
         self._built = built
-        self._shared = SharedGradients(built.shared, built.world.transport, self.processes)
+        self._shared = SharedGradients(
+            built.shared, self.modules, built.schedule.placement, built.world.transport, self.processes
+        )
         self._steps = StepRunner(built)
         self._proof = verify(built.schedule)
         self._training = self._steps.lower(self._proof, built.recomputed)
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
+        self._optimizers = OptimizerWatch(self.parameters())
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(local))
 
@@ -73,6 +78,7 @@ class Pipeline(SplitModel):
 
     # ---- run
 
+    @collective
     def step(self, batch: BatchLike, **entries: Any) -> StepResult:
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
 
@@ -97,12 +103,13 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
+        error = self._shared.replaced()
+        given = self._with(batch, entries) if error is None else RefusedBatch(error)
+        self._optimizers.before_step()
         self._shared.begin_step()
         try:
             with torch.enable_grad():
-                result, self._last = self._steps.run(
-                    self._training, self._with(batch, entries), changed=self._shared.changed
-                )
+                result, self._last = self._steps.run(self._training, given, changed=self._shared.changed)
             if any(each.trained_changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
@@ -111,6 +118,7 @@ class Pipeline(SplitModel):
                 self._steps.fail(error, self._training)
             self._shared.restore()
             raise
+        self._optimizers.after_step()
         return result
 
     @overload
@@ -121,6 +129,7 @@ class Pipeline(SplitModel):
         self, batch: BatchLike, outputs: Literal[True] | Collect, everywhere: bool = ..., **entries: Any
     ) -> Evaluation: ...
 
+    @collective
     def evaluate(
         self, batch: BatchLike, outputs: bool | Collect = False, everywhere: bool = False, **entries: Any
     ) -> StepResult | Evaluation:
@@ -147,6 +156,7 @@ class Pipeline(SplitModel):
             return self._evaluations.loss(batch)
         return self._evaluations.outputs(batch, outputs, everywhere)
 
+    @collective
     def infer(self, batch: BatchLike, collect: Collect | None = None, **entries: Any) -> dict[int, Any]:
         """Run the forward in evaluation mode and return the last stage's outputs by microbatch, on its rank.
 
@@ -162,6 +172,7 @@ class Pipeline(SplitModel):
             self._with(batch, entries), collect or (lambda output, number: output)
         )
 
+    @collective
     def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:
         """Split `batch` as a step does, on this process's device, into `count` or the schedule's number.
 
@@ -169,6 +180,7 @@ class Pipeline(SplitModel):
         """
         return self._steps.split(batch, count or self.schedule.microbatches)
 
+    @collective
     def routed_experts(self) -> Tensor | list[Tensor]:
         """The experts that each token of the last step chose, on each rank of the pipeline. Collective.
 
@@ -191,6 +203,7 @@ class Pipeline(SplitModel):
 
     # ---- compare with the whole model
 
+    @collective
     def compare(self, model: nn.Module, batch: BatchLike, tolerance: float | None = None) -> Report:
         """Compare loss and every gradient of one batch with the whole `model`'s. Collective.
 
@@ -202,6 +215,7 @@ class Pipeline(SplitModel):
         """
         return compare(self, self.step, self.microbatches, model, batch, self._built.loss, tolerance)
 
+    @collective
     def verify_against(self, model: nn.Module, batch: BatchLike) -> Report:
         """Compare, and raise EquivalenceError, which names every difference, unless all is equal.
 
@@ -245,6 +259,7 @@ class Pipeline(SplitModel):
             return (0,) * self.schedule.ranks
         return tuple(each.peak_deferred for each in self._last[1])
 
+    @collective
     def costs(self) -> Costs:
         """The measured costs of the last step, in seconds and bytes, to simulate other schedules. Collective.
 
@@ -253,6 +268,7 @@ class Pipeline(SplitModel):
         """
         return step_costs(self._last_step("costs"), self._training.executors, self.processes)
 
+    @collective
     def layer_costs(self, batch: BatchLike, repeats: int = 3, **entries: Any) -> LayerCosts:
         """Measure the seconds that each layer, embedding and head take for a microbatch. Collective.
 

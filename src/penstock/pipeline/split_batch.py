@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from penstock.batch.microbatches import Batch, Sharding, split
+from penstock.batch.microbatches import Batch, Sharding, check_entries, split
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
@@ -37,11 +37,13 @@ class BatchSplitter(NamedTuple):
 
     sharding: how each entry is split; padding: the length to pad to, if any
     complete: adds the entries that the model needs and a microbatch implies
+    check: raises for a batch, or a microbatch, that the model does not take
     """
 
     sharding: Sharding
     padding: Padding | None = None
     complete: Callable[[Microbatch], Microbatch] = dict
+    check: Callable[[Microbatch], None] = lambda batch: None
 
     def split(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
         """Return `count` microbatches on the world's device.
@@ -81,6 +83,9 @@ class BatchSplitter(NamedTuple):
     def _divide(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
         if isinstance(batch, RefusedBatch):
             raise batch.error
+        for part in as_list(batch):  # before they go to a GPU, where a look at a value waits
+            check_entries(part, self.sharding)
+            self.check(part)
         parts = [
             tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part))
             for part in as_list(batch)
@@ -94,6 +99,10 @@ class BatchSplitter(NamedTuple):
                 f"Give {count} of them, or build the pipeline with microbatches={len(parts)}",
             )
         for number, part in enumerate(parts):
-            if any(isinstance(value, Tensor) and value.dim() and not len(value) for value in part.values()):
+            tensors = [value for value in part.values() if isinstance(value, Tensor)]
+            if any(tensor.dim() and not len(tensor) for tensor in tensors):
                 raise BatchError(f"microbatch {number}", "it has no rows", "Leave it out, or give it one")
+            ids = part.get("input_ids")
+            if isinstance(ids, Tensor) and not ids.numel():
+                raise BatchError(f"microbatch {number}", "its rows have no tokens", "Leave it out")
         return parts

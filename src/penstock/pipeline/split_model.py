@@ -20,6 +20,7 @@ from penstock.parallel.world import World
 from penstock.pipeline.stages import BuiltStages, StageFacts, parameter_names, stage_facts
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
+from penstock.runtime.transport.calls import collective
 from penstock.runtime.transport.groups import Processes
 
 T = TypeVar("T")
@@ -119,6 +120,7 @@ class SplitModel:
         for parameter in self.parameters():
             parameter.grad = None
 
+    @collective
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
@@ -126,6 +128,13 @@ class SplitModel:
         Returns the norm before: one over all stages and ranks, a shared weight counted once; the same
         number on every rank.
         """
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ModelError(
+                    f"the gradient of {name}, which is sparse",
+                    "the norm is one over dense gradients",
+                    "Build the embedding with sparse=False",
+                )
         counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
         norm = global_norm(counted, self._world)
         scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -142,6 +151,7 @@ class SplitModel:
         """
         self._saved_model.load(folder, self._stages)
 
+    @collective
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write a folder that `from_pretrained` opens: complete or not at all. Collective.
 
@@ -153,7 +163,7 @@ class SplitModel:
         another mesh; RunError on all ranks but the one that failed.
         """
         action = f"write {path}"
-        self._all_or_none(action, self._check_savable)
+        self._all_or_none(action, lambda: self._check_savable(pretrained=True))
         write, processes = self._weights_writer(copied=False), self.processes
 
         def write_all(folder: Path) -> None:
@@ -192,19 +202,25 @@ class SplitModel:
             )
         return self._saved
 
-    def _check_savable(self) -> None:
+    def _check_savable(self, *, pretrained: bool) -> None:
         """Raise, on every rank of the pipeline, ModelError for weights that are not under the model's names,
-        and CheckpointError for a weight that is sharded over another mesh."""
+        and CheckpointError for a weight that is sharded over another mesh.
+
+        pretrained: whether from_pretrained is to read all of them
+        """
         odd = [name for index, names in self._names.items()
                for name in names ^ parameter_names(self._stages[index].module)]  # fmt: skip
+        trained = {name for stage in self._stages.values() for name, _ in stage.module.named_parameters()}
+        unread = self._saved_model.unread(trained) if pretrained else None
+        odd += [] if unread is None else [unread]
         ours = self._world.reductions.stage_ranks
         foreign = [name for name, p in self.named_parameters()
                    if isinstance(p, DTensor) and not ours.issuperset(_ranks_of(p))]  # fmt: skip
         everyone = self.processes.gather((min(odd, default=None), min(foreign, default=None)))
         if name := next((name for name, _ in everyone if name is not None), None):
             raise ModelError(
-                f"weights with {name}, which only the model or what parallelize_fn made of it has",
-                "a folder holds the model's weights under its own names",
+                f"weights with {name}, which only the model or what was made of it has",
+                "a folder holds weights under the names that from_pretrained reads",
                 "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
             )
         if name := next((name for _, name in everyone if name is not None), None):

@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.shapes import Microbatch
-from penstock.errors import BatchError, InputError, PeerError, RunError
+from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
@@ -239,7 +239,7 @@ class StepRunner:
         """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
         # all ranks raised the same error before anything was sent, so that another batch may follow
         early = not begun or not any(executor.current for executor in executors)
-        harmless = early and isinstance(error, BatchError)
+        harmless = early and isinstance(error, BatchError | ConfigError)
         harmless |= not begun and isinstance(error, InputError)
         if not harmless:
             self.fail()

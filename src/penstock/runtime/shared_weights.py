@@ -58,8 +58,18 @@ def shared_by_replicas(
 class SharedGradients:
     """Sums the gradients of shared weights over one step."""
 
-    def __init__(self, shared: Sequence[SharedWeights], transport: Transport, processes: Processes) -> None:
-        """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen."""
+    def __init__(
+        self,
+        shared: Sequence[SharedWeights],
+        modules: Mapping[int, nn.Module],
+        placement: Placement,
+        transport: Transport,
+        processes: Processes,
+    ) -> None:
+        """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen.
+
+        modules: this process's, by stage
+        """
         for group in shared:
             transport.share(group.ranks)
         self._shared = shared
@@ -71,6 +81,20 @@ class SharedGradients:
         self._transport, self._processes = transport, processes
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._compared: list[bool] = []
+        self._buffers = [  # of models that are there twice: nothing sums what a forward writes into them
+            (f"{name} of stage {stage}", buffer)
+            for stage, module in (modules.items() if placement.replicas > 1 else ())
+            for name, buffer in module.named_buffers()
+        ]
+        self._versions: list[int] = []
+        ours = {id(copy) for copy in self._copies()}
+        self._places = [
+            (place(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
+            for stage, module in modules.items()
+            for path, inner in module.named_modules()
+            for key, parameter in inner._parameters.items()
+            if id(parameter) in ours
+        ]
         if shared:
             self.compare()
 
@@ -87,6 +111,18 @@ class SharedGradients:
             for of_weight in zip(*filter(None, by_process), strict=True):  # of processes that have copies
                 _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
         self._compared = self._trained()
+
+    def replaced(self) -> ModelError | None:
+        """The error where a copy is no longer a parameter of its stage: its gradients would not be summed."""
+        for where, table, key, parameter in self._places:
+            if table.get(key) is not parameter:
+                return ModelError(
+                    f"{where}, another parameter than when the pipeline was built",
+                    "it is a copy of a weight that several stages share, whose gradients are summed",
+                    "Copy values into the parameter, as load_state_dict() without assign=True and "
+                    "pipe.load_weights() do",
+                )
+        return None
 
     @property
     def changed(self) -> bool:
@@ -116,6 +152,7 @@ class SharedGradients:
 
     def begin_step(self) -> None:
         """Set aside the gradients of earlier steps: they are summed already."""
+        self._versions = [buffer._version for _, buffer in self._buffers]
         self._before = [(copy, copy.grad) for copy in self._copies() if copy.requires_grad]
         for copy, _ in self._before:
             copy.grad = None
@@ -128,7 +165,17 @@ class SharedGradients:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the gradients over all copies. Collective."""
+        """Sum the gradients over all copies. Collective.
+
+        Raises ModelError where a forward has written into a buffer of a model that is there twice.
+        """
+        for (where, buffer), version in zip(self._buffers, self._versions, strict=True):
+            if buffer._version != version:
+                raise ModelError(
+                    f"{where}, a buffer that the forward writes into",
+                    "the schedule runs two copies of the model, whose buffers would differ from now on",
+                    "Take a schedule with one copy, such as dualpipe_v, zb_v or 1f1b",
+                )
         for ranks, weights in self._held:
             self._sum([copies for copies in weights if copies[0].requires_grad], ranks)
         for copy, before in self._before:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
 
 from penstock.errors import ConfigError
-from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.values import Beta, Fraction, Natural, NotNegative, Positive, Section
 
+if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
+    from torch import nn
+    from torch.optim import AdamW, Optimizer
+
+    from penstock.parallel.muon import Muon
+
 FULL = "initial_lr"  # a group's full rate, by the name that torch's schedulers use
-Named = Iterable[tuple[str, nn.Parameter]]
+Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 
 
 # ---- The keys of the section `optimizer`
@@ -76,6 +78,10 @@ def _adamw(section: AdamWKeys, named: Named) -> AdamW:
     of different meshes have groups of their own: AdamW computes on a group's tensors together, and torch
     does not mix DTensors of two meshes, or DTensors and plain tensors.
     """
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+    from torch.optim import AdamW
+
     groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
     for name, parameter in named:
         matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
@@ -94,6 +100,8 @@ def _adamw(section: AdamWKeys, named: Named) -> AdamW:
 
 
 def _muon(section: MuonSection, named: Named) -> Muon:
+    from penstock.parallel.muon import Muon
+
     return Muon(
         [{"params": [parameter for _, parameter in named], FULL: section.learning_rate}],
         lr=section.learning_rate,
@@ -107,6 +115,8 @@ def _muon(section: MuonSection, named: Named) -> Muon:
 
 def _hidden_matrices(model: nn.Module, layers: str) -> frozenset[str]:
     """What Muon trains. Raises ConfigError where there is nothing."""
+    from penstock.parallel.muon import matrices
+
     names = matrices(model, layers)
     if not any(model.get_parameter(name).requires_grad for name in names):
         rule = f"{type(model).__name__} has no matrix inside its layers that Muon could train"

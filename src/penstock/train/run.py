@@ -18,7 +18,7 @@ from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import ConfigError
 from penstock.models.source import ModelLike
 from penstock.models.weights.files import weight_files
-from penstock.parallel.mesh import Axes
+from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
@@ -107,6 +107,17 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     return Prepared(config, auto, named, plan, kinds, tokenizer, data, start, notes)
 
 
+def _make_folder(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise ConfigError(
+            f"output.folder={str(output)!r}",
+            f"it cannot be made ({cause.strerror})",
+            "Name a folder that this user may write into",
+        ) from cause
+
+
 def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight returned."""
     config, start, output = prepared.config, prepared.start, prepared.config.output.path
@@ -115,7 +126,7 @@ def run(prepared: Prepared) -> None:
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
-    output.mkdir(parents=True, exist_ok=True)
+    _make_folder(output)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", start.done or None) if is_first() else None

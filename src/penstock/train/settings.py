@@ -12,7 +12,7 @@ from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
 from penstock.launch.start import under_torchrun
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.parallel.mesh import MESH, Axes
+from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import CheckpointingSection

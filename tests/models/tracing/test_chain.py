@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, Pretraine
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock import AutoPipeline
+from penstock.checkpoint import save_checkpoint
 from penstock.errors import BatchError, ModelError, PartitionError
 from penstock.models.costs import stage_sizes
 from penstock.models.huggingface.boundary import BoundaryLayer, BoundaryPlaceholder
@@ -234,11 +235,13 @@ def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:
     model.model.running = Mean()
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
     pipe.step(ragged_batch())
-    pipe.save_pretrained(tmp_path / "saved")
+    save_checkpoint(tmp_path / "saved", pipe, torch.optim.SGD(pipe.parameters(), lr=0.1))
     held: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "saved").glob("*.safetensors"):
         held |= load_file(file)
     assert float(held["model.running.mean"]) == float(pipe.modules[1].state_dict()["model.running.mean"]) != 0
+    with pytest.raises(ModelError, match=r"weights with model\.scales, which only the model"):
+        pipe.save_pretrained(tmp_path / "of no class that from_pretrained makes")
 
 
 def test_entries_that_the_pipeline_sets() -> None:
@@ -260,7 +263,7 @@ def test_an_entry_that_the_model_does_not_take() -> None:
     model.__class__ = type("Strict", (llama,), {"forward": forward})
     pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
     pipe.step(ragged_batch())
-    with pytest.raises(BatchError, match=r"takes no such argument\. Did you mean 'attention_mask'"):
+    with pytest.raises(BatchError, match=r"takes such an argument\. Did you mean 'attention_mask'"):
         pipe.step({**ragged_batch(), "atention_mask": ragged_batch()["input_ids"]})
 
 

@@ -8,6 +8,7 @@ import torch
 from penstock.batch.packing import metadata
 from penstock.errors import BatchError
 from penstock.parallel.context.sequence import (
+    FULL_SEQUENCE,
     FullSequence,
     concatenate,
     local_part,
@@ -60,7 +61,7 @@ def test_embeddings_are_split_too() -> None:
 def test_documents_are_known_to_every_part() -> None:
     batch: Batch = {**plain(1, 10), **metadata([3, 7])}
     one = split(batch, 1, 2)
-    whole: FullSequence = one["context"]
+    whole: FullSequence = one[FULL_SEQUENCE]
     assert whole.documents is not None
     assert whole.documents.tolist() == [[0] * 3 + [1] * 7 + [-1] * 2]
     assert one["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
@@ -68,7 +69,7 @@ def test_documents_are_known_to_every_part() -> None:
 
 
 def test_padding_is_known_to_every_part_and_hides_no_documents() -> None:
-    whole: FullSequence = split(left(), 0, 2)["context"]
+    whole: FullSequence = split(left(), 0, 2)[FULL_SEQUENCE]
     assert whole.documents is None
     assert whole.mask is not None
     assert whole.mask[2].tolist() == [False] * 9 + [True] * 8 + [False] * 3

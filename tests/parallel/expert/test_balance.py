@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from penstock import AutoPipeline, Axes
+from penstock.batch.loss import VALID_ITEMS
 from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.parallel.context.check import check
-from penstock.parallel.context.sequence import split
+from penstock.parallel.context.sequence import FULL_SEQUENCE, split
 from penstock.parallel.expert.balance import balance_function, check_load_balancing, replace_balance_loss
 from support import zoo
 from support.covering import pairs
@@ -157,10 +158,10 @@ def test_every_type_with_a_routers_loss(pool: Pool, first: int) -> None:
 def test_padding_does_not_count() -> None:
     """What the cut adds never does; the caller's own only where the model's function gets no mask."""
     for rank, tokens in ((0, 9), (1, 10)):  # of 19, padded to 20
-        whole = split(odd(), rank, 2)["context"]
+        whole = split(odd(), rank, 2)[FULL_SEQUENCE]
         assert whole.counted_tokens(masked=True).sum(1).tolist() == [tokens] * 4
     for given in (left(), right()):
-        parts = [split(given, rank, 2)["context"] for rank in range(2)]
+        parts = [split(given, rank, 2)[FULL_SEQUENCE] for rank in range(2)]
         real = int(given["attention_mask"].sum())
         assert sum(int(part.counted_tokens(masked=True).sum()) for part in parts) == real
         assert (
@@ -188,7 +189,7 @@ def test_padding_to_one_length_does_not_count(how: str) -> None:
 def test_a_part_knows_the_valid_tokens_of_the_whole() -> None:
     valid = int((odd()["labels"][:, 1:] != -100).sum())
     parts = [split(odd(), rank, 2) for rank in range(2)]
-    assert [int(part["valid_items"]) for part in parts] == [valid] * 2
+    assert [int(part[VALID_ITEMS]) for part in parts] == [valid] * 2
     assert sum(int((part["shift_labels"] != -100).sum()) for part in parts) == valid
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.tensor.plan import check
 from support import zoo
+from support.families import tiny_model
 from support.planned_models import build
 
 WITHOUT_A_PLAN = {"gpt2", "opt", "gpt_oss"}
@@ -94,3 +95,19 @@ def test_a_list_of_modules_in_a_layer_refuses_sequence_parallel() -> None:
     check(model, 2)
     with pytest.raises(ModelError, match=r"layers.0.more"):
         check(model, 2, sequence_parallel=True)
+
+
+def test_what_would_see_a_part_of_a_matrix_is_refused() -> None:
+    """0.5.0: hooks and parametrizations saw one rank's part of a matrix."""
+    model = tiny_model("llama", layers=1)
+    handle = model.model.layers[0].mlp.act_fn.register_forward_hook(
+        lambda module, args, output: output.mean()
+    )
+    with pytest.raises(ModelError, match=r"a hook of model\.layers\.0\.mlp\.act_fn: tensor parallelism"):
+        check(model, 2)
+    handle.remove()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+    check(model, 2)  # it sees whole values
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    with pytest.raises(ModelError, match="whose weight is computed by a parametrization"):
+        check(model, 2)

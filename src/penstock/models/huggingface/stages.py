@@ -8,20 +8,16 @@ from the model itself. A stage with nothing of the model passes on what it recei
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from penstock.batch.packing import is_packed, refuse_packed, with_positions
-from penstock.batch.padding import ROUTED
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.shapes import Microbatch, model_input
-from penstock.errors import BatchError, ModelError
+from penstock.errors import ModelError
 from penstock.models.huggingface.boundary import (
     Boundary,
     BoundaryPlaceholder,
@@ -30,10 +26,12 @@ from penstock.models.huggingface.boundary import (
     StageDone,
     make_boundary_layer,
 )
+from penstock.models.huggingface.entries import OF_THE_LOSS
+from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import bare, hollow
+from penstock.models.tracing.meta import hollow
 
 
 def cut(
@@ -66,6 +64,8 @@ def cut(
         if isinstance(value, Tensor) and value.grad_fn is not None:
             memo[id(value)] = value.detach().clone()
     stage: PreTrainedModel = copy.deepcopy(model, memo)
+    copy_gradient_hooks(stage, model, memo)
+    refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
         path, _, attribute = name.rpartition(".")
         weight, owner = model.get_parameter(name), stage.get_submodule(path)
@@ -105,7 +105,7 @@ class HFCall:
         """The value for the next stage; on the last stage the `outcome` of the model."""
         if self._holds_nothing:
             return received[0]
-        arguments = {name: value for name, value in microbatch.items() if name not in ("labels", ROUTED)}
+        arguments = {name: value for name, value in microbatch.items() if name not in OF_THE_LOSS}
         self._boundary.begin(received[0] if received else None)
         try:
             result = self._model(**arguments, use_cache=False)
@@ -154,55 +154,17 @@ class HFEdges:
         return EdgeSpecs((TensorSpec((*model_input(microbatch).shape[:2], self._hidden), self._dtype),))
 
 
-_SET_BY_PIPELINE = ("use_cache", "past_key_values", "return_dict", "output_router_logits")
+def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> None:
+    """Refuse options that would change loss or gradients in silence. Raises ModelError.
 
-
-class MicrobatchCompleter:
-    """Adds positions to a microbatch, by which the model keeps packed documents apart.
-
-    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
-    an entry that the model's forward does not take, or that must be the same on every stage.
+    own_loss: whether the pipeline computes the loss, as no loss_fn was given
     """
-
-    def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
-        """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
-        # not the model itself: it may be the caller's, with all its weights
-        self._model, self._routed = bare(model), routed
-        self._keeps_apart = False  # until `refuse_packed` has accepted the model
-        taken = inspect.signature(model.forward).parameters.values()
-        self._takes = {parameter.name for parameter in taken} | {"labels"}
-        self._takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken)
-
-    def __call__(self, microbatch: Microbatch) -> Microbatch:
-        for name in microbatch:
-            self._check(name)
-        whole = with_positions(microbatch)
-        if not self._keeps_apart and is_packed(whole):
-            refuse_packed(self._model)
-            self._keeps_apart = True
-        if self._routed is not None:
-            self._routed(microbatch)
-        return whole
-
-    def _check(self, name: str) -> None:
-        if name in _SET_BY_PIPELINE:
-            rule = "the pipeline sets it, to the same value on every stage"
-            raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
-        if name == ROUTED:
-            if self._routed is None:
-                rule = "this pipeline does not replay the choices of routers"
-                raise BatchError(f"{name!r} in a batch", rule, "Build it with replay_routing=True")
-        elif name not in self._takes and not self._takes_any:
-            near = difflib.get_close_matches(name, self._takes, n=1)
-            raise BatchError(
-                f"{name!r} in a batch",
-                f"the forward of {type(self._model).__name__} takes no such argument",
-                f"Did you mean {near[0]!r}?" if near else "Take it out",
-            )
-
-
-def refuse_unsupported_options(model: PreTrainedModel) -> None:
-    """Refuse options that would change loss or gradients in silence. Raises ModelError."""
+    if own_loss and "_loss_function" in vars(model):
+        raise ModelError(
+            f"a loss_function of {type(model).__name__} that was replaced",
+            "the pipeline computes the loss itself, as it knows all valid tokens of a step",
+            "Pass loss_fn=, a function of (output, microbatch) or an object (penstock.batch.loss.Loss)",
+        )
     if model.config.return_dict is False:
         raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
     for name in ("layerdrop", "decoder_layerdrop"):
@@ -212,3 +174,17 @@ def refuse_unsupported_options(model: PreTrainedModel) -> None:
                 "a layer that is dropped at random may be where a stage begins or ends",
                 f"Set {name}=0",
             )
+
+
+def refuse_padding(model: PreTrainedModel) -> None:
+    """Refuse a model whose tokens see the padding after them, whatever the mask says. Raises ModelError."""
+    chooses = next((name for name, module in model.named_modules() if hasattr(module, "index_topk")), None)
+    if chooses is not None:
+        found = f"{chooses} chooses keys by their scores, and equal scores by the length of the row"
+    elif model.config.model_type == "cpmant":
+        found = "it counts positions from the end of the row"
+    else:
+        return
+    raise ModelError(
+        f"shapes='padded' for {type(model).__name__}", found, "Take shapes='inferred', which pads nothing"
+    )

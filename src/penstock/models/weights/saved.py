@@ -39,6 +39,7 @@ class Shard(NamedTuple):
 class SavedModel:
     """Everything but the weights that stages need to write and read the whole model's files.
 
+    kind: the model's class
     other_files: contents of further files of the folder that the model came from, such as its tokenizer's
         (Source.other_files); written as they are, whatever has become of that folder
     """
@@ -47,6 +48,15 @@ class SavedModel:
     generation_config: GenerationConfig | None
     ties: Ties
     other_files: Mapping[str, bytes] | None = None
+    kind: type[PreTrainedModel] | None = None
+
+    def unread(self, names: Collection[str]) -> str | None:
+        """One of `names` that from_pretrained would not read into a model made of the config."""
+        if self.kind is None:
+            return None
+        with torch.device("meta"):
+            known = self.kind(self.config).state_dict().keys()
+        return min(set(names) - known, default=None)
 
     @property
     def copies(self) -> frozenset[str]:

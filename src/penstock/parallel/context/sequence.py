@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from penstock.batch.loss import IGNORED, VALID_ITEMS
+from penstock.batch.microbatches import INNER
 from penstock.batch.packing import with_positions
 from penstock.batch.padding import KNOWN, Padding
 from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError
 
-FULL_SEQUENCE = "context"  # the entry of a split microbatch that holds its `FullSequence`
+FULL_SEQUENCE = f"{INNER}full_sequence"  # the entry of a split microbatch that holds its `FullSequence`
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -109,10 +110,10 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     - position_ids (rows, n): those given, or 0, 1, ... in each row
     - shift_labels (rows, n) in place of labels: aligned with the logits, -100 ignored. The losses of the
       ranks' valid tokens sum up to the microbatch's
-    - valid_items, a scalar: number of tokens of the full microbatch that have a label
+    - VALID_ITEMS, a scalar: number of tokens of the full microbatch that have a label
     - attention_mask (rows, padded_length) of the full sequence, from which the model's mask functions learn
       the full length
-    - context: a `FullSequence`, which a hook takes out before the model's forward
+    - FULL_SEQUENCE: a `FullSequence`, which a hook takes out before the model's forward
 
     Packed documents that `with_positions` finds (positions that restart at 0, in rows without a mask) stay
     apart. Raises BatchError, the same on every rank, for entries that cannot be split.
@@ -128,10 +129,11 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
         positions = torch.arange(length, device=leading.device)
     entries["position_ids"] = positions = positions.expand(rows, length)
     mask = entries.pop("attention_mask", None)
-    labels = entries.pop("shift_labels", None)
-    if "labels" in entries:  # the label of each token is its successor; a row's last token has none
-        labels = F.pad(entries.pop("labels")[:, 1:], (0, 1), value=IGNORED)
-        entries[VALID_ITEMS] = (labels != IGNORED).sum()
+    labels, shifted = entries.pop("labels", None), entries.pop("shift_labels", None)
+    if labels is not None and shifted is None:  # a token's label is its successor; a row's last one has none
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    if shifted is not None:
+        entries[VALID_ITEMS] = (shifted != IGNORED).sum()
 
     extra = (0, padded - length)
     documents = None
@@ -147,8 +149,8 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
     for name, value in padding.pad(entries, padding.lengths(padded)).items():
         dim = _sequence_dim(name, value, padded)
         result[name] = value if dim is None else local_part(value, dim, index, count)
-    if labels is not None:
-        result["shift_labels"] = local_part(F.pad(labels, extra, value=IGNORED), 1, index, count)
+    if shifted is not None:
+        result["shift_labels"] = local_part(F.pad(shifted, extra, value=IGNORED), 1, index, count)
     everything = positions.new_ones(rows, padded, dtype=torch.bool) if mask is None else mask
     return {**result, "attention_mask": everything.long(), FULL_SEQUENCE: full}
 

@@ -180,6 +180,7 @@ def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None
                 "Set its forward after the model has been sharded",
             )
     plan = assigned(model, tp)
+    _refuse_edits(model, plan)
     for name, style in plan.items():
         _check_style(model, name, style)
     _check_sizes(model, plan, tp)
@@ -188,6 +189,25 @@ def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None
         _check_between(model, parent, plan, tp)
     if sequence_parallel:
         _check_layers(model, plan)
+
+
+def _refuse_edits(model: nn.Module, plan: Plan) -> None:
+    """Refuse what would see one rank's part: parametrizations of sharded weights, and hooks around them."""
+    parents = {f"{name.rpartition('.')[0]}." for name, style in plan.items() if not _style(style).closed}
+    for name, module in model.named_modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if hooked and name.startswith(tuple(parents - {"."})):
+            raise ModelError(
+                f"a hook of {name}",
+                "tensor parallelism computes with a part of the values there",
+                "Put it on the module around it, or leave out the tp axis",
+            )
+        if hasattr(module, "parametrizations") and name in plan:
+            raise ModelError(
+                f"{name}, whose weight is computed by a parametrization",
+                "tensor parallelism shards its weight, and the parametrization would see a part of it",
+                "Leave out the tp axis, or make the weight a plain one",
+            )
 
 
 def _check_style(model: nn.Module, name: str, style: str) -> None:

@@ -33,7 +33,7 @@ from penstock.errors import ConfigError
 from penstock.models.source import Source
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
-from penstock.parallel.mesh import Axes
+from penstock.parallel.axes import Axes
 from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.split_batch import BatchLike

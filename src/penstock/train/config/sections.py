@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import torch
 import yaml
 from pydantic import Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
-from penstock.parallel.fsdp import Sharded
-from penstock.parallel.mesh import Axes
+from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.config.values import (
     Checkpointing,
@@ -30,6 +28,9 @@ from penstock.train.config.values import (
     as_finding,
 )
 from penstock.train.optimizer import AdamWSection, OptimizerSection
+
+if TYPE_CHECKING:
+    from penstock.parallel.fsdp import Sharded
 
 
 class ModelSection(Section):
@@ -173,6 +174,10 @@ class ParallelSection(Section):
 
     @property
     def sharded(self) -> Sharded:
+        import torch  # a config with an error is refused without it
+
+        from penstock.parallel.fsdp import Sharded
+
         param, reduce = (name and getattr(torch, name) for name in (self.param_dtype, self.reduce_dtype))
         return Sharded(param, reduce, self.reshard_after_forward, self.cpu_offload)
 

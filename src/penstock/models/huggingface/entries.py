@@ -1,0 +1,135 @@
+"""What a batch may hold for a Hugging Face model, and what its microbatches get in addition.
+
+transformers lets most forwards take any keyword, and drops in silence what nothing reads. A pipeline
+refuses what its model would not read, what it sets itself, and numbers of tokens that the model lacks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import TransformersKwargs
+
+from penstock.batch.loss import check_labels, check_tokens
+from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_positions
+from penstock.batch.padding import ROUTED
+from penstock.batch.shapes import Microbatch
+from penstock.errors import BatchError
+from penstock.models.tracing.meta import bare
+
+OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
+_SET_BY_PIPELINE = ("use_cache", "past_key_values", "cache_position", "return_dict", "output_router_logits")
+_REPLACED = {
+    "num_items_in_batch": "the pipeline divides by the valid tokens of all microbatches",
+    "ignore_index": "the pipeline leaves out labels of -100, as transformers does by default",
+}
+
+
+class BatchCheck:
+    """Refuses a batch that a model would not read as its caller means it. Raises BatchError.
+
+    Args:
+        model: the whole one, with or without values
+        own_loss: whether the pipeline computes the loss, so that labels are numbers of tokens
+    """
+
+    def __init__(self, model: PreTrainedModel, *, own_loss: bool) -> None:
+        self._kind = type(model).__name__
+        forward = inspect.signature(model.forward).parameters
+        self._near = {*forward, *OF_THE_LOSS[:2]}
+        self._takes = self._near | _keywords(model)
+        self._tokens = _rows(model.get_input_embeddings)
+        self._own_loss, self._labels = own_loss, _rows(model.get_output_embeddings)
+
+    def __call__(self, batch: Microbatch) -> None:
+        for name in batch:
+            self._check_name(name)
+        ids, positions = batch.get("input_ids"), batch.get("position_ids")
+        if isinstance(ids, Tensor):
+            self._check_ids(ids)
+        if isinstance(positions, Tensor) and positions.dim() == 1:
+            raise BatchError(
+                f"position_ids of shape {list(positions.shape)}",
+                "positions have rows, as they are split with them",
+                "Give position_ids.expand(rows, -1)",
+            )
+        for name in ("labels", "shift_labels"):
+            if self._own_loss and name in batch:
+                check_labels(name, labels := batch[name])
+                if self._labels is not None:
+                    check_tokens(name, labels, self._labels, "the model's head has")
+
+    def _check_name(self, name: str) -> None:
+        if name in _SET_BY_PIPELINE:
+            rule = "the pipeline sets it, to the same value on every stage"
+            raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
+        if name in _REPLACED:
+            raise BatchError(f"{name!r} in a batch", _REPLACED[name], "Take it out, or give a loss_fn")
+        if name not in self._takes and name != ROUTED:
+            near = difflib.get_close_matches(name, sorted(self._near), n=1)
+            raise BatchError(
+                f"{name!r} in a batch",
+                f"no forward in {self._kind} takes such an argument",
+                f"Did you mean {near[0]!r}?" if near else "Take it out",
+            )
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise BatchError(f"input_ids of {ids.dtype}", "they are the numbers of tokens", "Give int64")
+        if self._tokens is None or ids.dim() != PER_TOKEN or not ids.numel():
+            return
+        if bool((ids < 0).any()):
+            raise BatchError(
+                f"input_ids with {int(ids[ids < 0][0])}, at {(ids < 0).nonzero()[0].tolist()}",
+                "a token's number is 0 or more",
+                "Put the padding token there, and -100 in labels alone",
+            )
+        check_tokens("input_ids", ids, self._tokens, "the model's embedding has")
+
+
+def _keywords(model: nn.Module) -> set[str]:
+    """What the forwards of a model's modules take by name, and what transformers hands through them."""
+    kinds = {type(module) for module in model.modules()}
+    named = {name for kind in kinds for name in inspect.signature(kind.forward).parameters}
+    return (named | set(TransformersKwargs.__annotations__)) - {"self", "args", "kwargs"}
+
+
+def _rows(get: Callable[[], nn.Module | None]) -> int | None:
+    """How many tokens an embedding or a head knows; None for one of another form."""
+    try:
+        module = get()
+    except (NotImplementedError, AttributeError):
+        return None
+    weight = getattr(module, "weight", None)
+    return len(weight) if isinstance(module, nn.Embedding | nn.Linear) and weight is not None else None
+
+
+class MicrobatchCompleter:
+    """Adds positions to a microbatch, by which the model keeps packed documents apart.
+
+    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
+    choices of experts that the pipeline does not replay.
+    """
+
+    def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
+        """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
+        # not the model itself: it may be the caller's, with all its weights
+        self._model, self._routed = bare(model), routed
+        self._keeps_apart = False  # until `refuse_packed` has accepted the model
+
+    def __call__(self, microbatch: Microbatch) -> Microbatch:
+        if ROUTED in microbatch and self._routed is None:
+            rule = "this pipeline does not replay the choices of routers"
+            raise BatchError(f"{ROUTED!r} in a batch", rule, "Build it with replay_routing=True")
+        whole = with_positions(microbatch)
+        if not self._keeps_apart and is_packed(whole):
+            refuse_packed(self._model)
+            self._keeps_apart = True
+        if self._routed is not None:
+            self._routed(microbatch)
+        return whole

@@ -1,0 +1,185 @@
+"""Find what a stage would still use of the model that it was copied from.
+
+`copy.deepcopy` copies modules, parameters, bound methods and partials, but takes functions as they are. A
+function that a user has put into a model, as a forward or as a hook, may reach a module in four ways:
+
+    layer.mlp.forward = lambda x: old(x) * 1.5          by its closure: `old` is a method of the caller's mlp
+    def hook(module, args, output, adapter=adapter)     by a default
+    def hook(module, args, output): model.adapter(...)  by a global name, as in a notebook
+    AddsAdapter(adapter)                                by an attribute of an object
+
+In a copy it would compute with the caller's weights and train them in place of the stage's, without an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.errors import ModelError
+from penstock.models.huggingface.boundary import BoundaryPlaceholder, ModulePlaceholder
+
+_STAND_INS = (BoundaryPlaceholder, ModulePlaceholder)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_LIBRARIES = {"torch", "transformers", "penstock", "accelerate", "functools", "inspect", "typing", "numpy"}
+_TABLES = {"_parameters", "_buffers", "_modules"}
+
+
+def copy_gradient_hooks(stage: nn.Module, given: nn.Module, memo: dict[int, Any]) -> None:
+    """Put the gradient hooks of the caller's parameters on those of the stage; `copy.deepcopy` drops them.
+
+    They then run on the gradient of each microbatch.
+
+    Args:
+        stage: the copy
+        given: the caller's whole model
+        memo: of the deep copy, so that methods become those of the copied modules
+
+    Raises ModelError for a hook that runs after a gradient is accumulated.
+    """
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    carried: set[int] = set()  # copies that have the hooks already
+    for name, parameter in given.named_parameters(remove_duplicate=False):
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f"{name}, with a hook that runs after its gradient is accumulated",
+                "it would run once a microbatch, on a gradient that is not whole yet",
+                "Do it after pipe.step(), over pipe.named_parameters()",
+            )
+        hooks = getattr(parameter, "_backward_hooks", None)
+        if not hooks or name not in held or id(held[name]) in carried:
+            continue
+        carried.add(id(held[name]))
+        for hook in hooks.values():
+            held[name].register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+
+
+def refuse_references(stage: nn.Module, given: nn.Module) -> None:
+    """Raise ModelError where functions that hang on modules of `stage` reach what the stage does not hold.
+
+    Args:
+        stage: the copy that is to be trained
+        given: the caller's whole model
+    """
+    outside = {id(module): name or "the model" for name, module in given.named_modules()}
+    outside |= {id(p): name for name, p in given.named_parameters(remove_duplicate=False)}
+    outside |= {id(b): name for name, b in given.named_buffers(remove_duplicate=False)}
+    held = {id(module) for module in stage.modules()}
+    held |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+    for where, holder, value in _hung_on(stage):
+        for found in reached(value):
+            if words := _why_not(found, holder, held, outside):
+                raise ModelError(
+                    f"{where}, which uses {words}",
+                    "a stage computes with a copy of its layers, and a function keeps what it was made with",
+                    "Let it take what it needs from its module argument, as a method or a submodule of that "
+                    "module; or put it on the modules of the built pipeline (pipe.modules, parallelize_fn)",
+                )
+
+
+def _why_not(found: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
+    """What is wrong with reaching `found` from a function of `holder`; empty where nothing is."""
+    if id(found) in outside:
+        return f"{outside[id(found)]} of the model that was given"
+    if isinstance(found, nn.Module) and id(found) in held and _inside(found, holder):
+        return ""
+    if isinstance(found, nn.Module) and any(isinstance(module, _STAND_INS) for module in found.modules()):
+        return "modules of another stage"
+    if isinstance(found, nn.Module):
+        if id(found) not in held and any(parameter.requires_grad for parameter in found.parameters()):
+            return f"{type(found).__name__}, a module with weights that this stage does not train"
+    elif isinstance(found, nn.Parameter) and id(found) not in held and found.requires_grad:
+        return "a weight that this stage does not train"
+    return ""
+
+
+def _inside(module: nn.Module, holder: nn.Module) -> bool:
+    return any(inner is module for inner in holder.modules())
+
+
+def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Functions and objects that users put on modules: (name, the module that has it, the value)."""
+    classes: set[type] = set()
+    for name, module in stage.named_modules():
+        if isinstance(module, _STAND_INS):
+            continue
+        shown = name or "the model"
+        for attribute, value in vars(module).items():
+            if attribute in _TABLES or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+                continue
+            for each in value.values() if attribute.endswith("_hooks") and value else (value,):
+                what = f"a hook of {shown}" if attribute.endswith("_hooks") else f"{shown}.{attribute}"
+                own = isinstance(each, types.MethodType) and each.__self__ is module
+                yield what, module, each.__func__ if own else each
+        if type(module) not in classes:
+            classes.add(type(module))
+            yield f"the forward of {type(module).__name__}", module, type(module).forward
+        for own, parameter in module.named_parameters(recurse=False):
+            for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+                yield f"a gradient hook of {shown}.{own}", module, hook
+
+
+def reached(start: Any) -> Iterator[Any]:
+    """The modules and tensors that `start`, a function or an object, reaches without its arguments.
+
+    It does not look into modules, nor at what a library's functions name.
+    """
+    met: set[int] = set()
+    waiting = [start]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in met or isinstance(value, _PLAIN):
+            continue
+        met.add(id(value))
+        if isinstance(value, nn.Module | Tensor):
+            yield value
+        else:
+            waiting.extend(_next(value))
+
+
+def _next(value: Any) -> Iterator[Any]:
+    """What a value that is neither a module nor a tensor holds."""
+    if isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        yield from vars(value).values()
+        if (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+            yield from (value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+        yield value.__func__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values(), *vars(value).values())
+    elif isinstance(value, weakref.ref):
+        yield value()
+    elif isinstance(value, Mapping):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+        yield from getattr(value, "__dict__", {}).values()
+        yield vars(type(value)).get("__call__")
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a name that is assigned later
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names and attributes that the code uses, also in functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,0 +1,76 @@
+"""Does an optimizer train the pipeline, or the model that it was built from?
+
+    pipe = AutoPipeline(...).build(model)
+    optimizer = AdamW(model.parameters())      # should be pipe.parameters()
+
+The pipeline has copies of the model's weights, so this optimizer finds no gradient and changes nothing,
+without an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from penstock.runtime.sharded_weights import local_shard
+
+_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
+
+
+class OptimizerWatch:
+    """Warns once where optimizers step and none of them trains the pipeline."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._ids = set(map(id, self._parameters))
+        self._versions: list[int] = []  # after the last step
+        self._others = False  # whether an optimizer without our parameters has stepped since
+        self._done = False
+        _register()
+        _watches.add(self)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Any optimizer of this process has stepped."""
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) in self._ids for parameter in held):
+            self._done = True
+            self._parameters.clear()
+        else:
+            self._others = bool(self._versions)
+
+    def before_step(self) -> None:
+        if self._done or not self._others or self._versions != self._now():
+            return
+        if any(p.grad is not None and bool(local_shard(p.grad).any()) for p in self._parameters):
+            self._done = True
+            warnings.warn(
+                "An optimizer has stepped, and the pipeline's parameters did not change although their "
+                "gradients are not zero. An optimizer over model.parameters() trains the model that was "
+                "given to build(), not the pipeline. Make it over pipe.parameters().",
+                stacklevel=4,  # of the call of step()
+            )
+
+    def after_step(self) -> None:
+        if not self._done:
+            self._versions, self._others = self._now(), False
+
+    def _now(self) -> list[int]:
+        return [local_shard(parameter)._version for parameter in self._parameters]
+
+
+@functools.cache
+def _register() -> None:
+    """Once in a process."""
+
+    def tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for watch in list(_watches):
+            watch.stepped(optimizer)
+
+    register_optimizer_step_post_hook(tell)
