@@ -82,6 +82,12 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
     ("override", "message"),
     [
         ("train.stps=3", "train.stps=3: section train has no such key. Did you mean train.steps?"),
+        ("optimizer.lr=1", "section optimizer has no such key. Write optimizer.learning_rate"),
+        ("train.lr=1", "section train has no such key. Write optimizer.learning_rate"),
+        ("train.max_grad_norm=1", "Write train.clip_norm"),
+        ("train.gradient_accumulation_steps=2", "Write pipeline.microbatches"),
+        ("train.save_every=2", "Write train.checkpoint_every"),
+        ("parallel.dp=2", "Write parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate"),
         ("output.keep.lst=3", "output.keep.lst=3: section output.keep has no such key. Did you mean"),
         ("output.keep.last=0", "output.keep.last=0: it should be greater than or equal to 1"),
         (

@@ -115,6 +115,37 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
+# keys of other trainers
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "peak_lr"), "Write optimizer.learning_rate"),
+    **dict.fromkeys(
+        ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), "Write train.clip_norm"
+    ),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "Write pipeline.microbatches: a step's batch_size rows are split into so many",
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "per_device_train_batch_size"),
+        "Write train.batch_size, the rows of a step, and pipeline.microbatches, their parts",
+    ),
+    **dict.fromkeys(("save_every", "save_steps", "save_interval"), "Write train.checkpoint_every"),
+    **dict.fromkeys(("eval_every", "eval_steps", "eval_interval"), "Write train.evaluate_every"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), "Write train.steps"),
+    **dict.fromkeys(
+        ("dp", "data_parallel_size"),
+        "Write parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)",
+    ),
+    **dict.fromkeys(("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"), "Write pipeline.ranks"),
+    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "Write parallel.tp"),
+    **dict.fromkeys(("context_parallel_size",), "Write parallel.cp"),
+    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size"), "Write parallel.ep"),
+    **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "block_size"), "Write data.sequence_length"),
+    **dict.fromkeys(("gradient_checkpointing",), "Write train.activation_checkpointing"),
+    **dict.fromkeys(("output_dir", "out_dir"), "Write output.folder"),
+}
+
+
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     *path, key = entry["loc"]  # the key itself may hold a dot
     section = ".".join(str(each) for each in path if each not in _BRANCHES)
@@ -124,7 +155,9 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
         known = list(_OPTIMIZERS[path[-1]].model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
-    if near:
+    if key in _ELSEWHERE:
+        remedy = _ELSEWHERE[key]
+    elif near:
         remedy = f"Did you mean {section}.{near[0]}?" if section else f"Did you mean {near[0]}?"
     elif elsewhere:
         remedy = f"Did you mean {elsewhere[0]}?"
