@@ -1,0 +1,212 @@
+"""An edited model as a pipeline and in a plain process: the same gradients, or an error that says why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from penstock import AutoPipeline
+from penstock.errors import PenstockError
+from support.edits import EDITS
+from support.reference import gradients_of
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {},
+    "gemma2": {"sliding_window": 4},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+}
+SCHEDULES: dict[str, tuple[int, int]] = {  # ranks, microbatches
+    "gpipe": (2, 2), "1f1b": (2, 4), "interleaved_1f1b": (2, 2), "zb_h1": (2, 4), "zb_v": (2, 4),
+    "dualpipe": (2, 4),
+    "1f1b of one": (1, 2),
+}  # fmt: skip
+ROWS, LENGTH = 4, 8
+
+
+class Case(NamedTuple):
+    family: str
+    edits: tuple[str, ...]
+    batch: str
+    schedule: str
+    checkpointing: str | bool
+    seed: int
+
+
+def build_model(case: Case) -> PreTrainedModel:
+    """The same values for the same case; the edits are applied in turn."""
+    torch.manual_seed(case.seed)
+    config = AutoConfig.for_model(case.family, **{**SIZES, **FAMILIES[case.family]})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    model.train()
+    for number, name in enumerate(case.edits):
+        EDITS[name](model, Random(case.seed + number))
+    return model
+
+
+# ---- batches
+
+
+def _ids(seed: int) -> Tensor:
+    return torch.randint(0, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def _plain(ids: Tensor) -> dict[str, Any]:
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def _masked(ids: Tensor) -> dict[str, Any]:
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def _packed(ids: Tensor) -> dict[str, Any]:
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).expand(ROWS, LENGTH)
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "position_ids": positions, "labels": labels}
+
+
+def _shifted(ids: Tensor) -> Tensor:
+    return torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
+
+
+def _with(**entries: Any) -> Callable[[Tensor], dict[str, Any]]:
+    return lambda ids: {**_plain(ids), **entries}
+
+
+def _labels(change: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
+    return lambda ids: {"input_ids": ids, "labels": change(ids.clone())}
+
+
+def _inputs(change: Callable[[Tensor], Any]) -> Callable[[Tensor], dict[str, Any]]:
+    return lambda ids: {**_plain(ids), "input_ids": change(ids.clone())}
+
+
+def _marked(value: int) -> Callable[[Tensor], Tensor]:
+    def mark(ids: Tensor) -> Tensor:
+        ids[2, 3] = value
+        return ids
+
+    return mark
+
+
+BATCHES: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+    "plain": _plain,
+    "masked": _masked,
+    "packed": _packed,
+    "shift_labels": lambda ids: {**_plain(ids), "shift_labels": _shifted(ids.flip(0))},
+    "shift_labels only": lambda ids: {"input_ids": ids, "shift_labels": _shifted(ids.flip(0))},
+    "num_items_in_batch": _with(num_items_in_batch=7),
+    "num_items_in_batch as a tensor": _with(num_items_in_batch=torch.tensor(7)),
+    "ignore_index": lambda ids: {**_plain(ids), "ignore_index": int(ids[0, 5])},
+    "valid_items": _with(valid_items=torch.tensor(3)),
+    "context": _with(context=torch.tensor(3)),
+    "routed_experts": _with(routed_experts=torch.zeros(ROWS, LENGTH)),
+    "attention_masks": lambda ids: {**_plain(ids), "attention_masks": torch.ones_like(ids)},
+    "logits_to_keep": _with(logits_to_keep=2),
+    "output_hidden_states": _with(output_hidden_states=True),
+    "positions in one dimension": _with(position_ids=torch.arange(1, LENGTH + 1)),
+    "positions of one row": _with(position_ids=torch.arange(1, LENGTH + 1)[None]),
+    "labels of int32": _labels(lambda ids: ids.int()),
+    "labels of float": _labels(lambda ids: ids.double()),
+    "a label of -1": _labels(_marked(-1)),
+    "a label out of range": _labels(_marked(64)),
+    "an id out of range": _inputs(_marked(64)),
+    "a negative id": _inputs(_marked(-1)),
+    "ids of float": _inputs(lambda ids: ids.double()),
+    "ids of int32": _inputs(lambda ids: ids.int()),
+    "lists": lambda ids: {"input_ids": ids.tolist(), "labels": ids.tolist()},
+    "labels as a list": _labels(lambda ids: ids.tolist()),
+    "arrays": lambda ids: {"input_ids": ids.numpy(), "labels": ids.numpy()},
+    "no tokens": lambda ids: {"input_ids": ids[:, :0], "labels": ids[:, :0]},
+    "a mask of one row": _with(attention_mask=torch.ones(1, LENGTH, dtype=torch.long)),
+    "a mask of bools": _with(attention_mask=torch.ones(ROWS, LENGTH, dtype=torch.bool)),
+}
+
+
+def _in_double(*args: Any, **kwargs: Any) -> Tensor:
+    """transformers' own loss, which rounds logits to float32, without the rounding."""
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        loss: Tensor = ForCausalLMLoss(*args, **kwargs)
+    return loss
+
+
+def plain(
+    model: PreTrainedModel, batch: Mapping[str, Any], microbatches: int
+) -> tuple[float, dict[str, Tensor]]:
+    """One process that accumulates over the same microbatches, by transformers' own loss."""
+    if "loss_function" not in vars(model) and "_loss_function" not in vars(model):
+        model.loss_function = _in_double
+    labels = batch.get("labels", batch["input_ids"])  # transformers computes no loss without
+    batch = {**batch, "labels": labels.long()}
+    parts = [
+        {name: value if not isinstance(value, Tensor) or value.dim() == 0 or len(value) != ROWS
+         else value.tensor_split(microbatches)[at] for name, value in batch.items()}
+        for at in range(microbatches)
+    ]  # fmt: skip
+    shifted = [part.get("shift_labels", part["labels"][:, 1:]) for part in parts]
+    counts = [int((labels != -100).sum()) for labels in shifted]
+    total = 0.0
+    for part, count in zip(parts, counts, strict=True):
+        loss = model(**part, use_cache=False).loss * count / sum(counts)
+        loss.backward()
+        total += float(loss)
+    return total, gradients_of(model)
+
+
+_REACHED = "the caller's model got gradients"
+
+
+def outcome(case: Case) -> str:
+    """'exact', or the error's type and text. Raises AssertionError for anything else."""
+    batch = BATCHES[case.batch](_ids(case.seed))
+    ranks, microbatches = SCHEDULES[case.schedule]
+    given = build_model(case)
+    before = copy.deepcopy({name: value.detach() for name, value in given.named_parameters()})
+    try:
+        pipe = AutoPipeline(
+            ranks=ranks, schedule=case.schedule.split()[0], microbatches=microbatches,
+            activation_checkpointing=case.checkpointing, device="cpu",
+        ).build(given)  # fmt: skip
+        result = pipe.step(copy.deepcopy(batch))
+    except PenstockError as error:
+        assert all(parameter.grad is None for parameter in given.parameters()), (
+            "the caller's model got gradients"
+        )
+        return f"{type(error).__name__}: {error}"
+    assert all(parameter.grad is None for parameter in given.parameters()), _REACHED
+    assert all(torch.equal(value, before[name]) for name, value in given.named_parameters())
+    loss, expected = plain(build_model(case), batch, microbatches)
+    assert abs(result.loss - loss) <= 1e-10 * max(1, abs(loss)), f"loss {result.loss}, expected {loss}"
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    missing = set(expected)
+    for module in pipe.modules.values():
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            found = parameter.grad
+            wanted = expected.get(name)
+            if wanted is None or found is None:
+                assert found is None or not found.any(), f"{name} has a gradient that it should not have"
+                assert wanted is None or not wanted.any(), f"{name} has no gradient"
+            else:
+                difference = float((found - wanted).abs().max())
+                size = max(float(wanted.abs().max()), 1e-6 * largest)
+                assert difference <= 1e-10 * size, f"{name}: differs by {difference:.3g}, largest {size:.3g}"
+            missing.discard(name)
+    assert not missing, f"no stage has {sorted(missing)}"
+    return "exact"
