@@ -34,7 +34,7 @@ types: env  ## Static types, strict
 tests: env  ## The test suite, on two processes
 	$(BIN)/pytest --numprocesses 2 --dist loadgroup
 
-test-fast: env  ## The inner loop: in one process each, some cases of each test
+test-fast: env  ## The inner loop: a case of each short test that starts no process
 	$(BIN)/pytest --fast --numprocesses 2
 
 mutants: env  ## Break the code in one place at a time: a test must notice each; about an hour

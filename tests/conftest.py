@@ -10,8 +10,6 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support.pool import Pool
 
-CASES = 3  # of a test, in the inner loop
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> None:
@@ -46,8 +44,8 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true",
-                     help=f"no processes beside this one, at most {CASES} cases of each test")  # fmt: skip
+    parser.addoption("--fast", action="store_true", help="only tests that are short and start no process")
+    parser.addoption("--cases", type=int, default=1, help="of each test, with --fast")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,18 +58,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("pool"))
     if config.getoption("fast"):
-        kept = _fast(items)
+        kept = _fast(items, config.getoption("cases"))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 
 
-def _fast(items: list[pytest.Item]) -> list[pytest.Item]:
+def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """Tests of this process alone; of a test with many cases some, evenly spread over them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         fixtures = {"pool", "eight", "executed_notebook"} & set(getattr(item, "fixturenames", ()))
-        marks = {mark.name for mark in item.iter_markers()} & {"sweep", "parallel"}
+        marks = {mark.name for mark in item.iter_markers()} & {"sweep", "parallel", "long"}
         starts_processes = fixtures or hasattr(getattr(item, "module", None), "subprocess")
         if not starts_processes and not marks:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for each in cases.values() for item in each[:: -(-len(each) // CASES)]]
+    return [item for each in cases.values() for item in each[:: -(-len(each) // most)]]

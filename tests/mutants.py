@@ -188,7 +188,7 @@ def run(mutant: Mutant, tree: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
     if EVERY in mutant.tests:  # a change that every case shows
-        command.append("--fast")
+        command += ["--fast", "--cases=3"]
     paths = [str(tree / "tests" / path) for path in mutant.tests.split()]
     try:
         done = subprocess.run(

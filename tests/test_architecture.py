@@ -27,6 +27,7 @@ def test_the_picture_is_the_codes() -> None:
     script("architecture", "--check")
 
 
+@pytest.mark.long
 def test_the_page_of_the_public_api_is_the_codes() -> None:
     script("api", "--check")
 

@@ -44,6 +44,7 @@ def _quiet() -> Iterator[None]:
 CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
 
 
+@pytest.mark.long
 @given(CASES)
 @settings(max_examples=100, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_is_exact_or_refused(case: Case) -> None:

@@ -487,6 +487,7 @@ def compiler() -> Iterator[Compiler]:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "again", "first"),
     [

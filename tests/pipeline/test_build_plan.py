@@ -53,6 +53,7 @@ def test_balance_within_memory() -> None:
     assert balance(plan, memory=replace(plenty, limit=least)) == "Et|t|tt|t*4L"
 
 
+@pytest.mark.long
 def test_recomputation_keeps_the_memory_limit() -> None:
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)

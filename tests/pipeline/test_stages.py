@@ -30,6 +30,7 @@ def compiling(backend: Any) -> Callable[[nn.Module], nn.Module]:
     return compiled
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("backend", "schedule"), [("aot_eager", "1f1b"), ("eager", "zb_h1")])
