@@ -63,3 +63,18 @@ def test_padding_that_tokens_before_it_would_see_is_refused(model_type: str) -> 
     """0.5.0: losses were off by 7 % for cpmant; an indexer may break ties by the length."""
     with pytest.raises(ModelError, match="shapes='padded' for"):
         AutoPipeline(ranks=2, microbatches=2, shapes="padded").build(zoo.tiny_model(model_type))
+
+
+def test_a_loss_may_have_entries_of_its_own() -> None:
+    """The model does not get them; a typing error of one of the model's own is found all the same."""
+
+    def masked(logits: torch.Tensor, microbatch: Any) -> torch.Tensor:
+        assert microbatch["num_items_in_batch"] == 3
+        mask: torch.Tensor = microbatch["loss_mask"]
+        return (logits.mean(-1) * mask).mean()
+
+    pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=masked).build(tiny_model("llama", layers=2))
+    entries = {"input_ids": IDS, "loss_mask": torch.ones(4, 8), "num_items_in_batch": 3}
+    pipe.step(entries)
+    with pytest.raises(BatchError, match="Did you mean 'attention_mask'"):
+        pipe.step({**entries, "attention_masks": torch.ones(4, 8)})

@@ -22,7 +22,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
 from penstock.models.tracing.meta import bare
 
-OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
+_OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
 _SET_BY_PIPELINE = ("use_cache", "past_key_values", "cache_position", "return_dict", "output_router_logits")
 _REPLACED = {
     "num_items_in_batch": "the pipeline divides by the valid tokens of all microbatches",
@@ -41,8 +41,8 @@ class BatchCheck:
     def __init__(self, model: PreTrainedModel, *, own_loss: bool) -> None:
         self._kind = type(model).__name__
         forward = inspect.signature(model.forward).parameters
-        self._near = {*forward, *OF_THE_LOSS[:2]}
-        self._takes = self._near | _keywords(model)
+        self._near = {*forward, *_OF_THE_LOSS[:2]}
+        self._takes = {*taken(model), *_OF_THE_LOSS}
         self._tokens = _rows(model.get_input_embeddings)
         self._own_loss, self._labels = own_loss, _rows(model.get_output_embeddings)
 
@@ -68,14 +68,17 @@ class BatchCheck:
         if name in _SET_BY_PIPELINE:
             rule = "the pipeline sets it, to the same value on every stage"
             raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
-        if name in _REPLACED:
+        if name in _REPLACED and self._own_loss:
             raise BatchError(f"{name!r} in a batch", _REPLACED[name], "Take it out, or give a loss_fn")
-        if name not in self._takes and name != ROUTED:
-            near = difflib.get_close_matches(name, sorted(self._near), n=1)
+        if name in self._takes or name in _REPLACED:
+            return
+        cutoff = 0.6 if self._own_loss else 0.85  # a loss_fn may have entries of its own
+        near = difflib.get_close_matches(name, sorted(self._near), n=1, cutoff=cutoff)
+        if near or self._own_loss:
             raise BatchError(
                 f"{name!r} in a batch",
                 f"no forward in {self._kind} takes such an argument",
-                f"Did you mean {near[0]!r}?" if near else "Take it out",
+                f"Did you mean {near[0]!r}?" if near else "Take it out, or give a loss_fn that reads it",
             )
 
     def _check_ids(self, ids: Tensor) -> None:
@@ -92,11 +95,13 @@ class BatchCheck:
         check_tokens("input_ids", ids, self._tokens, "the model's embedding has")
 
 
-def _keywords(model: nn.Module) -> set[str]:
-    """What the forwards of a model's modules take by name, and what transformers hands through them."""
+def taken(model: nn.Module) -> frozenset[str]:
+    """The entries that a model gets: what the forwards of its modules take by name, and what transformers
+    hands through them."""
     kinds = {type(module) for module in model.modules()}
     named = {name for kind in kinds for name in inspect.signature(kind.forward).parameters}
-    return (named | set(TransformersKwargs.__annotations__)) - {"self", "args", "kwargs"}
+    named |= set(TransformersKwargs.__annotations__)
+    return frozenset(named - {"self", "args", "kwargs", *_OF_THE_LOSS, *_REPLACED})
 
 
 def _rows(get: Callable[[], nn.Module | None]) -> int | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import ModelError
@@ -26,7 +27,7 @@ from penstock.models.huggingface.boundary import (
     StageDone,
     make_boundary_layer,
 )
-from penstock.models.huggingface.entries import OF_THE_LOSS
+from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
@@ -96,7 +97,7 @@ class HFCall:
     """Calls a model made by `cut` as a stage."""
 
     def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
-        self._model = model
+        self._model, self._taken = model, taken(model)  # other entries of a microbatch are the loss's
         self._boundary: Boundary = model.boundary
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
@@ -105,7 +106,8 @@ class HFCall:
         """The value for the next stage; on the last stage the `outcome` of the model."""
         if self._holds_nothing:
             return received[0]
-        arguments = {name: value for name, value in microbatch.items() if name not in OF_THE_LOSS}
+        arguments = {name: value for name, value in microbatch.items()
+                     if name in self._taken or name.startswith(INNER)}  # fmt: skip
         self._boundary.begin(received[0] if received else None)
         try:
             result = self._model(**arguments, use_cache=False)
