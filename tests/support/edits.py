@@ -91,7 +91,8 @@ def method_forward(model: PreTrainedModel, random: Random) -> None:
 
 
 def method_of_another_layer(model: PreTrainedModel, random: Random) -> None:
-    mlp_of(model, random).forward = mlp_of(model, random).forward
+    first, second = random.sample(list(layer_list(model)[1]), 2)
+    first.mlp.forward = second.mlp.forward  # type: ignore[union-attr]
 
 
 def hook_with_adapter_of_the_model(model: PreTrainedModel, random: Random) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.models.huggingface.boundary import compute_in
-from penstock.models.huggingface.entries import BatchCheck
+from penstock.models.huggingface.entries import BatchCheck, taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.partition import LayerCosts, check_one_description, partition
@@ -204,7 +204,7 @@ class _Build:
 
     def __init__(self, auto: AutoPipeline, plan: BuildPlan, world: World) -> None:
         self._auto, self._plan, self._world = auto, plan, world
-        self._ties = weights.tied_names(plan.source.model)
+        self._ties, self._entries = weights.tied_names(plan.source.model), taken(plan.source.model)
         self._mesh_plan = auto.mesh_plan(world)
 
     def run(self) -> BuiltStages:
@@ -279,7 +279,7 @@ class _Build:
             layers=plan.layers_of(model, index),
             checkpointing=auto.checkpointing(),
             parallelize_fn=auto.parallelize_fn,
-            call=lambda module: HFCall(module, info),
+            call=lambda module: HFCall(module, info, self._entries),
             routing=None if plan.routed is None else plan.routed.for_stage(model),
             after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,
             position=info.stage,

@@ -349,7 +349,7 @@ CHOICES = {
     "floats": r"routed_experts of torch.float32.* int16, int32 or int64",
     "bytes": r"routed_experts of torch.uint8",
     "bools": r"routed_experts of torch.bool",
-    "a list": r"routed_experts of shape list",
+    "a list": r"routed_experts given as list",
 }
 
 

@@ -96,8 +96,12 @@ def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequenc
 class HFCall:
     """Calls a model made by `cut` as a stage."""
 
-    def __init__(self, model: PreTrainedModel, info: StageInfo) -> None:
-        self._model, self._taken = model, taken(model)  # other entries of a microbatch are the loss's
+    def __init__(
+        self, model: PreTrainedModel, info: StageInfo, entries: frozenset[str] | None = None
+    ) -> None:
+        """entries: those of a microbatch that the model gets, from `taken` of it before axes change its
+        forward; others are the loss's"""
+        self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None

@@ -147,6 +147,9 @@ def _try(model: PreTrainedModel) -> None:
     memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
     memo |= {id(module): _PassesOn() for name, module in model.named_modules() if _are_experts(name, module)}
     shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
+    for module in shadow.modules():
+        if isinstance(module, PreTrainedModel):  # the routers' loss is a mean over tokens, and summed over cp
+            module.config.get_text_config().output_router_logits = False
     register(shadow, ContextAttention(base_of(model)))
     part = split({"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}, 0, 1)
     part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
