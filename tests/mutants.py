@@ -109,7 +109,7 @@ MUTANTS = [
     Mutant(RECORDING, " or is_hooked(parameter)", "", OF_SPLIT),
     Mutant(RECORDING, " or id(parameter) in self._inputs", "", f"{OF_SPLIT} pipeline/test_edges.py"),
     # ---- loss
-    Mutant(LOSS, "(labels[:, 1:] != IGNORED)", "(labels != IGNORED)", f"batch/test_loss.py {EVERY}"),
+    Mutant(LOSS, "else labels[:, 1:]) != IGNORED", "else labels) != IGNORED", f"batch/test_loss.py {EVERY}"),
     Mutant(
         LOSS, "logits[:, :-1], labels[:, 1:]", "logits[:, 1:], labels[:, 1:]", f"batch/test_loss.py {EVERY}"
     ),
