@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from penstock.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_NAMED = 5  # tensors of each kind that an error names
 
 # torch's dtypes by their names in safetensors
 DTYPES = {
@@ -112,12 +113,15 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
     _fill(stage, files, ties, Unread, "cpu")
 
 
-def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
+def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:
     """Raise the errors of `load` from the files' headers: no tensor is read, `stage` stays without values.
 
     Its parameters then have the dtypes that `load` gives them.
+
+    Args:
+        whole: `stage` is the whole model: a tensor that it has no place for is an error, too
     """
-    _fill(stage, files, ties, UnreadShape, "meta")
+    _fill(stage, files, ties, UnreadShape, "meta", whole=whole)
 
 
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -153,7 +157,13 @@ class UnreadShape(Unread):
 
 
 def _fill(
-    stage: PreTrainedModel, files: Sequence[Path], ties: Ties, reader: type[Unread], device: str
+    stage: PreTrainedModel,
+    files: Sequence[Path],
+    ties: Ties,
+    reader: type[Unread],
+    device: str,
+    *,
+    whole: bool = False,
 ) -> None:
     if next(stage.parameters(), None) is None:  # a stage that only passes on its input
         return
@@ -171,24 +181,34 @@ def _fill(
     with _one_tensor_at_a_time():
         info, _ = convert_and_load_state_dict_in_model(stage, unread, config)
     _tie_within(stage, ties)
-    if info.mismatched_keys:
-        name, found, wanted = sorted(info.mismatched_keys)[0]
-        raise CheckpointError(
-            f"{name} of shape {list(found)}",
-            f"the model's config asks for {list(wanted)}",
-            "Use the config that the checkpoint was written with",
-        )
     read_by_another_name = {n for names in ties if not info.missing_keys.issuperset(names) for n in names}
     lacking = info.missing_keys - read_by_another_name
-    missing = sorted(
-        name for name, p in stage.named_parameters() if (name in lacking if device == "meta" else p.is_meta)
-    )
-    if missing:
+    mismatched = {
+        name: f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info.mismatched_keys
+    }
+    missing = [
+        name
+        for name, parameter in stage.named_parameters()
+        if name not in mismatched and (name in lacking if device == "meta" else parameter.is_meta)
+    ]
+    stage._adjust_missing_and_unexpected_keys(info)  # without what its family leaves out on purpose
+    unexpected = info.unexpected_keys if whole else ()
+    wrong = {
+        "{} of another shape than the model's": mismatched.values(),
+        "it lacks {} of the model's weights": missing,
+        "{} that the model has no place for": unexpected,
+    }
+    if found := [f"{text.format(len(names))}: {_first(names)}" for text, names in wrong.items() if names]:
         raise CheckpointError(
-            f"{files[0].parent}",
-            f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}",
-            "Take a checkpoint of this very model, or train from its config alone",
+            f"the weights in {files[0].parent}",
+            "; ".join(found),
+            "Take the weights and the config.json of one model, or train from its config alone",
         )
+
+
+def _first(names: Collection[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(sorted(names)[:_NAMED]) + more
 
 
 @contextmanager
