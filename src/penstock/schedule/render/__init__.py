@@ -27,6 +27,7 @@ def render(
     costs: Costs | None = None,
     title: str | None = None,
     unit: str | None = None,
+    width: int = 120,
 ) -> str:
     """Draw a schedule or a timeline; returns the text of the drawing.
 
@@ -36,6 +37,7 @@ def render(
     predicted: a timeline to draw above `drawn`, which is then labelled as measured, on the same time scale
     costs: to simulate a schedule with (None: unit costs); not for a timeline
     unit: of the times; ``"s"`` is shown as s, ms or µs. None: seconds with `predicted`, no unit otherwise
+    width: characters in a line of text
 
     Raises ConfigError for another ending, a path that cannot be written, or costs for a timeline;
     ScheduleError for a schedule that `verify` refuses.
@@ -57,6 +59,7 @@ def render(
         title=_title(timeline) if title is None else title,
         panels=panels,
         unit=default_unit if unit is None else unit,
+        width=width,
     )
     result = _FORMATS[ending](drawing)
     if path is not None:

@@ -159,11 +159,15 @@ class Panel:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Panels from top to bottom, on one time scale, in `unit`; seconds are shown as s, ms or µs."""
+    """Panels from top to bottom, on one time scale, in `unit`; seconds are shown as s, ms or µs.
+
+    width: characters in a line of text
+    """
 
     title: str
     panels: tuple[Panel, ...]
     unit: str
+    width: int = 120
 
     @property
     def makespan(self) -> float:

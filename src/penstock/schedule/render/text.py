@@ -16,11 +16,10 @@ from statistics import median
 from penstock.schedule.render.drawing import IDLE, REDUCTION, Drawing, Panel, is_shown, percent
 from penstock.schedule.timeline import Span
 
-_WIDTH = 120  # characters a line
 _BLOCKS = 4  # with more, the middle is left out: warm-up and drain are at the ends
 _BLOCKS_AT_START = 2
 _MOST_COLUMNS = 20_000  # a step with one long stall must not fill the memory with dots
-_RANKS_A_TABLE = 16
+_NUMBER = 7  # characters for a rank in a table
 
 
 def text(drawing: Drawing) -> str:
@@ -35,7 +34,7 @@ def text(drawing: Drawing) -> str:
         if panel.timeline.reductions:
             footer += f"; {REDUCTION}: {IDLE['reduce']}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))
-        blocks += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel)])]
+        blocks += [f"{panel.label}\n{grid}".lstrip(), "\n".join([footer, *_tables(panel, drawing.width)])]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -84,7 +83,7 @@ def _rows(panel: Panel, column: float, full_text: bool) -> list[list[str]]:
 
 def _blocks(drawing: Drawing, rows: list[list[str]], column: float, width: int) -> Iterator[str]:
     heads = [f"rank {rank:>{len(str(len(rows) - 1))}} |" for rank in range(len(rows))]
-    a_block = (_WIDTH - len(heads[0])) // (width + 1)
+    a_block = max(drawing.width - len(heads[0]), width + 1) // (width + 1)
     starts = list(range(0, max(1, len(rows[0])), a_block))
     left_out = ""
     if len(starts) > _BLOCKS:
@@ -104,14 +103,15 @@ def _blocks(drawing: Drawing, rows: list[list[str]], column: float, width: int) 
         yield "\n".join(lines)
 
 
-def _tables(panel: Panel) -> Iterator[str]:
+def _tables(panel: Panel, width: int) -> Iterator[str]:
     timeline = panel.timeline
     parts = [part for part in IDLE if is_shown([panel], part)]
-    for start in range(0, timeline.ranks, _RANKS_A_TABLE):
-        ranks = range(start, min(start + _RANKS_A_TABLE, timeline.ranks))
-        yield "rank     " + "".join(f"{rank:>7}" for rank in ranks)
-        yield "bubble   " + "".join(f"{percent(timeline.rank_bubble[rank]):>7}" for rank in ranks)
+    together = max((width - len("peak live")) // _NUMBER, 1)
+    for start in range(0, timeline.ranks, together):
+        ranks = range(start, min(start + together, timeline.ranks))
+        yield "rank     " + "".join(f"{rank:>{_NUMBER}}" for rank in ranks)
+        yield "bubble   " + "".join(f"{percent(timeline.rank_bubble[rank]):>{_NUMBER}}" for rank in ranks)
         for part in parts:
-            shares = "".join(f"{percent(getattr(panel.idle[rank], part)):>7}" for rank in ranks)
+            shares = "".join(f"{percent(getattr(panel.idle[rank], part)):>{_NUMBER}}" for rank in ranks)
             yield f"  {part:<7}{shares}"
-        yield "peak live" + "".join(f"{timeline.peak_live[rank]:>7}" for rank in ranks)
+        yield "peak live" + "".join(f"{timeline.peak_live[rank]:>{_NUMBER}}" for rank in ranks)
