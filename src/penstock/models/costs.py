@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
 from penstock.batch.loss import NextToken
@@ -38,6 +41,70 @@ def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
         count(map(model.get_submodule, chain.before), looked_up=False),
         count(map(model.get_submodule, chain.after)),
     )
+
+
+def multiply_adds(model: PreTrainedModel, chain: Chain, shape: tuple[int, int]) -> LayerCosts | None:
+    """Multiply-adds of each layer, embedding and head in a forward of `shape` (rows, sequence).
+
+    Counted in the ops of a forward without values; look-ups have none. Layers that are built alike count
+    alike, so that one of each kind runs.
+
+    Returns None where the model's forward looks at values.
+    """
+    edges, known = HFEdges(model, chain), dict[Hashable, float]()
+
+    def count(layers: range, place: int) -> float:
+        info = StageInfo(place, 3)  # a stage for the embedding, one for the layers, one for the head
+        with shadow(cut(model, chain, layers, info)) as part, torch.no_grad():
+            tokens = torch.zeros(shape, dtype=torch.long)
+            edge = edges(info.stage, {"input_ids": tokens})
+            received = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
+            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+                stage = Stage(info.stage, part, HFCall(part, info))
+                stage.infer(None if info.is_first else received, {"input_ids": tokens})
+        return float(counter.get_total_flops()) / 2
+
+    try:
+        for number, layer in enumerate(model.get_submodule(chain.layers).children()):
+            if (kind := _kind(layer)) not in known:
+                known[kind] = count(range(number, number + 1), 1)
+        first, last = range(0), range(chain.count, chain.count)
+        costs = [known[_kind(layer)] for layer in model.get_submodule(chain.layers).children()]
+        return LayerCosts(costs, embedding=count(first, 0), head=count(last, 2))
+    except Exception:  # a forward that looks at values
+        return None
+
+
+_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    """Equal for layers that differ in their number only."""
+    return tuple(
+        (name, type(part), *_settings(part), *((p.shape, p.dtype) for p in part.parameters(recurse=False)))
+        for name, part in layer.named_modules()
+    )
+
+
+def _settings(part: nn.Module) -> Iterator[Hashable]:
+    for name, value in vars(part).items():
+        if isinstance(value, bool | int | float | str | None) and not _NUMBER.search(name):
+            yield name, value
+
+
+def _flops_of_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+    return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+
+
+def _flops_of_experts(tokens: Any, weights: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(tokens[0]) * int(weights[-2]) * int(weights[-1])
+
+
+# ops that torch does not count yet
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flops_of_attention,
+    torch.ops.aten._grouped_mm: _flops_of_experts,
+}
 
 
 def stage_sizes(
