@@ -34,8 +34,8 @@ def test_a_dry_run_shows_what_is_known_and_writes_nothing(tmp_path: Path, pensto
     code, out, _ = penstock("train", config_file(tmp_path), "--dry-run", *sizes)
     assert code == 0
     for text in (
-        "microbatches: 2", "final_fraction: 0.1", "rank 1 |", "predicted bubble", "AdamW", "0 to 0",
-        "mesh of 4 processes: pp=2 x dp_shard=2", "rows 2-3", "gathered",
+        "microbatches: 2", "final_fraction: 0.1", "rank 1 |", "% predicted", "AdamW", "{0-1}, {2-3}",
+        "4 processes: pp=2 x dp_shard=2", "divided between 2 pipelines", "gathered",
     ):  # fmt: skip
         assert text in out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["config.yaml", "text"]
@@ -105,7 +105,7 @@ def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(
         monkeypatch.setenv("LOCAL_RANK", rank)
         reports.append(penstock("train", config_file(tmp_path)))
     remedy = "Start it with 2 processes, or set pipeline.ranks=3"
-    text = f"pipeline.ranks=2: each rank is one process and torchrun started 3. {remedy}\n"
+    text = f"pipeline.ranks=2: each rank is one process, and the world has 3. {remedy}\n"
     assert reports == [(2, "", f"penstock: error: rank 0: {text}"), (2, "", "")]
 
 

@@ -215,7 +215,7 @@ def test_a_missing_gpu_and_a_wrong_world_are_refused(tmp_path: Path, monkeypatch
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     said = refused(WorldSizeError, config(tmp_path))
-    assert "pipeline.ranks=2: each rank is one process and torchrun started 3" in said
+    assert "pipeline.ranks=2: each rank is one process, and the world has 3" in said
 
 
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:

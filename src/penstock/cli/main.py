@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +18,13 @@ import typer
 
 import penstock
 from penstock.cli import schedule as schedule_commands
-from penstock.cli.shared import Choice, taking
+from penstock.cli.shared import Choice, ending_quietly, taking
+from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch import start as launch
 
 if TYPE_CHECKING:
+    from penstock.train.config.sections import TrainConfig
     from penstock.train.run import Prepared
 
 
@@ -52,7 +56,10 @@ def train(
     arguments: Annotated[list[str] | None, typer.Argument(
         metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")] = None,
     dry_run: Annotated[bool, typer.Option(
-        "--dry-run", help="Show config, stages, mesh, schedule, bubble and memory, and stop.")] = False,
+        "--dry-run", help=
+        "Show memory, bubble, stages, mesh and schedule, and stop. Needs neither data nor GPUs.")] = False,
+    world: Annotated[int | None, typer.Option(
+        min=1, help="With --dry-run: the number of processes, which sizes of -1 follow.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
         "Go on from the checkpoint whose path follows, or else the newest complete one.")] = False,
 ) -> None:  # fmt: skip
@@ -61,11 +68,21 @@ def train(
     Started plainly it starts every rank, one process each; started under torchrun each process is one rank.
     """
     try:
-        prepared = _prepare(config, arguments or [], resume)
-        if dry_run:
-            from penstock.cli.plan import show
+        with _reported_once():
+            settings, checkpoint = _read(config, arguments or [], resume)
+            if world is not None and (not dry_run or launch.under_torchrun()):
+                rule = "it says how many processes --dry-run is to plan for, where none were started"
+                raise ConfigError(
+                    f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun"
+                )
+            if dry_run:
+                from penstock.cli.plan import show
 
-            return show(prepared)
+                with ending_quietly():
+                    return show(settings, checkpoint, world)
+            from penstock.train.run import preflight
+
+            prepared = preflight(settings, checkpoint)
         ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
@@ -126,18 +143,21 @@ def check(
         raise typer.Exit(1)
 
 
-def _prepare(config: Path, arguments: list[str], resume: bool) -> Prepared:
-    launch.follow_parent()
+def _read(config: Path, arguments: list[str], resume: bool) -> tuple[TrainConfig, str | None]:
+    """The config, before torch is imported, which takes seconds; and the checkpoint to resume from."""
     overrides, checkpoint = _sort_arguments(arguments, resume)
     from penstock.train.config.load import load_config
 
-    try:
-        settings = load_config(config, overrides)  # before torch is imported, which takes seconds
-        from penstock.train.run import preflight
+    return load_config(config, overrides), checkpoint
 
-        return preflight(settings, checkpoint)
+
+@contextmanager
+def _reported_once() -> Iterator[None]:
+    """Every rank of a machine finds the same error in a config, and one reports it."""
+    launch.follow_parent()
+    try:
+        yield
     except Exception as error:
-        # every rank of this machine finds the same error, and one reports it
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
             launch.fail(error, quiet=True)
         raise

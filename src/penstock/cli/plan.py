@@ -1,58 +1,236 @@
-"""``penstock train --dry-run``: everything that is known of a run before it runs."""
+"""``penstock train --dry-run``: what is known of a run before it runs. A summary first, then tables."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
-from typing import NamedTuple
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from rich.console import Console
+import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from penstock.cli.mesh_table import mesh_table
+from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
+from penstock.models.costs import multiply_adds, parameter_costs
+from penstock.models.source import sdpa_for_flash
+from penstock.parallel.axes import LOSS, MESH, Axes
+from penstock.pipeline.build_plan import StagePlan
 from penstock.schedule import Costs, render, simulate
+from penstock.train.config.sections import TrainConfig
 from penstock.train.optimizer import MOMENTS, OPTIMIZERS
-from penstock.train.run import Prepared
+from penstock.train.run import Planned, dry_run
 from penstock.train.settings import largest_microbatch
 
+_INDENT = 14  # of the summary's text
+_WIDEST = 120  # characters a line
+_LINES = 16  # of the memory's table, and ranks of a schedule's drawing
 
-def show(prepared: Prepared) -> None:
-    """Print config, stages, optimizers, mesh, schedule, predicted bubble and memory of each rank."""
-    console = Console(highlight=False)
-    config, schedule = prepared.config, prepared.plan.schedule
-    costs = stage_costs(prepared)
+
+def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
+    """Plan the run and print a summary, stages, memory, mesh, optimizers, schedule and config."""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    with sdpa_for_flash():
+        planned = dry_run(config, resume, world)
+        costs, unit = stage_costs(planned)
+        needs = memory(planned)
+    out(_filled(_summary(planned, costs, unit, needs), width))
+    out(f"\nstages, with the parameters and the share of all {unit} of each", _stages(planned, costs))
+    out("\nmemory of a process of each rank, GiB, without the framework's own")
+    out(_memory(needs, planned.plan.proof.peak_live), *_notes_on_memory(planned))
+    if planned.axes.ranks_per_stage > 1:
+        out("\nmesh", _filled(mesh(planned.plan.schedule.ranks, planned.axes), width))
+    out("\noptimizers", _filled(_optimizers(planned), width))
+    schedule = planned.plan.schedule
+    if schedule.ranks <= _LINES:
+        title = "schedule, drawn with stages that take equally long"
+        out("\n" + render(schedule, width=width, title=title).strip("\n"))
+    out("\nconfig", planned.config.to_yaml().strip("\n"))
+
+
+# ---- The summary
+
+
+def _summary(planned: Planned, costs: Sequence[float], unit: str, needs: Sequence[Memory]) -> Iterator[Line]:
+    plan, axes = planned.plan, planned.axes
+    model, schedule = plan.source.model, plan.schedule
+    parameters = sum(p.numel() for p in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    yield "model", f"{type(model).__name__}, {plan.chain.count} layers, {parameters:,} parameters, {dtype}"
+    yield "weights", _weights(planned)
+    sizes = f"pp={schedule.ranks}{'' if axes == Axes() else f' x {axes}'}"
+    yield "mesh", f"{_count(schedule.ranks * axes.ranks_per_stage, 'process', 'es')}: {sizes}"
+    yield "step", _step(planned)
+    names = f"{schedule.name}, {_count(schedule.ranks, 'rank')}, {_count(schedule.stages, 'stage')}"
+    yield "schedule", f"{names}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
-    console.print(config.to_yaml(), markup=False, soft_wrap=True)
-    console.print(_stages(prepared))
-    console.print(_optimizers(prepared))
-    if prepared.axes.ranks_per_stage > 1:
-        rows = config.train.batch_size if config.data.packing == "stream" else None
-        console.print(mesh_table(prepared.plan, prepared.axes, rows))
-    console.print(render(schedule), markup=False, soft_wrap=True)
-    proportion = "each stage taking time in proportion to its parameters"
-    console.print(f"predicted bubble {predicted.bubble:.1%}, {proportion}\n")
-    console.print(_memory(prepared))
-    for note in prepared.notes:
-        console.print(note, markup=False)
+    yield "bubble", f"{predicted.bubble:.1%} predicted, if a stage takes time in proportion to its {unit}"
+    rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
+    more = "" if needs[rank].live is not None else ", and activations, which only a step shows"
+    most = gib(needs[rank].total, needs[rank].total)
+    yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
+    if how := planned.auto.checkpointing():
+        again, all_forwards = len(plan.recomputed(how, axes)), schedule.stages * schedule.microbatches
+        yield "recompute", f"the layers of {again:,} of {all_forwards:,} forwards run again in the backward"
+    for note in planned.notes:
+        yield "note", note
 
 
-def _stages(prepared: Prepared) -> Table:
+def _weights(planned: Planned) -> str:
+    source = planned.plan.source
+    if not source.files:
+        return f"random, from seed {planned.config.model.seed}"
+    files = _count(len(source.files), "file")
+    return f"{source.files[0].parent}: {files}, whose headers have the model's names and shapes"
+
+
+def _step(planned: Planned) -> str:
+    config, parts = planned.config, planned.axes.batch_parts
+    rows, length = config.train.batch_size, config.data.sequence_length
+    whole = f"{_count(rows, 'row')} of {'' if config.data.packing == 'stream' else 'at most '}{length} tokens"
+    return whole if parts == 1 else f"{whole}, divided between {parts} pipelines"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+Line = tuple[str, str]  # a name and a text
+
+
+def _filled(lines: Iterable[Line], width: int) -> str:
+    """Each name with its text, in lines of at most `width` characters, as long as no word is longer."""
+    indent = " " * _INDENT
+    return "\n".join(
+        textwrap.fill(
+            text,
+            width,
+            initial_indent=f"{name:<{_INDENT}}",
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, text in lines
+    )
+
+
+def gib(nbytes: float, largest: float) -> str:
+    """Bytes in GiB, with as many digits as become a table whose largest number is `largest`."""
+    return f"{nbytes / 2**30:,.{2 if largest >= 2**30 else 4}f}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    return table(heads, rows, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+
+
+# ---- Stages
+
+
+def stage_costs(planned: Planned) -> tuple[list[float], str]:
+    """Each stage's time as a share of the longest, and what it is in proportion to."""
+    plan, unit = planned.plan, "multiply-adds"
+    model, chain = plan.source.model, plan.chain
+    costs = multiply_adds(model, chain, planned.axes.local_shape(largest_microbatch(planned.config)))
+    if costs is None:
+        costs, unit = parameter_costs(model, chain), "parameters"
+    times = []
+    for stage in plan.stages:
+        info, layers = plan.info(stage.stage), costs.layers[stage.layers.start : stage.layers.stop]
+        times.append(sum(layers) + costs.embedding * info.is_first + costs.head * info.is_last)
+    return [time / (max(times) or 1) for time in times], unit
+
+
+def _stages(planned: Planned, costs: Sequence[float]) -> Table:
+    """Stages in a row that are alike take a line together."""
+    stages = planned.plan.stages
+    shares = [cost / (sum(costs) or 1) for cost in costs]
+
+    def facts(stage: StagePlan) -> tuple[object, ...]:
+        ends = planned.plan.info(stage.stage)
+        return ends.is_first, len(stage.layers), f"{stage.parameters:,}", f"{shares[stage.stage]:.1%}"
+
     rows = []
-    for stage in prepared.plan.stages:
-        layers = f"{stage.layers.start} to {stage.layers.stop - 1}" if stage.layers else "none"
-        rows.append((stage.rank, stage.stage, layers, f"{stage.parameters:,}"))
-    return table(("rank", "stage", "layers", "parameters"), rows, title="stages")
+    for (_, count, parameters, share), alike in groupby(stages, facts):
+        group = list(alike)
+        layers = range(group[0].layers.start, group[-1].layers.stop)
+        each = f", {count} each" if len(group) > 1 else ""
+        rows.append((
+            _spans([stage.stage for stage in group]),
+            _spans([stage.rank for stage in group]),
+            f"{_spans(layers)}{each}" if count else "none",
+            parameters,
+            share,
+        ))  # fmt: skip
+    return _table(("stages", "ranks", "layers", "parameters", "share"), rows)
 
 
-def stage_costs(prepared: Prepared) -> list[float]:
-    """Each stage's time as a share of the longest: its parameters; the embedding, a look-up, takes none."""
-    plan = prepared.plan
-    costs = [float(stage.parameters) for stage in plan.stages]
-    embedding = plan.source.model.get_input_embeddings().weight.numel()
-    for stage in range(0, len(costs), plan.schedule.placement.depth):
-        costs[stage] -= embedding
-    return [cost / max(costs) for cost in costs]
+def _spans(numbers: Sequence[int]) -> str:
+    """0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and the last."""
+    pieces: list[list[int]] = []
+    for number in numbers:
+        last = pieces[-1] if pieces else []
+        if last and (len(last) == 1 or number - last[-1] == last[1] - last[0]):
+            last.append(number)
+        else:
+            pieces.append([number])
+    shown = list(map(_span, pieces))
+    return ", ".join(shown if len(shown) <= 3 else [shown[0], "...", shown[-1]])
+
+
+def _span(numbers: Sequence[int]) -> str:
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    if len(numbers) < 3 and step != 1:
+        return ", ".join(map(str, numbers))
+    ends = dict.fromkeys((numbers[0], numbers[-1]))
+    return f"{'-'.join(map(str, ends))}{'' if abs(step) == 1 else f' by {step}'}"
+
+
+# ---- The mesh
+
+_MEANING = {
+    "pp": "each is a pipeline, along which activations and their gradients go",
+    "dp_replicate": "each has copies of the same weights, and other rows of the batch",
+    "dp_shard": "each shards its stages' weights (FSDP2), and has other rows of the batch",
+    "cp": "each splits its rows along the sequence, and shards weights as dp_shard does",
+    "tp": "each splits single matrices",
+}
+
+
+def mesh(ranks: int, axes: Axes) -> Iterator[Line]:
+    """The groups of processes along each axis, and those over which gradients are summed."""
+    sizes = [{"pp": ranks, **axes.sizes}[name] for name in MESH]
+    numbers = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
+
+    def along(*names: str) -> np.ndarray[Any, Any]:
+        """A row for each group."""
+        places = [MESH.index(name) for name in names]
+        last = np.moveaxis(numbers, places, range(-len(places), 0))
+        return last.reshape(-1, math.prod(last.shape[-len(places) :]))
+
+    for name, size in zip(MESH, sizes, strict=True):
+        if size > 1:
+            yield name, f"{_groups(along(name))}: {_MEANING[name]}"
+    if axes.ep > 1:
+        folded = along("dp_shard", "cp").reshape(-1, axes.ep)
+        yield "ep", f"{_groups(folded)}, inside of dp_shard x cp: each distributes the experts"
+    if sum(axes.sizes[name] > 1 for name in LOSS) > 1:
+        yield "gradients", f"{_groups(along(*LOSS))}: each sums its gradients"
+
+
+def _groups(rows: np.ndarray[Any, Any]) -> str:
+    """Their number and size, and who is in the first, second and last."""
+    count, size = rows.shape
+    shown = [f"{{{_spans([int(n) for n in row])}}}" for row in (rows if count < 4 else rows[[0, 1, -1]])]
+    if count > 3:
+        shown.insert(2, "...")
+    return f"{_count(count, 'group')} of {size} {', '.join(shown)}"
+
+
+# ---- Optimizers
 
 
 class Trained(NamedTuple):
@@ -63,26 +241,26 @@ class Trained(NamedTuple):
     names: tuple[str, ...]
 
 
-def optimizers(prepared: Prepared) -> dict[str, Trained]:
+def optimizers(planned: Planned) -> dict[str, Trained]:
     """What each optimizer trains of the whole model, by the optimizer's name."""
-    model, layers = prepared.plan.source.model, re.escape(prepared.plan.chain.layers)
+    model, layers = planned.plan.source.model, re.escape(planned.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     found = {}
-    for kind in OPTIMIZERS[prepared.config.optimizer.name].shares:
-        mine = [name for name in trained if prepared.kinds[name] == kind]
+    for kind in OPTIMIZERS[planned.config.optimizer.name].shares:
+        mine = [name for name in trained if planned.kinds[name] == kind]
         short = dict.fromkeys(re.sub(rf"^{layers}\.\d+\.", "", name) for name in mine)
         if mine:
             found[kind] = Trained(len(mine), sum(trained[name] for name in mine), tuple(short))
     return found
 
 
-def _optimizers(prepared: Prepared) -> Table:
-    heads = ("optimizer", "parameters", "entries", "which, without the layer's name")
-    rows = [
-        (name, f"{trained.parameters:,}", f"{trained.entries:,}", ", ".join(trained.names))
-        for name, trained in optimizers(prepared).items()
-    ]
-    return table(heads, rows, left=(heads[0], heads[-1]), title="optimizers")
+def _optimizers(planned: Planned) -> Iterator[Line]:
+    for name, trained in optimizers(planned).items():
+        count = f"{trained.entries:,} entries of {_count(trained.parameters, 'parameter')}"
+        yield name, f"{count}: {', '.join(trained.names)}"
+
+
+# ---- Memory
 
 
 class Memory(NamedTuple):
@@ -99,46 +277,50 @@ class Memory(NamedTuple):
     gathered: int
     live: int | None
 
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.moments + self.gathered + (self.live or 0)
 
-def memory(prepared: Prepared) -> list[Memory]:
+
+def memory(planned: Planned) -> list[Memory]:
     """The memory of each rank of the pipeline."""
-    plan, shards = prepared.plan, prepared.axes.shards
-    sizes = prepared.auto.memory_costs(plan, largest_microbatch(prepared.config))
+    plan, shards = planned.plan, planned.axes.shards
+    sizes = planned.auto.memory_costs(plan, largest_microbatch(planned.config))
     peaks = None if sizes is None else simulate(plan.schedule, sizes).peak_memory
     needs = []
     for rank in range(plan.schedule.ranks):
         stages = [stage for stage in plan.stages if stage.rank == rank]
         weights = sum(stage.parameter_bytes for stage in stages)
         shard, live = -(-weights // shards), None if peaks is None else int(peaks[rank])
-        moments = -(-sum(_moments(prepared, stage.parameter_names) for stage in stages) // shards)
+        moments = -(-sum(_moments(planned, stage.parameter_names) for stage in stages) // shards)
         needs.append(Memory(shard, shard, moments, 2 * weights if shards > 1 else 0, live))
     return needs
 
 
-def _moments(prepared: Prepared, names: Iterable[str]) -> int:
+def _moments(planned: Planned, names: Iterable[str]) -> int:
     """Bytes of what the optimizers keep of a stage's parameters; a weight under two names counts once."""
-    model = prepared.plan.source.model
+    model = planned.plan.source.model
     distinct = {id(model.get_parameter(name)): name for name in names}.values()
-    return sum(model.get_parameter(name).nbytes * len(MOMENTS[prepared.kinds[name]]) for name in distinct)
+    return sum(model.get_parameter(name).nbytes * len(MOMENTS[planned.kinds[name]]) for name in distinct)
 
 
-def _memory(prepared: Prepared) -> Table:
-    axes, needs = prepared.axes, memory(prepared)
-    title = "predicted memory a rank, MiB, without the framework's"
-    if max(axes.tp, axes.ep) > 1:
-        title += "; an upper bound, as what tp and ep split counts in full"
-    gathered = ["gathered"] if any(need.gathered for need in needs) else []
-    kinds = " and ".join(optimizers(prepared))
-    heads = ("rank", "parameters", "gradients", kinds, *gathered, "live", "activations", "together")
-    rows = []
-    for rank, (need, peak) in enumerate(zip(needs, prepared.plan.proof.peak_live, strict=True)):
-        *weights, live = need
-        shown = weights if gathered else weights[:-1]
-        activations, more = ("unknown", " and more") if live is None else (_mib(live), "")
-        total = _mib(sum(weights) + (live or 0)) + more
-        rows.append((rank, *map(_mib, shown), peak, activations, total))
-    return table(heads, rows, title=title)
+def _memory(needs: Sequence[Memory], live: Sequence[int]) -> Table:
+    """Ranks in a row that are alike take a line together; of too many, those that need the most."""
+    rows: list[tuple[object, ...]] = []
+    largest = max(need.total for need in needs)
+    groups = [list(alike) for _, alike in groupby(range(len(needs)), lambda rank: (needs[rank], live[rank]))]
+    shown = sorted(sorted(groups, key=lambda group: -needs[group[0]].total)[:_LINES])
+    for group in shown:
+        need, peak = needs[group[0]], live[group[0]]
+        *weights, together = (gib(nbytes, largest) for nbytes in (*need[:-1], need.total))
+        activations = "unknown" if need.live is None else gib(need.live, largest)
+        rows.append((_spans(group), *weights, peak, activations, together))
+    if rest := len(needs) - sum(map(len, shown)):
+        rows.append((f"{rest} more", *[""] * 6, "less"))
+    heads = ("ranks", "weights", "gradients", "optimizer", "gathered", "live", "activations", "in all")
+    return _table(heads, rows)
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f}"
+def _notes_on_memory(planned: Planned) -> Iterator[str]:
+    if max(planned.axes.tp, planned.axes.ep) > 1:
+        yield "an upper bound, as what tp and ep split counts in full"

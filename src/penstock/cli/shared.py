@@ -42,7 +42,7 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            with _ending_quietly():
+            with ending_quietly():
                 for name, maker in makers.items():
                     values[name] = maker(**{key: values.pop(key) for key in taken[name].parameters})
                 command(**values)
@@ -56,7 +56,7 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
 
 
 @contextmanager
-def _ending_quietly() -> Iterator[None]:
+def ending_quietly() -> Iterator[None]:
     """End a command without a traceback on Ctrl-C, and when its reader is gone (``| head``)."""
     try:
         yield

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.errors import CheckpointError, ModelError
 from penstock.models.weights.files import weight_files
@@ -68,7 +70,7 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
         folder = Path(model).absolute()
         if folder.is_dir():
             files, others = tuple(weight_files(folder)), other_files(folder)
-        config = _config_of(Path(model))
+        config = config_of(Path(model))
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
@@ -92,6 +94,43 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
     return Source(built, files, others)
 
 
+def open_without_flash(
+    model: ModelLike, dtype: torch.dtype | None, attention: str | None
+) -> tuple[Source, str | None]:
+    """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
+
+    The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
+    """
+    try:
+        return open_source(model, dtype, attention), None
+    except ModelError as error:
+        config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)))
+        flash = attention or str(config._attn_implementation)
+        if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
+            raise
+    source = open_source(model, dtype, "sdpa")
+    for part in source.model.modules():
+        if isinstance(getattr(part, "config", None), PretrainedConfig):
+            part.config._attn_implementation_internal = flash
+    return source, flash
+
+
+@contextmanager
+def sdpa_for_flash() -> Iterator[None]:
+    """Let torch's own attention stand for every flash attention, for forwards without values.
+
+    It holds as much for the backward: queries, keys, values, the output and a number for each query.
+    """
+    names = [name for name in ALL_ATTENTION_FUNCTIONS if "flash" in name]
+    for name in names:
+        ALL_ATTENTION_FUNCTIONS[name] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        yield
+    finally:
+        for name in names:
+            del ALL_ATTENTION_FUNCTIONS[name]
+
+
 def other_files(folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS)) -> dict[str, Path]:
     """The files of tokenizer, generation and processors in a model's folder, by their names in it."""
     found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
@@ -113,7 +152,8 @@ def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention:
             )
 
 
-def _config_of(folder: Path) -> PretrainedConfig:
+def config_of(folder: Path) -> PretrainedConfig:
+    """The config of a model's folder. Raises ModelError."""
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"model folder {folder}",

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
-from penstock.models.source import ModelLike, open_source
+from penstock.models.source import ModelLike, config_of
 from penstock.train.config.sections import ModelSection
 
 # keys of older config.json files that transformers still reads, and one that no config.json has
@@ -25,8 +25,7 @@ def named_model(section: ModelSection) -> ModelLike:
     assert section.path is not None
     folder = Path(section.path).expanduser()
     if section.weights == "random":
-        config: PretrainedConfig = open_source(folder, None, section.attention).model.config
-        return config
+        return config_of(folder)
     return folder
 
 

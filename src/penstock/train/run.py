@@ -1,23 +1,27 @@
-"""The one file where a run is wired together: `preflight`, then `run`.
+"""The one file where a run is wired together: `preflight`, then `run`; or `dry_run` alone.
 
 `preflight` finds every error that can be found without loading a weight. The command calls it once before it
 starts any rank, and each rank calls it again. `run` builds the pipeline, checks the split and trains.
+`dry_run` plans a run on a machine that may have neither its data nor its GPUs.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from penstock.batch.packing import refuse_packed
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import ConfigError
-from penstock.models.source import ModelLike
-from penstock.models.weights.files import weight_files
+from penstock.models.source import ModelLike, open_without_flash
+from penstock.models.tracing.meta import bare
+from penstock.models.weights.files import check as check_weights
+from penstock.models.weights.files import tied_names, weight_files
 from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
@@ -34,6 +38,8 @@ from penstock.train.optimizer import make_optimizers, trained_by
 from penstock.train.outcome import check_prompt, report_outcome
 from penstock.train.settings import (
     axes_of,
+    check_machine,
+    for_world,
     is_first,
     largest_microbatch,
     make_auto,
@@ -43,8 +49,8 @@ from penstock.train.settings import (
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run in which `preflight` found no error.
+class Planned:
+    """A run without its data.
 
     Attributes:
         auto: the pipeline's settings
@@ -60,8 +66,6 @@ class Prepared:
     model: ModelLike
     plan: BuildPlan
     kinds: Mapping[str, str]
-    tokenizer: Tokenizer
-    data: Data
     start: Start
     notes: tuple[str, ...]
 
@@ -69,6 +73,14 @@ class Prepared:
     def axes(self) -> Axes:
         """The mesh's axes other than the pipeline's."""
         return self.auto.axes or Axes()
+
+
+@dataclass(frozen=True)
+class Prepared(Planned):
+    """A run in which `preflight` found no error."""
+
+    tokenizer: Tokenizer
+    data: Data
 
 
 def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
@@ -81,18 +93,11 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError.
     """
     axes = axes_of(config)
-    _check_output(config.output.path)
+    _check_output(config)
+    check_machine(config)
     named, auto = named_model(config.model), make_auto(config)
-    plan = auto.build_plan(named)
-    if not plan.schedule.trains:
-        value = f"pipeline.schedule={plan.schedule.name}"
-        raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
-    model = plan.source.model
-    if config.data.packing in ("sequential", "best_fit"):
-        refuse_packed(model)
-    _check_lengths(config, positions(model.config))
-    kinds = trained_by(config.optimizer, model, plan.chain.layers)
-    start = find_start(config, model, resume, kinds)
+    planned = _planned(config, auto, named, auto.build_plan(named), resume)
+    model = planned.plan.source.model
     tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
     check_prompt(config.output, tokenizer, model.config)
     data = load_data(
@@ -103,8 +108,66 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
         flash="flash" in str(model.config._attn_implementation),  # as transformers itself asks
         parts=axes.batch_parts,
     )
-    notes = start.notes + _padding_note(config, data)
-    return Prepared(config, auto, named, plan, kinds, tokenizer, data, start, notes)
+    known = {field.name: getattr(planned, field.name) for field in fields(planned)}
+    known["notes"] += _padding_note(config, data)
+    return Prepared(**known, tokenizer=tokenizer, data=data)
+
+
+def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
+    """Plan a run, with what this machine lacks in the notes. No text is read, no process is asked.
+
+    Call it inside of `sdpa_for_flash`.
+
+    Args:
+        resume: as for `preflight`
+        world: the number of processes that are to run it; None where the sizes say it, or torchrun
+
+    Raises: what `preflight` raises, but for data, tokenizer, output folder and GPUs.
+    """
+    config = for_world(config, world)
+    named, auto = named_model(config.model), make_auto(config)
+    source, flash = open_without_flash(named, auto.dtype, auto.attention)
+    # of the model itself: of a folder that penstock wrote, every byte would be hashed
+    plan = replace(replace(auto, dtype=None, attention=None).build_plan(source.model), source=source)
+    planned = _planned(config, auto, named, plan, resume)
+    return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
+
+
+def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
+    """A line for each thing that the run needs and this machine lacks, or that was not looked at."""
+    if not Path(config.data.path).expanduser().exists():
+        yield f"data.path={config.data.path}: not on this machine, so not checked"
+    else:
+        yield f"data.path={config.data.path}: not read, so that the number of rows is unknown"
+    name = config.data.tokenizer or str(config.model.path)
+    if name == "bytes" or Path(name).expanduser().is_dir():
+        check_prompt(config.output, open_tokenizer(name), model)
+    else:
+        yield f"data.tokenizer={name}: not on this machine, so not checked"
+    if flash is not None:
+        yield f"{flash}: not installed on this machine; planned with sdpa, which holds as much memory"
+    for check in (check_machine, _check_output):
+        try:
+            check(config)
+        except ConfigError as error:
+            yield f"{error.value}: not checked on this machine ({error.rule})"
+
+
+def _planned(
+    config: TrainConfig, auto: AutoPipeline, named: ModelLike, plan: BuildPlan, resume: str | None
+) -> Planned:
+    if not plan.schedule.trains:
+        value = f"pipeline.schedule={plan.schedule.name}"
+        raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
+    model = plan.source.model
+    if files := plan.source.files:
+        check_weights(bare(model), files, tied_names(model), whole=True)
+    if config.data.packing in ("sequential", "best_fit"):
+        refuse_packed(model)
+    _check_lengths(config, positions(model.config))
+    kinds = trained_by(config.optimizer, model, plan.chain.layers)
+    start = find_start(config, model, resume, kinds)
+    return Planned(config, auto, named, plan, kinds, start, start.notes)
 
 
 def _make_folder(output: Path) -> None:
@@ -163,8 +226,9 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     display.say(check_split(pipe, reference, batch.content, mode))
 
 
-def _check_output(output: Path) -> None:
+def _check_output(config: TrainConfig) -> None:
     """Raise ConfigError now, and not when the first checkpoint is due."""
+    output = config.output.path
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         rule = "nothing can be written there" if existing.is_dir() else f"{existing} is no folder"

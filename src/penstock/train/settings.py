@@ -31,9 +31,12 @@ def started() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
 
 
-def ranks_of(config: TrainConfig) -> int:
-    """The pipeline's ranks, without -1. Raises ConfigError, WorldSizeError."""
-    ranks, world = config.pipeline.ranks, started()
+def ranks_of(config: TrainConfig, world: int | None = None) -> int:
+    """The pipeline's ranks, without -1, in a world of `world` processes, or of those that were started.
+
+    Raises ConfigError, WorldSizeError.
+    """
+    ranks, world = config.pipeline.ranks, world or started()
     if ranks != -1:
         return ranks
     if world is None:
@@ -41,13 +44,13 @@ def ranks_of(config: TrainConfig) -> int:
     return config.parallel.axes.pipeline_ranks(world)
 
 
-def axes_of(config: TrainConfig) -> Axes:
-    """The mesh's axes other than the pipeline's, without -1.
+def axes_of(config: TrainConfig, world: int | None = None) -> Axes:
+    """The mesh's axes other than the pipeline's, without -1, as `ranks_of`.
 
     Raises WorldSizeError where another number of processes was started; ConfigError for -1 where none was,
     and for a batch with too few rows.
     """
-    ranks, axes, world = ranks_of(config), config.parallel.axes, started()
+    ranks, axes, world = ranks_of(config, world), config.parallel.axes, world or started()
     if world is None:
         for name in MESH[1:]:
             if axes.sizes[name] == -1:
@@ -56,7 +59,7 @@ def axes_of(config: TrainConfig) -> Axes:
     if axes == Axes() and world != ranks:
         raise WorldSizeError(
             f"pipeline.ranks={ranks}",
-            f"each rank is one process and torchrun started {world}",
+            f"each rank is one process, and the world has {world}",
             f"Start it with {ranks} processes, or set pipeline.ranks={world}",
         )
     full = axes.resolve(ranks, world)
@@ -64,17 +67,36 @@ def axes_of(config: TrainConfig) -> Axes:
     return full
 
 
+def for_world(config: TrainConfig, world: int | None) -> TrainConfig:
+    """The config with numbers in the place of -1. Raises what `axes_of` raises."""
+    pipeline = config.pipeline.model_copy(update={"ranks": ranks_of(config, world)})
+    parallel = config.parallel.model_copy(update=axes_of(config, world).sizes)
+    return config.model_copy(update={"pipeline": pipeline, "parallel": parallel})
+
+
 def _not_started(name: str) -> ConfigError:
     return ConfigError(
         f"{name}=-1",
         "it takes the processes that are left, and penstock train starts as many as the sizes say",
-        "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock train ...",
+        "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock train ...; "
+        "a dry run takes --world 8",
     )
 
 
 def is_first() -> bool:
     """Whether this process writes what is written once."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def check_machine(config: TrainConfig) -> None:
+    """Raise ConfigError where the config asks for a GPU and this machine has none."""
+    if torch.cuda.is_available():
+        return
+    if config.pipeline.transport == "nccl":
+        rule = "it moves GPU memory, and torch sees no GPU"
+        raise ConfigError("pipeline.transport=nccl", rule, "Take gloo")
+    if config.train.device == "cuda":
+        raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
 
 
 def make_auto(config: TrainConfig) -> AutoPipeline:
@@ -84,11 +106,6 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     if pipeline.transport == "local" and (count := ranks * axes.ranks_per_stage) > 1:
         rule = f"it holds all ranks in one process, and {count} would be started"
         raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
-    if pipeline.transport == "nccl" and not torch.cuda.is_available():
-        rule = "it moves GPU memory, and torch sees no GPU"
-        raise ConfigError("pipeline.transport=nccl", rule, "Take gloo")
-    if config.train.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
     return AutoPipeline(
         **{name: getattr(pipeline, name) for name in _SAME},
         ranks=ranks,

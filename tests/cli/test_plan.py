@@ -1,0 +1,157 @@
+"""``penstock train --dry-run``: what it needs, what it refuses, and what it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from penstock import Axes
+from penstock.cli import plan
+from penstock.models.weights import files
+from penstock.train.data import loading
+from support.command import Command
+from support.tiny import QWEN3, config_file, save_model
+
+ROOT = Path(__file__).parents[2]
+LARGE = {
+    "model_type": "llama", "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248,
+    "num_hidden_layers": 9, "num_attention_heads": 128, "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "model": {"config": LARGE, "dtype": "bfloat16", "attention": "flash_attention_2"},
+    "data": {"path": "/nowhere/text", "tokenizer": "/nowhere/tokenizer", "sequence_length": 4096},
+    "pipeline": {"ranks": 8, "microbatches": 8, "transport": "nccl"},
+    "parallel": {"dp_shard": -1},
+    "train": {"batch_size": 64, "device": "cuda"},
+}
+
+
+def elsewhere(folder: Path, **sections: dict[str, Any]) -> Path:
+    """The config of a run for 64 GPUs, of which this machine has none, nor its text."""
+    file = folder / "config.yaml"
+    made = {"output": {"folder": str(folder / "out")}, **ELSEWHERE}
+    file.write_text(yaml.safe_dump({name: {**made.get(name, {}), **sections.get(name, {})} for name in made}))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_world(
+    tmp_path: Path, penstock: Command
+) -> None:
+    """0.5.0: each of them ended it with an error; a table that was too wide lost its last columns."""
+    code, out, err = penstock("train", elsewhere(tmp_path), "--dry-run", "--world", "64")
+    assert (code, err) == (0, "")
+    assert out.startswith("model ")  # the summary
+    summary = " ".join(out.partition("\n\n")[0].split())
+    for text in (
+        "9 layers, 32,892,043,264 parameters, bfloat16", "64 processes: pp=8 x dp_shard=8",
+        "64 rows of 4096 tokens, divided between 8 pipelines", "1f1b, 8 ranks, 8 stages, 8 microbatches",
+        "predicted, if a stage takes time in proportion to its multiply-adds",
+        "GiB predicted for a process of rank", "data.path=/nowhere/text: not on this machine",
+        "data.tokenizer=/nowhere/tokenizer: not on this machine", "flash_attention_2: not installed",
+        "torch sees no GPU",
+    ):  # fmt: skip
+        assert text in summary
+    lines = out.partition("\nconfig\n")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not re.search("…", out)
+    assert "\n   3-6    3-6  4-7, 1 each  3,187,703,808  10.4%\n" in out  # alike: one line
+    for text in ("8 groups of 8 {0-56 by 8}, {1-57 by 8}, ...,", "8 groups of 8 {0-7}, {8-15}, ..., {56-63}"):
+        assert text in out
+    assert "dp_shard: 8\n" in out  # in the config
+
+
+def test_a_world_belongs_to_a_dry_run_and_has_to_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    file = elsewhere(tmp_path)
+    assert "--world 64: it says how many processes --dry-run" in penstock("train", file, "--world", "64").err
+    assert "12 processes for pp=8 x dp_shard=-1" in penstock("train", file, "--dry-run", "--world", "12").err
+    assert "a dry run takes --world" in penstock("train", file, "--dry-run").err
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    monkeypatch.setattr(os, "_exit", exit)
+    assert "without torchrun" in penstock("train", file, "--dry-run", "--world", "64").err
+
+
+def test_flash_attention_is_refused_where_it_would_be_though_it_is_not_installed(
+    tmp_path: Path, penstock: Command
+) -> None:
+    file = elsewhere(tmp_path, parallel={"cp": 2, "dp_shard": 1})
+    code, _, err = penstock("train", file, "--dry-run")
+    assert code == 2
+    assert "attn_implementation=flash_attention_2 with cp" in err
+
+
+def test_a_dry_run_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command) -> None:
+    monkeypatch.setattr(loading, "documents", None)
+    code, out, _ = penstock("train", config_file(tmp_path), "--dry-run")
+    assert code == 0
+    assert "text: not read" in " ".join(out.split())
+
+
+def test_a_folder_of_another_model_is_refused_from_its_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    """0.5.0: it passed the dry run, and failed on the first rank that read it, if at all."""
+    save_model(tmp_path / "model", num_hidden_layers=3, intermediate_size=16)
+    other = type(save_model(tmp_path / "other").config)(**{**QWEN3, "tie_word_embeddings": True})
+    other.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(files.Unread, "__getitem__", None)  # reads a tensor
+    section = {"config": None, "path": str(tmp_path / "model")}
+    code, _, err = penstock("train", config_file(tmp_path, model=section), "--dry-run")
+    assert code == 2
+    assert (
+        "6 of another shape than the model's: model.layers.0.mlp.down_proj.weight is [16, 16], not [16, 32]"
+        in err
+    )
+    assert "11 that the model has no place for: model.layers.2." in err
+
+
+def test_a_folder_that_fits_says_so(tmp_path: Path, penstock: Command) -> None:
+    save_model(tmp_path / "model")
+    section = {"config": None, "path": str(tmp_path / "model")}
+    code, out, _ = penstock("train", config_file(tmp_path, model=section), "--dry-run")
+    assert code == 0
+    assert "1 file, whose headers have the model's names and shapes" in " ".join(out.split())
+
+
+def test_a_mesh_is_shown_by_its_groups() -> None:
+    lines = dict(plan.mesh(2, Axes(dp_replicate=2, dp_shard=2, cp=2, ep=4, tp=2)))
+    groups = {name: text.partition(":")[0].partition(", inside")[0] for name, text in lines.items()}
+    assert groups == {
+        "pp": "16 groups of 2 {0, 16}, {1, 17}, ..., {15, 31}",
+        "dp_replicate": "16 groups of 2 {0, 8}, {1, 9}, ..., {23, 31}",
+        "dp_shard": "16 groups of 2 {0, 4}, {1, 5}, ..., {27, 31}",
+        "cp": "16 groups of 2 {0, 2}, {1, 3}, ..., {29, 31}",
+        "tp": "16 groups of 2 {0-1}, {2-3}, ..., {30-31}",
+        "ep": "8 groups of 4 {0-6 by 2}, {1-7 by 2}, ..., {25-31 by 2}",
+        "gradients": "4 groups of 8 {0-14 by 2}, {1-15 by 2}, ..., {17-31 by 2}",
+    }
+
+
+def test_a_large_mesh_takes_no_more_lines_than_a_small_one() -> None:
+    assert len(list(plan.mesh(64, Axes(dp_shard=512)))) == len(list(plan.mesh(2, Axes(dp_shard=2))))
+
+
+def test_the_sample_in_the_tutorial_is_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
+) -> None:
+    text = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    code, out, _ = penstock("train", ROOT / "configs" / "stdlib.yaml", f"data.path={tmp_path}", "--dry-run")
+    assert code == 0
+    summary, *rest = out.partition("\nconfig\n")[0].strip().split("\n\n")
+    for part in (summary.partition("\nnote ")[0], *rest):
+        assert part in text, "write it into docs/tutorial.md"
