@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from penstock.errors import ModelError
 from penstock.pipeline import names_per_stage, provider_of
 from support.families import each_layer, pipeline, ragged_batch, tiny_model
 from support.own_chain import made, squares, x_batch
-from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
+from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step, plain_steps
 
 
 def compiling(backend: Any) -> Callable[[nn.Module], nn.Module]:
@@ -61,6 +62,72 @@ def test_compiled_layers_stay_compiled() -> None:
         pipe.zero_grad()
         pipe.step(ragged_batch())
         assert len(ran) >= 4, f"step {step}"
+    torch._dynamo.reset()
+
+
+class Branching(nn.Module):
+    """Two branches behind a condition on values."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, nn.Parameter(0.3 * torch.randn(32, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.inner(x)
+        positive = hidden.sum() > 0
+        return hidden + torch.cond(positive, first_branch, second_branch, (hidden, self.weight))
+
+
+def first_branch(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight).tanh()
+
+
+def second_branch(hidden: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(hidden, weight).sin()
+
+
+BRANCHES = [
+    pytest.param(schedule, how, marks=() if (schedule, how) == ("zb_h1", "full") else pytest.mark.sweep)
+    for schedule in ("1f1b", "zb_h1")
+    for how in (False, "full", "selective")
+]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+@pytest.mark.parametrize(("schedule", "how"), BRANCHES)
+def test_layers_with_branches_are_exact(schedule: str, how: bool | str) -> None:
+    """0.5.0, torch.cond in a layer: "no rule registered for HigherOrderOperator", or dynamo's Unsupported.
+
+    The forward without values ran it under a mode, after which dynamo skipped its code for good.
+    """
+    torch._dynamo.reset()
+    model, batch = tiny_model("llama", layers=2), ragged_batch()
+    first = next(each_layer(model))
+    first.mlp = Branching(first.get_submodule("mlp"))
+    pipe = pipeline(model, schedule=schedule, microbatches=2, activation_checkpointing=how)
+    loss, expected = plain_steps(model, pipe.microbatches(batch))
+    assert pipe.step(batch).loss == pytest.approx(loss, rel=1e-5)
+    assert_gradients(gradients_of(pipe), expected, TOLERANCE[torch.float32])
+
+
+compiled_branch = torch.compile(first_branch, backend="eager")
+
+
+class Compiled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_branch(x, self.weight)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+def test_a_compiled_function_of_the_model_stays_compiled() -> None:
+    """0.5.0: the forward without values made torch.compile give up on it for good."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model("llama", layers=2)
+    for layer in each_layer(model):
+        layer.mlp = Compiled(32, 32)
+    pipeline(model, microbatches=2).step(ragged_batch())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     torch._dynamo.reset()
 
 

@@ -143,7 +143,8 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     Unlike meta tensors, transformers knows fake ones, so its mask code asks for no values.
     replaced: copies to take in place of those made here, by the id of the original
     """
-    with FakeTensorMode(), _without_log():
+    # eager: torch.compile would give up for good on code that it first meets under a mode
+    with FakeTensorMode(), _without_log(), torch.compiler.set_stance("force_eager"):
         memo: dict[int, Any] = {}
         for module in _without_replaced(model, replaced or {}):
             for parameter in module.parameters(recurse=False):
