@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from penstock import AutoPipeline, Pipeline
+from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import ConfigError
 from support.families import ragged_batch, tiny_model
 from support.pool import Pool
@@ -34,3 +35,27 @@ def different(first: str, second: str) -> None:
 def test_different_calls_on_two_ranks_are_named(pool: Pool, first: str, second: str) -> None:
     """0.5.0: they hung until the timeout, or took each other's numbers."""
     pool.run(2, different, first, second)
+
+
+def different_on_a_mesh(ranks: int, axes: Axes, calls: list[str]) -> str:
+    """The error where one process of four calls another method; then all call the same ones."""
+    pipe = AutoPipeline(ranks=ranks, microbatches=2, axes=axes).build(tiny_model("llama", layers=2))
+    pipe.step(ragged_batch())
+    with pytest.raises(ConfigError) as error:
+        CALLS[calls[dist.get_rank()]](pipe)
+    for call in CALLS.values():
+        call(pipe)
+    pipe.close()
+    return str(error.value)
+
+
+MESHES = [(2, Axes(dp_shard=2), "costs()"), (2, Axes(tp=2), "step()"), (1, Axes(dp_shard=4), "costs()")]
+
+
+@pytest.mark.parametrize(("ranks", "axes", "first"), MESHES)
+def test_different_calls_on_a_mesh_are_named(pool: Pool, ranks: int, axes: Axes, first: str) -> None:
+    """0.5.0: they hung until the timeout. A call of one pipeline may begin with a group of another axis."""
+    calls = [first, *["step()" if first == "costs()" else "clip_grad_norm_()"] * 3]
+    words = ", ".join(f"{name} on rank {rank}" for rank, name in enumerate(calls))
+    for found in pool.run(4, different_on_a_mesh, ranks, axes, calls):
+        assert found.startswith(f"{words}: these methods are collective")

@@ -74,8 +74,8 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.inner(x)
-        positive = hidden.sum() > 0
-        return hidden + torch.cond(positive, first_branch, second_branch, (hidden, self.weight))
+        chosen: Tensor = torch.cond(hidden.sum() > 0, first_branch, second_branch, (hidden, self.weight))
+        return hidden + chosen
 
 
 def first_branch(hidden: Tensor, weight: Tensor) -> Tensor:

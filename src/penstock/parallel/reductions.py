@@ -28,6 +28,7 @@ from penstock.parallel.axes import BATCH, LOSS
 from penstock.parallel.mesh import flattened
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
+from penstock.runtime.transport.calls import call_number, different_calls
 from penstock.runtime.transport.groups import GroupProcesses, limit_waits
 
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
@@ -80,6 +81,17 @@ class Reductions:
         """A random number that the processes of this mesh share. Collective."""
         token = secrets.randbits(60)
         return token if self._all is None else int(next(iter(self._gather(token).values())))
+
+    def same_call(self, name: str) -> None:
+        """Raise ConfigError, on all ranks, where ranks call different methods of the pipeline."""
+        if self._others is None:  # the ranks of one pipeline find out by themselves
+            return
+        number = call_number(name)
+        with self._watch.waiting(f"the other ranks to call {name}", None):
+            if self._max([number, -number]) == [number, -number]:
+                return
+            names = self._gather(name)
+        raise different_calls(names)
 
     def all_equal(self, fingerprint: int, description: str) -> None:
         """Raise BatchError, on all ranks, where ranks with the same part of the batch have other data."""

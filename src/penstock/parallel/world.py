@@ -170,6 +170,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             reductions = Reductions.over(mesh, transport.watch, groups.limit)
             transport.closers.append(reductions.close)
             transport.share_failures(reductions.shared_token())
+            transport.same_call = reductions.same_call
     return World((transport.rank,), device, transport, transport, offset, options.batched, mesh, reductions)
 
 

@@ -257,6 +257,7 @@ class StepRunner:
         error: of a wait after the schedule `lowered` has run; its post-mortem is written
         """
         self._broken |= not self._world.alone
+        self._world.transport.same_call = lambda name: None  # those in this step compare no calls
         if error is not None and lowered is not None and error.timeline is None:
             write_post_mortem(error, lowered.executors, self._trace_folder)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import channels
 from penstock.runtime.recorder import Progress
-from penstock.runtime.transport.calls import call_number, name_of_call
+from penstock.runtime.transport.calls import call_number, different_calls, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.groups import GroupProcesses, Groups, Processes, gather
@@ -99,9 +99,7 @@ class DistributedTransport(Transport):
         self.settle()
         (mine,) = vectors
         numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
-        if (
-            numbered
-        ):  # then one of one entry is as long as `agree`'s, so that ranks in both calls meet in full
+        if numbered:  # one of one entry is then as long as that of `agree`: ranks in both calls meet in full
             mine = torch.cat([mine.new_tensor([call_number(self.call)]), mine])
         with self.watch.waiting("the end of the step", None):
             everyone = self._everyone.all_gather(mine)
@@ -114,12 +112,7 @@ class DistributedTransport(Transport):
         numbers = [float(vector[0]) for vector in everyone]
         if len(set(numbers)) == 1:
             return
-        names = ", ".join(f"{name_of_call(number)} on rank {rank}" for rank, number in enumerate(numbers))
-        raise ConfigError(
-            names,
-            "these methods are collective: every rank calls the same ones in the same order",
-            "Call it on every rank, and print on one of them",
-        )
+        raise different_calls({rank: name_of_call(number) for rank, number in enumerate(numbers)})
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank. Collective."""

@@ -110,6 +110,7 @@ class Transport:
         messages: of the schedule that is run.
         overlap: whether the schedule's overlapped pairs run in two threads.
         closers: called by `close`.
+        same_call: called before each call of a collective method; raises where ranks of a mesh call others.
     """
 
     messages: Messages
@@ -118,6 +119,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.closers: list[Callable[[], None]] = []
+        self.same_call: Callable[[str], None] = lambda name: None
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Make sure, before the first message of a step, that all ranks work on the same step."""
