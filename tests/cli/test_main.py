@@ -13,7 +13,7 @@ from typing import NoReturn
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock import AutoPipeline
+from penstock.pipeline import Account
 from penstock.train import run
 from support.command import Command
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
@@ -45,7 +45,7 @@ def test_memory_that_only_a_run_can_tell_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
     """As of experts whose forward looks at how many tokens they get."""
-    monkeypatch.setattr(AutoPipeline, "memory_costs", lambda *_: None)
+    monkeypatch.setattr(Account, "costs", lambda *_: None)
     code, out, _ = penstock("train", config_file(tmp_path), "--dry-run")
     assert code == 0
     assert "unknown" in out

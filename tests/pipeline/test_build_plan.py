@@ -11,7 +11,8 @@ import torch
 from penstock import AutoPipeline, Axes, Checkpointing
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.partition import LayerCosts
-from penstock.pipeline.build_plan import BuildPlan, balance, estimated_memory
+from penstock.pipeline.build_plan import BuildPlan, balance
+from penstock.pipeline.memory import Account, estimated_memory
 from penstock.schedule import simulate
 from support.families import ragged_batch, tiny_config, tiny_model
 
@@ -57,15 +58,15 @@ def test_balance_within_memory() -> None:
 def test_recomputation_keeps_the_memory_limit() -> None:
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)
-    everything = simulate(free.schedule, free.sizes(shape)).peak_memory
+    everything = simulate(free.schedule, Account(free).costs(shape)).peak_memory
     for share in (0.5, 0.95):
-        limit = free.weight_bytes(0, Axes()) + share * max(everything)
+        limit = Account(free).ranks()[0].fixed + share * max(everything)
         how = Checkpointing(memory_limit=limit, shape=shape)
         auto = AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=how)
         plan = auto.build_plan(model)
         predicted = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
         for rank, held in enumerate(predicted):
-            assert held + plan.weight_bytes(rank, Axes()) <= limit * (1 + 1e-9)
+            assert held + Account(plan).ranks()[rank].fixed <= limit * (1 + 1e-9)
     too_small = Checkpointing(memory_limit=2**19, shape=shape)
     with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
         AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)
@@ -81,7 +82,7 @@ def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
     """Estimates count a packing mask that steps do not make: the same one on each stage."""
     model = tiny_model("llama", layers=4)
     auto = AutoPipeline(ranks=2, microbatches=2)
-    estimated: Any = auto.build_plan(model).sizes((1, 16))
+    estimated: Any = auto.memory_costs(auto.build_plan(model), (1, 16))
     pipe = auto.build(model)
     ids = torch.zeros(2, 16, dtype=torch.long)
     pipe.step({"input_ids": ids, "labels": ids})
@@ -94,13 +95,14 @@ def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
 def test_a_memory_limit_counts_shards() -> None:
     """0.5.0: what fits with dp_shard or cp was refused, as if a rank held a whole stage and all tokens."""
     model, shape = tiny_model("llama", layers=2, hidden_size=64), (4, 64)
-    whole = AutoPipeline(ranks=2, microbatches=8).build_plan(model).weight_bytes(0, Axes())
+    whole = Account(AutoPipeline(ranks=2, microbatches=8).build_plan(model)).ranks()[0].fixed
     for axes, part in ((Axes(dp_shard=8), 1 / 8 + 1 / 2), (Axes(cp=2), 1 / 2 + 1 / 2)):
         auto = AutoPipeline(ranks=2, microbatches=8, axes=axes)
         plan = auto.build_plan(model)
-        assert plan.weight_bytes(0, axes) == pytest.approx(part * whole, rel=1e-4)
+        fixed = auto.account(plan).ranks()[0].fixed
+        assert fixed == pytest.approx(part * whole, rel=1e-4)
         held = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
-        limit = plan.weight_bytes(0, axes) + max(held)
+        limit = fixed + max(held)
         how = Checkpointing(memory_limit=limit, shape=shape)
-        kept = replace(auto, activation_checkpointing=how).build_plan(model)
-        assert kept.recomputed(how, axes) == frozenset()
+        limited = replace(auto, activation_checkpointing=how)
+        assert limited.account(limited.build_plan(model)).recomputed() == frozenset()

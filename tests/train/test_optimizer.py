@@ -165,7 +165,7 @@ def test_a_dry_run_shows_which_parameters_go_where(tmp_path: Path) -> None:
     assert {"model.embed_tokens.weight", "lm_head.weight", "input_layernorm.weight"} < {*found["AdamW"].names}
     hidden = [name for name, kind in muon.kinds.items() if kind == "Muon"]
     matrices = sum(plain.plan.source.model.get_parameter(name).nbytes for name in hidden)
-    saved = sum(m.moments for m in memory(plain)) - sum(m.moments for m in memory(muon))
+    saved = sum(m.optimizer for m in memory(plain)) - sum(m.optimizer for m in memory(muon))
     assert saved == matrices  # one of AdamW's two
 
 

@@ -20,6 +20,7 @@ from penstock.models.costs import multiply_adds, parameter_costs
 from penstock.models.source import sdpa_for_flash
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.pipeline.build_plan import StagePlan
+from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.train.config.sections import TrainConfig
 from penstock.train.optimizer import MOMENTS, OPTIMIZERS
@@ -41,7 +42,7 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
     out(_filled(_summary(planned, costs, unit, needs), width))
     out(f"\nstages, with the parameters and the share of all {unit} of each", _stages(planned, costs))
     out("\nmemory of a process of each rank, GiB, without the framework's own")
-    out(_memory(needs, planned.plan.proof.peak_live), *_notes_on_memory(planned))
+    out(_memory(needs, planned.plan.proof.peak_live))
     if planned.axes.ranks_per_stage > 1:
         out("\nmesh", _filled(mesh(planned.plan.schedule.ranks, planned.axes), width))
     out("\noptimizers", _filled(_optimizers(planned), width))
@@ -55,7 +56,9 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
 # ---- The summary
 
 
-def _summary(planned: Planned, costs: Sequence[float], unit: str, needs: Sequence[Memory]) -> Iterator[Line]:
+def _summary(
+    planned: Planned, costs: Sequence[float], unit: str, needs: Sequence[RankMemory]
+) -> Iterator[Line]:
     plan, axes = planned.plan, planned.axes
     model, schedule = plan.source.model, plan.schedule
     parameters = sum(p.numel() for p in model.parameters())
@@ -70,11 +73,14 @@ def _summary(planned: Planned, costs: Sequence[float], unit: str, needs: Sequenc
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     yield "bubble", f"{predicted.bubble:.1%} predicted, if a stage takes time in proportion to its {unit}"
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
-    more = "" if needs[rank].live is not None else ", and activations, which only a step shows"
+    more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = gib(needs[rank].total, needs[rank].total)
     yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
-    if how := planned.auto.checkpointing():
-        again, all_forwards = len(plan.recomputed(how, axes)), schedule.stages * schedule.microbatches
+    if planned.auto.checkpointing() is not None:
+        again, all_forwards = (
+            len(planned.auto.account(plan).recomputed()),
+            schedule.stages * schedule.microbatches,
+        )
         yield "recompute", f"the layers of {again:,} of {all_forwards:,} forwards run again in the backward"
     for note in planned.notes:
         yield "note", note
@@ -263,48 +269,13 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 # ---- Memory
 
 
-class Memory(NamedTuple):
-    """What each process of a rank holds, in bytes. Of sharded weights the first three are its shards.
-
-    Attributes:
-        gathered: unsharded weights and their gradients, during a step
-        live: activations and buffers at their peak; None where only a run can show them
-    """
-
-    parameters: int
-    gradients: int
-    moments: int
-    gathered: int
-    live: int | None
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.moments + self.gathered + (self.live or 0)
-
-
-def memory(planned: Planned) -> list[Memory]:
+def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
-    plan, shards = planned.plan, planned.axes.shards
-    sizes = planned.auto.memory_costs(plan, largest_microbatch(planned.config))
-    peaks = None if sizes is None else simulate(plan.schedule, sizes).peak_memory
-    needs = []
-    for rank in range(plan.schedule.ranks):
-        stages = [stage for stage in plan.stages if stage.rank == rank]
-        weights = sum(stage.parameter_bytes for stage in stages)
-        shard, live = -(-weights // shards), None if peaks is None else int(peaks[rank])
-        moments = -(-sum(_moments(planned, stage.parameter_names) for stage in stages) // shards)
-        needs.append(Memory(shard, shard, moments, 2 * weights if shards > 1 else 0, live))
-    return needs
+    account = planned.auto.account(planned.plan)
+    return account.ranks(largest_microbatch(planned.config), lambda name: len(MOMENTS[planned.kinds[name]]))
 
 
-def _moments(planned: Planned, names: Iterable[str]) -> int:
-    """Bytes of what the optimizers keep of a stage's parameters; a weight under two names counts once."""
-    model = planned.plan.source.model
-    distinct = {id(model.get_parameter(name)): name for name in names}.values()
-    return sum(model.get_parameter(name).nbytes * len(MOMENTS[planned.kinds[name]]) for name in distinct)
-
-
-def _memory(needs: Sequence[Memory], live: Sequence[int]) -> Table:
+def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
     """Ranks in a row that are alike take a line together; of too many, those that need the most."""
     rows: list[tuple[object, ...]] = []
     largest = max(need.total for need in needs)
@@ -312,15 +283,24 @@ def _memory(needs: Sequence[Memory], live: Sequence[int]) -> Table:
     shown = sorted(sorted(groups, key=lambda group: -needs[group[0]].total)[:_LINES])
     for group in shown:
         need, peak = needs[group[0]], live[group[0]]
-        *weights, together = (gib(nbytes, largest) for nbytes in (*need[:-1], need.total))
-        activations = "unknown" if need.live is None else gib(need.live, largest)
-        rows.append((_spans(group), *weights, peak, activations, together))
+        gathered = need.gathered_weights + need.gathered_gradients
+        kinds = (need.weights, need.gradients, need.optimizer, gathered, -need.host)
+        *sizes, together = (gib(nbytes, largest) for nbytes in (*kinds, need.total))
+        activations = "unknown" if need.activations is None else gib(need.activations, largest)
+        rows.append((_spans(group), *sizes, peak, activations, together))
     if rest := len(needs) - sum(map(len, shown)):
-        rows.append((f"{rest} more", *[""] * 6, "less"))
-    heads = ("ranks", "weights", "gradients", "optimizer", "gathered", "live", "activations", "in all")
-    return _table(heads, rows)
-
-
-def _notes_on_memory(planned: Planned) -> Iterator[str]:
-    if max(planned.axes.tp, planned.axes.ep) > 1:
-        yield "an upper bound, as what tp and ep split counts in full"
+        rows.append((f"{rest} more", *[""] * 7, "less"))
+    heads = (
+        "ranks",
+        "weights",
+        "gradients",
+        "optimizer",
+        "gathered",
+        "on host",
+        "live",
+        "activations",
+        "in all",
+    )
+    if any(need.host for need in needs):
+        return _table(heads, rows)
+    return _table([*heads[:5], *heads[6:]], [(*row[:5], *row[6:]) for row in rows])

@@ -1,9 +1,9 @@
-"""Costs and memory of layers, estimated from the model alone; prefer measured ones."""
+"""Costs of layers and sizes of activations, estimated from the model alone; prefer measured ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,16 +13,13 @@ from transformers import PreTrainedModel
 
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
-from penstock.errors import ModelError
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
-from penstock.models.partition import LayerCosts, Memory
+from penstock.models.partition import LayerCosts
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import shadow
 from penstock.runtime.memory import Measured, Sizes, footprint
 from penstock.runtime.stage import Stage
-
-COPIES = 4  # of the weights: themselves, their gradients, AdamW's two moments
 
 
 def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
@@ -143,42 +140,3 @@ def stage_sizes(
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         stage.input_backward(0, gradients)
         return Sizes(held.activation, held.output, incoming.nbytes, stage.deferred[0].nbytes)
-
-
-def stage_memory(
-    model: PreTrainedModel, chain: Chain, shape: tuple[int, int], limit: float, live: Sequence[int]
-) -> Memory:
-    """Bytes of layers, embedding and head: weights, gradients, AdamW's moments, and activations.
-
-    Args:
-        shape: rows and sequence of a microbatch.
-        limit: bytes that a stage may hold.
-        live: for each stage, the microbatches that are live at its peak.
-
-    Raises ModelError where the model's forward looks at values, so that only a run shows its activations.
-    """
-    edges = HFEdges(model, chain)
-
-    def activations(layers: range, stage: int) -> int:
-        info = StageInfo(stage, 3)  # a stage for the embedding, one for the layers, one for the head
-        found = stage_sizes(cut(model, chain, layers, info), info, edges, shape)
-        if found is None:
-            raise ModelError(
-                f"the activations of {type(model).__name__}",
-                "its forward looks at values, and an estimate has none",
-                "Measure them, and give balance a Memory of your own",
-            )
-        return found.activation
-
-    def weights(modules: Iterable[nn.Module]) -> int:
-        return COPIES * sum(parameter.nbytes for module in modules for parameter in module.parameters())
-
-    first, last = range(0), range(chain.count, chain.count)
-    return Memory(
-        limit,
-        [weights([layer]) for layer in model.get_submodule(chain.layers).children()],
-        [activations(range(layer, layer + 1), 1) for layer in range(chain.count)],
-        live,
-        (weights(map(model.get_submodule, chain.before)), activations(first, 0)),
-        (weights(map(model.get_submodule, chain.after)), activations(last, 2)),
-    )

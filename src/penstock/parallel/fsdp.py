@@ -134,6 +134,17 @@ class StageShards:
             part.set_force_sum_reduction_for_comms(True)
         self._defer_reduction()
 
+    def after_forward(self) -> None:
+        """Free the buffer of the last gathering, as FSDP2 does where a forward returns through its root.
+
+        A stage's forward ends half-way through the model's.
+        """
+        context = self._module._get_fsdp_state()._comm_ctx
+        if (last := context.all_gather_state) is not None:
+            for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+                stream.wait_event(last.event)
+            context.all_gather_state = None
+
     def accumulate(self) -> None:
         """Add the gradients that W has left in the weights' dtype to the sums in reduce_dtype.
 

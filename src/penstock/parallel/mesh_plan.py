@@ -8,9 +8,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,9 @@ from penstock.parallel.context.attention import Method, parallelize_attention
 from penstock.parallel.expert import experts as expert
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded, data_mesh, expert_meshes, refuse_scalars, shard_stage
-from penstock.parallel.tensor.plan import check
+from penstock.parallel.tensor.plan import assigned, check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
-from penstock.parallel.tensor.styles import check_length
+from penstock.parallel.tensor.styles import STYLES, Style, check_length
 from penstock.runtime.stage import Shards
 from penstock.runtime.transport.groups import limit_waits
 
@@ -82,6 +83,46 @@ def _refuse_gradient_hooks(model: PreTrainedModel, axes: Axes) -> None:
                 "the other axes put shards in the place of weights, whose gradients no hook sees whole",
                 "Change the gradients after pipe.step(), over pipe.named_parameters()",
             )
+
+
+class Local(NamedTuple):
+    """Entries of a parameter on one rank of a mesh; where shards are uneven, on the rank with most.
+
+    held: of the rank's shard
+    whole: of the tensor that FSDP2 gathers from shards; 0 where FSDP2 does not hold the parameter
+    padded: of that tensor with the padding of uneven shards
+    """
+
+    held: int
+    whole: int
+    padded: int
+
+
+def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
+    """What `MeshPlan` will leave of each parameter of a model, whole or a stage, by name.
+
+    axes: without -1
+    """
+    styles = assigned(model, axes.tp) if axes.tp > 1 else {}
+    inside = tuple(f"{name}." for name in expert.mixtures(model)) if axes.ep > 1 else ()
+    sharded = max(axes.dp_replicate, axes.dp_shard, axes.cp) > 1
+    copies = axes.shards // axes.ep
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shape, dimension, shards = list(parameter.shape), 0, axes.shards if sharded else 0
+        if inside and name.startswith(inside):
+            shape[0] //= axes.ep
+            dimension, shards = 1, copies if copies * axes.dp_replicate > 1 else 0
+        else:
+            style = STYLES.get(styles.get(name, styles.get(name.rpartition(".")[0], "")), Style())
+            if style.dimension is not None and style.dimension < len(shape):
+                shape[style.dimension] //= axes.tp
+        whole = math.prod(shape)
+        if shards:
+            shape[dimension] = -(-shape[dimension] // shards)
+        held = math.prod(shape)
+        found[name] = Local(held, whole if shards else 0, held * shards)
+    return found
 
 
 class MeshPlan:
@@ -179,6 +220,9 @@ class _TensorShards:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+
+    def after_forward(self) -> None:
+        """Nothing was gathered."""
 
     def accumulate(self) -> None:
         """Gradients are in the weights' own dtype."""

@@ -5,9 +5,10 @@ and loops of one's own: name the modules of each stage, split a module, make a s
 """
 
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build_plan import BuildPlan, StagePlan, balance, estimated_memory
+from penstock.pipeline.build_plan import BuildPlan, StagePlan, balance
 from penstock.pipeline.compare import Compared, Report
 from penstock.pipeline.evaluate import Evaluation
+from penstock.pipeline.memory import Account, RankMemory, estimated_memory
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.split_module import layers_of, module_names, names_per_stage, provider_of, split
@@ -16,12 +17,14 @@ from penstock.pipeline.step import StepResult
 from penstock.schedule.choose import chosen_schedule as make_schedule
 
 __all__ = [
+    "Account",
     "AutoPipeline",
     "BuildPlan",
     "Compared",
     "Evaluation",
     "Options",
     "Pipeline",
+    "RankMemory",
     "Report",
     "StageFacts",
     "StagePlan",

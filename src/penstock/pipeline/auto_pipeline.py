@@ -30,11 +30,13 @@ from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.folder import MANIFEST, check_folder
 from penstock.models.weights.saved import SavedModel
+from penstock.parallel.axes import Axes
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.build_plan import BuildPlan, check_fits, plan_stage, shared_weights
+from penstock.pipeline.memory import Account
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
@@ -132,7 +134,7 @@ class AutoPipeline(Options):
         )
         plan = BuildPlan(schedule, proof, stages, source, chain, routed)
         if self.axes is None or self.axes.resolved:
-            plan.recomputed(self.checkpointing(), self.axes)  # raises for a memory limit that is too small
+            self.account(plan).recomputed()  # raises for a memory limit that is too small
         return plan
 
     def build(self, model: ModelLike) -> Pipeline:
@@ -157,12 +159,16 @@ class AutoPipeline(Options):
         with close_on_error(world.transport):
             return Pipeline(_Build(self, plan, world).run())
 
+    def account(self, plan: BuildPlan, axes: Axes | None = None) -> Account:
+        """The memory that `plan` will take on each rank. axes: in place of its own, if these have a -1"""
+        return Account(plan, axes or self.axes or Axes(), self.parallel_options(), self.checkpointing())
+
     def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
         """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
 
         Durations are those of Costs(). None where only a step can measure them. Not for axes of -1.
         """
-        return plan.memory_costs(self.checkpointing(), self.axes, shape)
+        return self.account(plan).costs(shape)
 
     def _routed(self, model: PreTrainedModel) -> ModelRouting | None:
         """Raises ConfigError, ModelError for routers that cannot be replayed."""
@@ -241,7 +247,7 @@ class _Build:
             shared=shared_weights(plan, self._ties, modules),
             saved=SavedModel(source.model.config, generation, self._ties, files, type(source.model)),
             names=names,
-            recomputed=plan.recomputed(auto.checkpointing(), None if mesh_plan is None else mesh_plan.axes),
+            recomputed=auto.account(plan, None if mesh_plan is None else mesh_plan.axes).recomputed(),
             trace_folder=auto.trace_folder,
         )
 

@@ -1,15 +1,13 @@
-"""A build before any weight is read: schedule, proof, the layers of each stage, and the memory they take.
+"""A build before any weight is read: schedule, proof, and the layers of each stage.
 
 AutoPipeline.build_plan makes it; AutoPipeline.build follows it.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import transformers
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.models.activation_checkpointing import Checkpointing, install
-from penstock.models.costs import COPIES, parameter_costs, stage_memory, stage_sizes
+from penstock.models.costs import parameter_costs
 from penstock.models.huggingface.entries import MicrobatchCompleter
-from penstock.models.huggingface.stages import HFEdges, cut
+from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
 from penstock.models.source import Source
@@ -33,11 +30,9 @@ from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.parallel.tensor.plan import assigned
 from penstock.parallel.tensor.styles import COLUMNS
 from penstock.runtime.health.agreement import flat
-from penstock.runtime.memory import Sizes
 from penstock.runtime.rng import dropouts
 from penstock.runtime.shared_weights import SharedWeights, place, shared_by_replicas
-from penstock.schedule import Costs, Proof, Schedule, simulate
-from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
+from penstock.schedule import Costs, Proof, Schedule
 
 
 @dataclass(frozen=True)
@@ -64,6 +59,7 @@ class BuildPlan:
     source: the whole model, on the meta device unless the caller gave one with values
     chain: how the model's forward calls its layers
     routed: the mixtures of experts whose routing is replayed, if any
+    known_sizes: of microbatches, which penstock.pipeline.memory finds
     """
 
     schedule: Schedule
@@ -72,7 +68,9 @@ class BuildPlan:
     source: Source
     chain: Chain
     routed: ModelRouting | None = None
-    _known_sizes: dict[Any, Costs | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    known_sizes: dict[object, Costs | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def facts(self) -> dict[str, str]:
@@ -122,102 +120,6 @@ class BuildPlan:
         first = {name: names[0] for names in ties for name in names}
         held = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
         return {first.get(name, name) for name in held}
-
-    # ---- memory
-
-    def weight_bytes(self, rank: int, axes: Axes) -> int:
-        """Bytes of a rank's weights, gradients and AdamW's two moments.
-
-        If FSDP2 shards them, a step also holds the full weights and gradients. Weights that tp or ep shard
-        are counted in full.
-        """
-        full = sum(stage.parameter_bytes for stage in self.stages if stage.rank == rank)
-        return COPIES * full if axes.shards == 1 else -(-COPIES * full // axes.shards) + 2 * full
-
-    def sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
-        """Bytes that microbatches of `shape` (rows, sequence) hold, if `how` checkpoints all layers.
-
-        Durations are those of Costs(). None if the forward depends on values, so that only a step can
-        measure them (Pipeline.costs).
-        """
-        if (shape, how) not in self._known_sizes:
-            self._known_sizes[shape, how] = self._sizes(shape, how)
-        return self._known_sizes[shape, how]
-
-    def _sizes(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
-        edges, found = HFEdges(self.source.model, self.chain), []
-        split = {stage for stage, _ in self.schedule.split}
-        for stage in range(self.schedule.placement.depth):
-            model = self.model_of(stage, values=False)
-            if how is not None:
-                install(self.layers_of(model, stage), how)
-            sizes = stage_sizes(model, self.info(stage), edges, shape, stage in split)
-            if sizes is None:
-                return None
-            found.append(sizes)
-        columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
-        return Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
-
-    def memory_costs(
-        self, how: Checkpointing | None, axes: Axes | None, shape: tuple[int, int]
-    ) -> Costs | None:
-        """As `sizes`, with the microbatches that `how` checkpoints in their place.
-
-        shape: (rows, sequence) before cp and tp shard it; axes: without -1
-        """
-        axes = axes or Axes()
-        if how is None:
-            return self.sizes(axes.local_shape(shape))
-        sizes = self._kept_and_recomputed(how, axes.local_shape(shape))
-        return None if sizes is None else mixed(self.schedule, *sizes, self.recomputed(how, axes))
-
-    def recomputed(self, how: Checkpointing | None, axes: Axes | None = None) -> Places:
-        """The (stage, microbatch) whose layers run again in the backward.
-
-        axes: without -1
-        Raises ConfigError where recomputing all of them still exceeds the memory limit.
-        """
-        if how is None or how.memory_limit is None:
-            return frozenset() if how is None else first_in_flight(self.schedule, how.in_flight)
-        assert how.shape is not None
-        axes = axes or Axes()
-        sizes = self._kept_and_recomputed(how, axes.local_shape(how.shape))
-        if sizes is None:
-            raise ConfigError(
-                f"memory_limit for {type(self.source.model).__name__}",
-                "its forward depends on values, so that its activations are unknown before a step",
-                "Give in_flight, from Pipeline.memory after a step",
-            )
-        weights = [self.weight_bytes(rank, axes) for rank in range(self.schedule.ranks)]
-        everything = first_in_flight(self.schedule, None)
-        least = simulate(self.schedule, mixed(self.schedule, *sizes, everything)).peak_memory
-        needed = [held + weight for held, weight in zip(least, weights, strict=True)]
-        if max(needed) > how.memory_limit:
-            rank = needed.index(max(needed))
-            raise ConfigError(
-                f"memory_limit={_mib(how.memory_limit)}",
-                f"rank {rank} takes {_mib(weights[rank])} for weights, gradients and AdamW's moments, and "
-                f"{_mib(least[rank])} more with every forward run again",
-                f"Give {_mib(needed[rank])} or more, or take more ranks, a larger dp_shard or smaller "
-                "microbatches",
-            )
-        limits = [how.memory_limit - weight for weight in weights]
-        return first_in_flight(self.schedule, counts_within(self.schedule, *sizes, limits))
-
-    def _kept_and_recomputed(self, how: Checkpointing, shape: tuple[int, int]) -> tuple[Costs, Costs] | None:
-        """Sizes with all activations kept, and with all recomputed, one layer at a time."""
-        kept, recomputed = self.sizes(shape), self.sizes(shape, how)
-        if kept is None or recomputed is None:
-            return None
-        placement, one = self.schedule.placement, min(1, self.schedule.microbatches)
-        small, large = (costs.rows("activation", placement, one) for costs in (recomputed, kept))
-        layers = [max(len(stage.layers), 1) for stage in self.stages]
-        held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
-        return kept, replace(recomputed, held_in_backward=held)
-
-
-def _mib(nbytes: float) -> str:
-    return f"{math.ceil(nbytes / 2**20 * 10) / 10:g} MiB"
 
 
 def plan_stage(
@@ -302,29 +204,6 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
         memory=memory,
     )
     return to_layout(split)
-
-
-def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> Memory:
-    """The memory that layers take, and the limit of each stage, for `balance`.
-
-    Each stage gets an equal part of its rank's limit, and room for as many microbatches as it ever has live:
-    together a rank's stages stay below its limit.
-
-    Args:
-        limit: bytes of a rank
-        shape: (rows, sequence) of a microbatch
-
-    Raises ModelError where the activations are unknown before a step.
-    """
-    schedule = plan.schedule
-    live, peaks = [0] * schedule.stages, [0] * schedule.stages
-    for op in (op for program in schedule.programs for op in program):
-        live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
-        peaks[op.stage] = max(peaks[op.stage], live[op.stage])
-    depth = schedule.placement.depth
-    peak_live = [max(peaks[stage::depth]) for stage in range(depth)]  # the larger of a model's two copies
-    hosted = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
-    return stage_memory(plan.source.model, plan.chain, shape, limit / hosted, peak_live)
 
 
 # ---- models that the axes cannot train

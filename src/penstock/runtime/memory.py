@@ -7,7 +7,7 @@ pays a few additions. Weights, gradients, and what an op needs only while it run
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ from penstock.batch.payload import Payload
 from penstock.schedule import Op
 
 Place = tuple[int, int]  # stage and microbatch
+Storages = Callable[[], Iterable[UntypedStorage]]
+
+_BLOCK = 512  # bytes, to which the allocator of a GPU rounds
 
 
 class Footprint(NamedTuple):
@@ -110,17 +113,23 @@ class Ledger:
 
 
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all tensors that are made under it and still alive.
+    """Counts the bytes of all tensors that are made under it and still alive; `others` for `own_bytes`.
 
     Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
     """
 
     supports_higher_order_operators = True  # as torch.cond; the tensors that they return are counted
 
-    def __init__(self) -> None:
+    def __init__(self, others: Storages = tuple) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
+        self._others = others
         self._known: dict[int, int] = {}  # by address, as long as the storage lives
+
+    @property
+    def own_bytes(self) -> int:
+        """`nbytes` without `others`."""
+        return self.nbytes - sum(self._known.get(storage._cdata, 0) for storage in self._others())
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -151,25 +160,33 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):
     """The same, from the allocator's own count."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, others: Storages) -> None:
+        self._device, self._others = device, others
         self._before = 0
 
     def __enter__(self) -> MeasuredOnGPU:
-        self._before = torch.cuda.memory_allocated(self._device)
+        self._before = self._now
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
     @property
-    def nbytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
+    def own_bytes(self) -> int:
+        return self._now - self._before
+
+    @property
+    def _now(self) -> int:
+        others = sum(-(-storage.nbytes() // _BLOCK) * _BLOCK for storage in self._others())
+        return torch.cuda.memory_allocated(self._device) - others
 
 
-def measuring(device: torch.device) -> Measured | MeasuredOnGPU:
-    """Measure a forward: its `nbytes` are the bytes that it leaves behind. The result is not changed."""
-    return MeasuredOnGPU(device) if device.type == "cuda" else Measured()
+def measuring(device: torch.device, others: Storages) -> Measured | MeasuredOnGPU:
+    """Measure a forward: its `own_bytes` are the bytes that it leaves behind. The result is not changed.
+
+    others: memory that a forward may leave and that is no activation, such as gathered weights
+    """
+    return MeasuredOnGPU(device, others) if device.type == "cuda" else Measured(others)
 
 
 def footprint(nbytes: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:

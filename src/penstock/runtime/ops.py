@@ -123,11 +123,11 @@ class Ops:
     ) -> tuple[Footprint, Payload | None]:
         """A forward of a shape that was not seen before."""
         stage, _, number = compute.op
-        generator = torch.get_rng_state()
-        with measuring(self._device) as measured:
+        generator, sharding = torch.get_rng_state(), self._stages[stage].sharding
+        with measuring(self._device, lambda: sharding.gathered) as measured:
             result = self._forward(compute, received, expected, step)
         outputs = () if result is None else result.tensors
-        found = footprint(measured.nbytes, self._stages[stage].live[number].inputs, outputs)
+        found = footprint(measured.own_bytes, self._stages[stage].live[number].inputs, outputs)
         found = found._replace(draws=not torch.equal(generator, torch.get_rng_state()))
         if len(self._footprints) >= _REMEMBERED:
             self._footprints.pop(next(iter(self._footprints)))

@@ -48,6 +48,14 @@ class Sharding:
         return any(group.reduce_grads for group in self._groups)
 
     @property
+    def gathered(self) -> Iterator[torch.UntypedStorage]:
+        """The memory of gathered weights; empty storages of those that are freed."""
+        for group in self._groups:
+            for weight in group.fsdp_params:
+                for tensor in weight.all_gather_outputs:
+                    yield tensor.untyped_storage()
+
+    @property
     def is_whole(self) -> bool:
         """Whether its weights are gathered and stay so: forwards and backwards communicate no weights."""
         return all(

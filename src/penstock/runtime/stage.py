@@ -48,6 +48,9 @@ class Recomputing(Protocol):
 class Shards(Protocol):
     """A stage's sharded weights: each rank of a mesh holds a shard, and gathers the others to compute."""
 
+    def after_forward(self) -> None:
+        """Free the buffers of a forward."""
+
     def accumulate(self) -> None:
         """A W has added to gradients."""
 
@@ -115,6 +118,8 @@ class Stage:
         inputs = () if received is None else leaves(received)
         with self._run(number, microbatch, split, recompute) as tape:
             tensors, form = flatten(self._call(_value(inputs, received), microbatch))
+        if self.shards is not None:
+            self.shards.after_forward()
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
         outputs = Payload(tensors, expected or EdgeSpecs.of(tensors, form))
@@ -154,12 +159,16 @@ class Stage:
         """B: the gradients of the inputs; accumulates those of the weights."""
         return whole_backward(self.live.pop(number), gradients)
 
+    @property
+    def sharding(self) -> Sharding:
+        if self._sharding is None:  # not earlier: the user may have wrapped the module since the build
+            self._sharding = Sharding(self.module)
+        return self._sharding
+
     def input_backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """I: the gradients of the inputs; what is deferred waits for `weight_backward`."""
         live = self.live.pop(number)
-        if self._sharding is None:  # not earlier: the user may have wrapped the module since the build
-            self._sharding = Sharding(self.module)
-        if self._sharding.reduces_in_backward:
+        if self.sharding.reduces_in_backward:
             self.deferred[number] = Deferred()
             return whole_backward(live, gradients)
         inputs, self.deferred[number] = input_backward(live, gradients)
