@@ -32,8 +32,10 @@ def mlp_of(model: PreTrainedModel, random: Random) -> Any:
 
 
 def matrix_of(model: PreTrainedModel, random: Random) -> Any:
-    """A linear layer in an mlp."""
-    return random.choice([m for m in mlp_of(model, random).modules() if isinstance(m, nn.Linear)])
+    """A linear layer in an mlp, or in a layer whose mlp has none."""
+    layer: Any = layer_of(model, random)
+    found = ([m for m in each.modules() if isinstance(m, nn.Linear)] for each in (layer.mlp, layer))
+    return random.choice(next(filter(None, found)))
 
 
 def width_of(model: PreTrainedModel) -> int:
@@ -226,6 +228,10 @@ def takes_the_mean(model: PreTrainedModel, random: Random) -> None:
 # ---- parameters
 
 
+def trained_weight(model: PreTrainedModel, random: Random) -> Any:
+    return random.choice([parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
 def frozen(model: PreTrainedModel, random: Random) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(random.random() < 0.6)
@@ -233,7 +239,7 @@ def frozen(model: PreTrainedModel, random: Random) -> None:
 
 
 def gradient_hook(model: PreTrainedModel, random: Random) -> None:
-    random.choice(list(model.parameters())).register_hook(lambda gradient: gradient * 0.5)
+    trained_weight(model, random).register_hook(lambda gradient: gradient * 0.5)
 
 
 def trains_new_rows(model: PreTrainedModel, random: Random) -> None:
@@ -244,7 +250,7 @@ def trains_new_rows(model: PreTrainedModel, random: Random) -> None:
 
 
 def gradient_hook_with_the_model(model: PreTrainedModel, random: Random) -> None:
-    weight = random.choice(list(model.parameters()))
+    weight = trained_weight(model, random)
     weight.register_hook(lambda gradient: gradient + weight)
 
 
@@ -253,7 +259,7 @@ def accumulated_hook(model: PreTrainedModel, random: Random) -> None:
         assert parameter.grad is not None
         parameter.grad.mul_(0.5)
 
-    random.choice(list(model.parameters())).register_post_accumulate_grad_hook(halve)
+    trained_weight(model, random).register_post_accumulate_grad_hook(halve)
 
 
 class LowRank(nn.Module):
@@ -276,7 +282,8 @@ def adapter(model: PreTrainedModel, random: Random) -> None:
 
 
 def shares_a_weight(model: PreTrainedModel, random: Random) -> None:
-    first, second = mlp_of(model, random), mlp_of(model, random)
+    layers: list[Any] = random.sample(list(layer_list(model)[1]), 2)
+    first, second = (layer.mlp for layer in layers)
     for name, child in second.named_children():
         if type(child) is nn.Linear and type(getattr(first, name)) is nn.Linear:
             child.weight = getattr(first, name).weight

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map_only
 
 from penstock.errors import ModelError
 from penstock.parallel.mesh import flattened, job_backend, present
@@ -100,9 +101,13 @@ def shard_stage(
     from torch.distributed.fsdp import fully_shard
 
     refuse_scalars(module)
+    _refuse_shared(module, layers)
     distributed = {parameter for part in experts for parameter in part.parameters()}
     for part in experts if copies is not None else ():
         fully_shard(part, mesh=copies, shard_placement_fn=lambda _: Shard(1), **sharded.options)
+    for layer in layers:
+        if layer._forward_pre_hooks:
+            layer.register_forward_pre_hook(_with_copies, prepend=True, with_kwargs=True)
     for part in (*(layer for layer in layers if layer is not module), module):
         fully_shard(part, mesh=mesh, ignored_params=distributed, **sharded.options)
     return StageShards(module, sharded)
@@ -116,6 +121,26 @@ def refuse_scalars(module: nn.Module) -> None:
                 f"{name}, a parameter of no dimension",
                 "FSDP2 shards a weight along a dimension",
                 "Make it one of shape (1,), or leave out dp_shard, dp_replicate and cp",
+            )
+
+
+def _with_copies(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """FSDP2 gives a layer views, and a hook may not write into these."""
+    return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
+
+
+def _refuse_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Raise ModelError for a weight of two layers, or of a layer and the rest."""
+    prefixes = [f"{name}." for name, part in module.named_modules() if name and part in layers]
+    first: dict[int, tuple[str, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        prefix = next(filter(name.startswith, prefixes), "")
+        other, other_name = first.setdefault(id(parameter), (prefix, name))
+        if other != prefix:
+            raise ModelError(
+                f"{other_name} and {name}, which are one weight",
+                "FSDP2 shards each layer by itself, with weights that no other layer has",
+                "Give each layer a weight of its own, or leave out dp_shard, dp_replicate and cp",
             )
 
 

@@ -130,7 +130,7 @@ class Reductions:
             if not refused and most[:2] == [-number for number in most[2:]]:
                 return
             everyone = self._gather((*numbers, in_words(error)))
-        found = first_error({rank: words for rank, (*_, words) in everyone.items()}, "process")
+        found = first_error({rank: words for rank, (*_, words) in everyone.items()}, "given to process")
         if found is not None:
             raise found from error
         if most[0] != -most[2]:

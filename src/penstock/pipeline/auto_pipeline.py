@@ -40,10 +40,10 @@ from penstock.pipeline.memory import Account
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
-from penstock.runtime.health.agreement import compare_values
+from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
-from penstock.runtime.transport.groups import AllProcesses
+from penstock.runtime.transport.groups import AllProcesses, Processes
 from penstock.schedule import Costs, verify
 from penstock.schedule.layout import parse_layout
 
@@ -220,7 +220,15 @@ class _Build:
             axes, options = mesh_plan.axes, auto.parallel_options()
             check_model(source.model, axes, options)
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
-        self._compare_values()
+        on_mesh = mesh_plan is not None
+        everyone = AllProcesses(auto.timeout, world.device) if on_mesh else world.processes
+        self._compare_values(everyone)
+        with shared_errors(everyone):  # of one stage, which only its ranks make
+            return self._built()
+
+    def _built(self) -> BuiltStages:
+        auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
+        schedule, source = plan.schedule, plan.source
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
         stages = [self._stage(index, model) for index, model in models.items()]
@@ -251,14 +259,11 @@ class _Build:
             trace_folder=auto.trace_folder,
         )
 
-    def _compare_values(self) -> None:
+    def _compare_values(self, everyone: Processes) -> None:
         """Raise an error on every rank where ranks gave a model with other values."""
-        world = self._world
-        if world.alone:
+        if self._world.alone:
             return
-        on_mesh = self._mesh_plan is not None
-        everyone = AllProcesses(self._auto.timeout, world.device) if on_mesh else world.processes
-        (rank,) = world.ranks
+        (rank,) = self._world.ranks
         values = self._plan.values_of(rank, self._ties)
         compare_values(everyone, rank, values, self._plan.on_several_ranks(self._ties))
 

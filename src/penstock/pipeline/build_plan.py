@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 from penstock.models.costs import parameter_costs
 from penstock.models.huggingface.entries import MicrobatchCompleter
+from penstock.models.huggingface.references import reaching_out
 from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
@@ -222,6 +223,12 @@ def check_fits(
     """
     if axes.tp > 1 and options.sequence_parallel:
         _check_layers(model, chain)
+    if axes.ranks_per_stage != 1 and (found := next(reaching_out(model), None)):
+        raise ModelError(
+            f"{found[0]}, which uses {found[1]}, on {axes}",
+            "the other axes shard weights, which are put together for the forward of their own module only",
+            "Let the function use its own module only, or leave out the other axes",
+        )
     if not trains or max(axes.cp, axes.tp) < 2:
         return
     for name, key, probability in _sharded_dropouts(model, axes, options):

@@ -212,6 +212,8 @@ class Options:
             return None
         axes = self.axes.resolve(world.mesh["pp"].size(), world.mesh.size())
         self._check_axes(axes)
+        if axes.ranks_per_stage == 1:
+            return None
         options, overlap = self.parallel_options(), world.transport.overlap
         return MeshPlan(world.mesh, axes, options, self.timeout, overlap=overlap)
 

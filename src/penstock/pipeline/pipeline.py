@@ -43,8 +43,9 @@ class Pipeline(SplitModel):
         super().__init__(built)
         self._built = built
         self._shared = SharedGradients(
-            built.shared, self.modules, built.schedule.placement, built.world.transport, self.processes
-        )
+            built.shared, self.modules, built.schedule.placement, built.world.transport, self.processes,
+            built.world.reductions.batch_part[1],
+        )  # fmt: skip
         self._steps = StepRunner(built)
         self._proof = verify(built.schedule)
         self._training = self._steps.lower(self._proof, built.recomputed)
@@ -109,8 +110,10 @@ class Pipeline(SplitModel):
         self._shared.begin_step()
         try:
             with torch.enable_grad():
-                result, self._last = self._steps.run(self._training, given, changed=self._shared.changed)
-            if any(each.trained_changed for each in self._last[1]):
+                result, self._last = self._steps.run(
+                    self._training, given, changed=lambda: self._shared.changed
+                )
+            if any(each.changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
         except BaseException as error:

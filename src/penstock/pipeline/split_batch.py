@@ -75,7 +75,7 @@ class BatchSplitter(NamedTuple):
         lengths = [int(each) for each in world.transport.exchange([vector] * len(world.ranks))]
         if min(lengths) < 0:
             refusals = world.processes.gather(in_words(refusal))
-            found = first_error(dict(enumerate(refusals)), "rank")
+            found = first_error(dict(enumerate(refusals)), "given to rank")
             assert found is not None
             raise found from refusal
         return microbatches, max(lengths)

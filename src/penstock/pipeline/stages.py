@@ -21,7 +21,7 @@ from penstock.parallel.world import World, close_on_error, open_world
 from penstock.pipeline.options import Options, Parallelize
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.pipeline.split_module import layers_of
-from penstock.runtime.health.agreement import compare_values, named
+from penstock.runtime.health.agreement import compare_values, named, shared_errors
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.shared_weights import SharedWeights, shared_by_replicas
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
@@ -246,23 +246,25 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
+    everyone = world.processes if mesh_plan is None else AllProcesses(options.timeout, world.device)
     if mesh_plan is not None:
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
-        compare_values(AllProcesses(options.timeout, world.device), rank, values, ())
-    stages = [
-        make_stage(
-            index,
-            module,
-            world.device,
-            checkpointing=how,
-            parallelize_fn=options.parallelize_fn,
-            position=index % depth,
-            shard=None if mesh_plan is None else mesh_plan.fully_shard,
-        )
-        for index, module in provided.items()
-    ]
-    modules = _modules(stages)
+        compare_values(everyone, rank, values, ())
+    with shared_errors(everyone):
+        stages = [
+            make_stage(
+                index,
+                module,
+                world.device,
+                checkpointing=how,
+                parallelize_fn=options.parallelize_fn,
+                position=index % depth,
+                shard=None if mesh_plan is None else mesh_plan.fully_shard,
+            )
+            for index, module in provided.items()
+        ]
+        modules = _modules(stages)
     exchanged = options.shapes == "exchanged"
     edges = None if exchanged else provided_edges(provider, modules, depth, world.processes)
     return BuiltStages(

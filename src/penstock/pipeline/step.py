@@ -105,7 +105,7 @@ class StepRunner:
         collect: Collect | None = None,
         *,
         scored: bool = False,
-        changed: bool = False,
+        changed: Callable[[], bool] = lambda: False,
     ) -> tuple[StepResult, StepRecord]:
         """Run the schedule on `batch`. Collective.
 
@@ -132,7 +132,7 @@ class StepRunner:
             if collect and scored:
                 for executor in executors:
                     _take_loss_out(executor, step.weight)
-            vectors = transport.exchange([report.pack(executor, changed) for executor in executors])
+            vectors = transport.exchange([report.pack(executor, changed()) for executor in executors])
             reports = report.unpack(schedule, vectors)
             loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
             transport.messages.end_step()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.groups import Processes
 from penstock.runtime.transport.interface import Transport
@@ -65,10 +66,12 @@ class SharedGradients:
         placement: Placement,
         transport: Transport,
         processes: Processes,
+        batch_parts: int = 1,
     ) -> None:
         """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen.
 
         modules: this process's, by stage
+        batch_parts: parts of a batch, each of which has a copy of the model
         """
         for group in shared:
             transport.share(group.ranks)
@@ -82,11 +85,12 @@ class SharedGradients:
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._compared: list[bool] = []
         self._buffers = [  # of models that are there twice: nothing sums what a forward writes into them
-            (f"{name} of stage {stage}", buffer)
-            for stage, module in (modules.items() if placement.replicas > 1 else ())
-            for name, buffer in module.named_buffers()
+            (place(f"{path}.{key}".lstrip("."), stage), inner, key)
+            for stage, module in (modules.items() if placement.replicas * batch_parts > 1 else ())
+            for path, inner in module.named_modules()
+            for key in inner._buffers
         ]
-        self._versions: list[int] = []
+        self._unwritten = self._versions()
         ours = {id(copy) for copy in self._copies()}
         self._places = [
             (place(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
@@ -99,15 +103,19 @@ class SharedGradients:
             self.compare()
 
     def compare(self) -> None:
-        """Raise ModelError, on every rank, where only some copies of a weight are frozen. Collective.
+        """Raise ModelError, on every rank, for copies that would differ from now on. Collective.
 
-        To be called where any rank has `changed`: a rank that skipped a sum would leave the others waiting.
+        They do where only some copies of a weight are frozen, or a forward has written into a buffer. To be
+        called where any rank has `changed`: a rank that skipped a sum would leave the others waiting.
         """
         trained = [
             [{where: copy.requires_grad for where, copy in copies.items()} for copies in group.copies]
             for group in self._shared
         ]
-        for by_process in zip(*self._processes.gather(trained), strict=True):
+        everyone = self._processes.gather([trained, in_words(self._written())])
+        if error := first_error({rank: words for rank, (_, words) in enumerate(everyone)}, "on rank"):
+            raise error
+        for by_process in zip(*(trained for trained, _ in everyone), strict=True):
             for of_weight in zip(*filter(None, by_process), strict=True):  # of processes that have copies
                 _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
         self._compared = self._trained()
@@ -126,8 +134,26 @@ class SharedGradients:
 
     @property
     def changed(self) -> bool:
-        """Whether a copy on this process was frozen or unfrozen since `compare`."""
-        return self._trained() != self._compared
+        """Whether `compare` has something to find on this process."""
+        return self._trained() != self._compared or self._written() is not None
+
+    def _written(self) -> ModelError | None:
+        """The error where this step's forwards have written into a buffer, or put another in its place."""
+        for (where, owner, key), (buffer, version) in zip(self._buffers, self._unwritten, strict=True):
+            is_saved = key not in owner._non_persistent_buffers_set  # else it is a cache
+            replaced = is_saved and owner._buffers.get(key) is not buffer
+            if replaced or (buffer is not None and buffer._version != version):
+                return ModelError(
+                    f"{where}, a buffer that the forward writes into",
+                    "there are several copies of the model (two in a schedule of dualpipe, one for each part "
+                    "of the batch on dp_shard and dp_replicate), whose buffers would differ from now on",
+                    "Take a schedule with one copy (dualpipe_v, zb_v, 1f1b) without these axes",
+                )
+        return None
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        held = (owner._buffers.get(key) for _, owner, key in self._buffers)
+        return [(buffer, 0 if buffer is None else buffer._version) for buffer in held]
 
     def _trained(self) -> list[bool]:
         return [copy.requires_grad for copy in self._copies()]
@@ -152,7 +178,7 @@ class SharedGradients:
 
     def begin_step(self) -> None:
         """Set aside the gradients of earlier steps: they are summed already."""
-        self._versions = [buffer._version for _, buffer in self._buffers]
+        self._unwritten = self._versions()
         self._before = [(copy, copy.grad) for copy in self._copies() if copy.requires_grad]
         for copy, _ in self._before:
             copy.grad = None
@@ -165,17 +191,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Sum the gradients over all copies. Collective.
-
-        Raises ModelError where a forward has written into a buffer of a model that is there twice.
-        """
-        for (where, buffer), version in zip(self._buffers, self._versions, strict=True):
-            if buffer._version != version:
-                raise ModelError(
-                    f"{where}, a buffer that the forward writes into",
-                    "the schedule runs two copies of the model, whose buffers would differ from now on",
-                    "Take a schedule with one copy, such as dualpipe_v, zb_v or 1f1b",
-                )
+        """Sum the gradients over all copies. Collective."""
         for ranks, weights in self._held:
             self._sum([copies for copies in weights if copies[0].requires_grad], ranks)
         for copy, before in self._before:

@@ -1,7 +1,7 @@
 """The step report: what every rank sends to all others at the end of a step, as one vector, in one exchange.
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
-    buffers, held for W | whether trained weights changed | of each stage of the rank: start and end of its
+    buffers, held for W | whether copies changed | of each stage of the rank: start and end of its
     gradient reduction, or zeros | of each op, in program order: its OpTimes | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
@@ -30,7 +30,7 @@ class StepReport(NamedTuple):
 
     loss: its share of the step's loss, 0 without a last stage
     peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
-    trained_changed: whether copies of shared weights were frozen or unfrozen on this rank
+    changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
 
@@ -38,7 +38,7 @@ class StepReport(NamedTuple):
     peak_live: int
     peak_deferred: int
     held: Held
-    trained_changed: bool
+    changed: bool
     reductions: Sequence[float]
     times: Sequence[float]
 
@@ -46,14 +46,14 @@ class StepReport(NamedTuple):
 Reports = Sequence[StepReport]  # by rank
 
 
-def pack(executor: Executor, trained_changed: bool = False) -> Tensor:
+def pack(executor: Executor, changed: bool = False) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks."""
     ops, schedule = executor.ops, executor.plan.schedule
     loss = float(torch.stack(ops.loss_shares).double().sum()) if ops.loss_shares else 0.0
     times, found = executor.recorder.times(), executor.recorder.reductions()
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
-    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(trained_changed)]
+    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(changed)]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(reductions) - len(times))
     return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)

@@ -24,6 +24,7 @@ from penstock.models.tracing.meta import bare
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
 _SET_BY_PIPELINE = ("use_cache", "past_key_values", "cache_position", "return_dict", "output_router_logits")
+_KEPT = "logits_to_keep"
 _REPLACED = {
     "num_items_in_batch": "the pipeline divides by the valid tokens of all microbatches",
     "ignore_index": "the pipeline leaves out labels of -100, as transformers does by default",
@@ -49,6 +50,9 @@ class BatchCheck:
     def __call__(self, batch: Microbatch) -> None:
         for name in batch:
             self._check_name(name)
+        if self._own_loss and _KEPT in batch and {*_OF_THE_LOSS[:2]} & batch.keys():
+            rule = "the next-token loss compares the logits of all tokens with their labels"
+            raise BatchError(f"{_KEPT!r} in a batch with labels", rule, "Take it out, or give a loss_fn")
         ids, positions = batch.get("input_ids"), batch.get("position_ids")
         if isinstance(ids, Tensor):
             self._check_ids(ids)

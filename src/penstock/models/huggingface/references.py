@@ -83,6 +83,16 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
                 )
 
 
+def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Functions that hang on a module and use another one, or its weights: (the function, what it uses)."""
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
+    names |= {id(parameter): name for name, parameter in model.named_parameters()}
+    for where, holder, value in _hung_on(model):
+        inside = {id(each) for each in (*holder.modules(), *holder.parameters())}
+        used = (id(found) for found in reached(value))
+        yield from ((where, names[each]) for each in used if each in names and each not in inside)
+
+
 def _why_not(found: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
     """What is wrong with reaching `found` from a function of `holder`; empty where nothing is."""
     if id(found) in outside:

@@ -195,8 +195,7 @@ def _refuse_edits(model: nn.Module, plan: Plan) -> None:
     """Refuse what would see one rank's part: parametrizations of sharded weights, and hooks around them."""
     parents = {f"{name.rpartition('.')[0]}." for name, style in plan.items() if not _style(style).closed}
     for name, module in model.named_modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-        if hooked and name.startswith(tuple(parents - {"."})):
+        if _is_hooked(module) and name.startswith(tuple(parents - {"."})):
             raise ModelError(
                 f"a hook of {name}",
                 "tensor parallelism computes with a part of the values there",
@@ -208,6 +207,11 @@ def _refuse_edits(model: nn.Module, plan: Plan) -> None:
                 "tensor parallelism shards its weight, and the parametrization would see a part of it",
                 "Leave out the tp axis, or make the weight a plain one",
             )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return any((*tables, module._backward_pre_hooks))
 
 
 def _check_style(model: nn.Module, name: str, style: str) -> None:
@@ -303,8 +307,15 @@ def _check_between(model: nn.Module, path: str, plan: Plan, tp: int) -> None:
 
 
 def _check_layers(model: nn.Module, plan: Plan) -> None:
-    """Refuse a layer with a part that cannot be given the whole sequence."""
+    """Refuse a layer with a part that cannot be given the whole sequence, or with a hook."""
     for path, layer in layers_of(model).items():
+        for name, part in layer.named_modules(prefix=path):
+            if _is_hooked(part):
+                raise ModelError(
+                    f"a hook of {name}, with sequence_parallel",
+                    "each rank has a part of the sequence there, and would see a part of what the hook uses",
+                    "Set sequence_parallel to False, or take the hook out",
+                )
         for name, part in layer.named_children():
             is_called = type(part).forward is not nn.Module.forward  # a list of modules is not
             if _style(plan.get(f"{path}.{name}", "")).dimension is not None or not is_called:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
@@ -40,7 +41,7 @@ def in_words(error: InputError | None) -> Words:
 def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:
     """The first error, with the ranks that have the same one unless all do; None where no rank has one.
 
-    who: what the numbers count, "rank" or "process"
+    who: what stands before their numbers, such as "given to process"
     """
     found = {rank: words for rank, words in by_rank.items() if words is not None}
     if not found:
@@ -48,9 +49,24 @@ def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:
     first = next(iter(found.values()))
     ranks = [str(rank) for rank, words in found.items() if words == first]
     kind, value, rule, remedy = first
-    where = "" if len(ranks) == len(by_rank) else f", given to {who} {', '.join(ranks)}"
+    where = "" if len(ranks) == len(by_rank) else f", {who} {', '.join(ranks)}"
     error: type[InputError] = getattr(errors, kind, BatchError)
     return error(f"{value}{where}", rule, remedy)
+
+
+@contextmanager
+def shared_errors(processes: Processes) -> Iterator[None]:
+    """Raise the InputError of one process's block on all of them. Collective."""
+    own: InputError | None = None
+    try:
+        yield
+    except InputError as error:
+        if processes.count == 1:
+            raise
+        own = error
+    found = first_error(dict(enumerate(processes.gather(in_words(own)))), "on process")
+    if found is not None:
+        raise found from own
 
 
 # ---- The same facts
