@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from penstock import AutoPipeline
 from penstock.cli import check as command
@@ -52,6 +52,17 @@ def test_a_config_alone_gets_random_weights_and_rows_beyond_its_window(
     assert code == 0
     assert "random weights (seed 0): the folder has none" in out
     assert "longer than the sliding window of" in out
+
+
+def test_an_encoder_is_refused(tmp_path: Path, penstock: Command) -> None:
+    """0.5.0: a BERT folder passed: transformers makes a causal LM of it, whose tokens see those after."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+             "num_attention_heads": 2}  # fmt: skip
+    config = AutoConfig.for_model("bert", architectures=["BertForMaskedLM"], **sizes)
+    config.save_pretrained(tmp_path)
+    code, _, err = penstock("check", tmp_path, "--ranks", "2")
+    assert code == 2
+    assert "model_type='bert' (BertForMaskedLM) with is_decoder=False: it is an encoder" in err
 
 
 def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock: Command) -> None:

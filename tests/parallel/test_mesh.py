@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import socket
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Axes
 from penstock.errors import ConfigError, InputError, WorldSizeError
+from penstock.parallel.mesh import init_process_group
 from support.mesh import Built, batch, build_pipe, error_of, later, model_of, own_part, same_on_all
 from support.pool import Pool
 from support.reference import plain_step
@@ -157,3 +160,14 @@ def test_a_mesh_unlike_the_axes_is_refused(pool: Pool) -> None:
     found = same_on_all(pool.run(4, refused_meshes, [case[:4] for case in MESHES]))
     for words, (*_, message) in zip(found, MESHES, strict=True):
         assert re.match(message, words), words
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: torch's traceback, "The server socket has failed to listen on any local network address"."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in world.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: .* another process .* --master-port"):
+            init_process_group(torch.device("cpu"), 1.0)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from penstock.errors import CheckpointError, ModelError
 from penstock.models.weights.files import weight_files
@@ -91,7 +92,24 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
             f"transformers builds no causal LM from it: {said}",
             "Take a config of a decoder-only language model, or fix the value that it names",
         ) from cause
+    _check_causal(built)
     return Source(built, files, others)
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raise ModelError for an encoder, such as BERT: transformers makes a causal LM of it, in name only."""
+    config = model.config
+    if (
+        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and getattr(config, "is_decoder", None) is False
+    ):
+        trained = f" ({', '.join(config.architectures)})" if config.architectures else ""
+        raise ModelError(
+            f"model_type={config.model_type!r}{trained} with is_decoder=False",
+            "it is an encoder: its tokens attend to those after them, which a causal loss has them predict",
+            "Take a decoder-only model; if this one was trained as a decoder, set is_decoder to true in its "
+            "config; for a loss_fn of your own give the model object",
+        )
 
 
 def open_without_flash(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, WorldSizeError
@@ -65,11 +65,25 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
     Args:
         timeout: seconds
         backend: None takes what fits the device
+
+    Raises ConfigError where rank 0 cannot listen, or does not answer.
     """
     if dist.is_initialized():
         return
     limit = datetime.timedelta(seconds=max(timeout, _START_SECONDS))
-    store, rank, world = next(rendezvous("env://", timeout=limit))
+    try:
+        store, rank, world = next(rendezvous("env://", timeout=limit))
+    except (DistNetworkError, DistStoreError) as cause:
+        port = os.environ.get("MASTER_PORT")
+        at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
+        if "EADDRINUSE" not in str(cause):
+            rule = f"rank 0 does not answer there: {str(cause).splitlines()[0]}"
+            raise ConfigError(at, rule, "Start every rank with the address of rank 0's machine") from cause
+        raise ConfigError(
+            at,
+            f"rank 0 listens on port {port}, and another process does so already",
+            "End that process, or give another port: torchrun --master-port, or --standalone for a free one",
+        ) from cause
     attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     fitting = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend or fitting, store=attempt, rank=rank, world_size=world, timeout=limit)

@@ -15,14 +15,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, Axes
-from penstock.errors import HandshakeError, PenstockError
+from penstock.errors import BatchError, HandshakeError, InputError, PenstockError, ScheduleError
 from penstock.runtime.health import agreement
 from penstock.runtime.health.agreement import (
     differences,
     digest,
     facts_of_process,
     facts_of_schedule,
+    first_error,
     flat,
+    in_words,
     named,
     shake_hands,
 )
@@ -44,6 +46,15 @@ class Rank:
         self.gathered += 1
         of_other = digest(json.dumps(sorted(self._other.items()))) if isinstance(value, str) else self._other
         return [value, of_other]
+
+
+def test_an_error_that_takes_more_than_words_becomes_its_base_on_the_other_ranks() -> None:
+    """0.5.0: TypeError, as ScheduleError is made of a name and violations."""
+    refused = ScheduleError("own", ["0F0 comes after 0B0"])
+    error = first_error({0: None, 1: in_words(refused)}, "rank")
+    assert type(error) is InputError
+    assert str(error) == str(refused).replace("'own'", "'own', given to rank 1")
+    assert type(first_error({0: in_words(BatchError("x", "y", "z"))}, "rank")) is BatchError
 
 
 def test_ranks_that_agree_gather_once() -> None:

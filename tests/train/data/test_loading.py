@@ -164,8 +164,16 @@ def test_an_id_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    """0.5.0: of a single bad line it said "Set data.text_field"."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line)
-    assert message in refused(tmp_path / "a.jsonl")
+    found = refused(tmp_path / "a.jsonl")
+    assert message in found
+    assert f"Mend line 2 of {tmp_path / 'a.jsonl'}, or remove it" in found
+
+
+def test_where_the_first_line_has_no_text_the_field_may_be_another(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"body": "good"}\n')
+    assert "Set data.text_field to the one that holds the text" in refused(tmp_path / "a.jsonl")
 
 
 def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ _RULES: dict[type[PreTrainedModel], Rule] = {}
 
 
 def register_chain(model: type[PreTrainedModel], rule: Rule) -> None:
-    """Let `rule` return the name of the list of layers, e.g. "model.blocks", for models of this class.
+    """Let `rule` return the name of the nn.ModuleList of layers, such as "model.blocks", in this class.
 
     Needed only if that is not the outermost module list of `config.num_hidden_layers` entries. The rest of
     the chain still comes from the model's forward, and a model without a chain raises ModelError.
@@ -70,7 +70,12 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             name = _RULES[kind](model)
             if name in lists:
                 return name, lists[name]
-            raise no_chain(model, f"its rule names {name!r} for the list of its layers, and that is none")
+            found = [each for each, held in lists.items() if len(held)]
+            raise ModelError(
+                f"{type(model).__name__}, whose rule returns {name!r}",
+                "a rule of register_chain names the nn.ModuleList of the model's layers",
+                f"Return {' or '.join(map(repr, found))}" if found else "Keep the layers in an nn.ModuleList",
+            )
     if getattr(model.config, "is_encoder_decoder", False):
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has two")
     wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)

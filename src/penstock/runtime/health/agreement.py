@@ -34,8 +34,11 @@ Words = Sequence[str] | None  # an error's type, value, rule and remedy; None: n
 
 
 def in_words(error: InputError | None) -> Words:
-    """The error in a form that JSON can hold."""
-    return None if error is None else [type(error).__name__, error.value, error.rule, error.remedy]
+    """The error in a form that JSON can hold; of a type that takes more than words, the nearest base."""
+    if error is None:
+        return None
+    kind = next(base for base in type(error).__mro__ if "__init__" not in vars(base))
+    return [kind.__name__, error.value, error.rule, error.remedy]
 
 
 def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:

@@ -56,21 +56,23 @@ def _jsonl(path: Path, field: str) -> Iterator[Document]:
         raise DataError(
             f"data.path={path}", "data.kind=jsonl reads one file and this is a folder", "Name the file"
         )
+    good = 0  # lines: what the others have is no fault of data.text_field
     for number, line in enumerate(_read(path).split(b"\n"), start=1):
         if line.strip():
-            yield f"{path} line {number}", _field(f"{path} line {number}", line, field)
+            yield f"{path} line {number}", _of_line(path, number, line, field, good)
+            good += 1
 
 
-def _field(name: str, line: bytes, field: str) -> bytes:
+def _of_line(path: Path, number: int, line: bytes, field: str, good: int) -> bytes:
+    name, remedy = f"{path} line {number}", f"Mend line {number} of {path}, or remove it"
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
-            raise DataError(
-                f"data file {name}", "each line is a JSON object", "Write it as {...}, or remove it"
-            )
-        return _encoded(name, row, field)
+            rule = f"each line is a JSON object, and this is a {type(row).__name__}"
+            raise DataError(f"data file {name}", rule, f'{remedy}: {{"{field}": "..."}}')
+        return _encoded(name, row, field, remedy if good else "")
     except ValueError as error:  # json's own, and Unicode's
-        raise DataError(f"data file {name}", f"it is not JSON: {error}", "Fix or remove the line") from None
+        raise DataError(f"data file {name}", f"it is not JSON: {error}", remedy) from None
 
 
 def _dataset(path: Path, field: str) -> Iterator[Document]:
@@ -99,22 +101,22 @@ def _dataset(path: Path, field: str) -> Iterator[Document]:
         yield f"{path} row {number}", _encoded(f"{path} row {number}", {field: text}, field)
 
 
-def _encoded(name: str, row: dict[str, object], field: str) -> bytes:
+def _encoded(name: str, row: dict[str, object], field: str, remedy: str = "") -> bytes:
+    """remedy: "" where all rows may be like this one"""
     if field not in row:
-        raise _missing(name, field, list(row))
+        raise _missing(name, field, list(row), remedy)
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(
-            f"data file {name}", f"{field} holds a {type(text).__name__} and no text", "Set data.text_field"
-        )
+        rule = f"{field} holds a {type(text).__name__} and no text"
+        raise DataError(f"data file {name}", rule, remedy or "Set data.text_field")
     return text.encode("utf-8")
 
 
-def _missing(name: str, field: str, known: list[str]) -> DataError:
+def _missing(name: str, field: str, known: list[str], remedy: str = "") -> DataError:
     return DataError(
         f"data file {name}",
         f"it has no field {field!r}, only {', '.join(map(repr, known)) or 'none'}",
-        "Set data.text_field to the one that holds the text",
+        remedy or "Set data.text_field to the one that holds the text",
     )
 
 
