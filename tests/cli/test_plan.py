@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from penstock import Axes
 from penstock.cli import plan
 from penstock.models.weights import files
+from penstock.pipeline.memory import RankMemory
 from penstock.train.data import loading
 from support.command import Command
 from support.tiny import QWEN3, config_file, save_model
@@ -118,6 +120,19 @@ def test_a_folder_of_another_model_is_refused_from_its_headers(
         in err
     )
     assert "11 that the model has no place for: model.layers.2." in err
+
+
+def test_every_column_of_memory_is_whole_in_80_columns() -> None:
+    """The widest table: gathered weights, and weights in host memory, of more ranks than it has lines."""
+    wide = RankMemory(*[size * 2**30 for size in (99, 99, 99, 99, 99, 90, 500)])
+    needs = [wide._replace(weights=wide.weights + rank) for rank in range(32)]
+    console = Console(width=80)
+    with console.capture() as caught:
+        console.print(plan._memory(needs, range(100, 132)))
+    lines = caught.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["16", *["99.00"] * 3, "198.00", "-90.00", "116", "500.00", "905.00"]
+    assert lines[-1].split() == ["rest", "less"]
 
 
 def test_a_folder_that_fits_says_so(tmp_path: Path, penstock: Command) -> None:

@@ -10,7 +10,9 @@ import torch
 
 from penstock import AutoPipeline, Axes, Checkpointing
 from penstock.errors import ConfigError, PartitionError
+from penstock.models.costs import stage_sizes
 from penstock.models.partition import LayerCosts
+from penstock.pipeline import memory
 from penstock.pipeline.build_plan import BuildPlan, balance
 from penstock.pipeline.memory import Account, estimated_memory
 from penstock.schedule import simulate
@@ -106,3 +108,26 @@ def test_a_memory_limit_counts_shards() -> None:
         how = Checkpointing(memory_limit=limit, shape=shape)
         limited = replace(auto, activation_checkpointing=how)
         assert limited.account(limited.build_plan(model)).recomputed() == frozenset()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("how", [None, Checkpointing(every=2)])
+def test_stages_that_are_alike_are_traced_once_and_hold_as_much(
+    monkeypatch: pytest.MonkeyPatch, family: str, how: Checkpointing | None
+) -> None:
+    """In gemma2 every second layer attends within a window."""
+    config, traced = tiny_config(family, layers=8), []
+
+    def estimated() -> Any:
+        auto = AutoPipeline(ranks=8, microbatches=8, activation_checkpointing=how or False)
+        return auto.memory_costs(auto.build_plan(config), (2, 16))
+
+    def traces(model: Any, *rest: Any) -> Any:
+        traced.append(model)
+        return stage_sizes(model, *rest)
+
+    monkeypatch.setattr(memory, "stage_sizes", traces)
+    found, few = estimated(), len(traced)
+    monkeypatch.setattr(memory, "layer_kind", id)  # no two are alike
+    assert estimated() == found
+    assert 2 * few <= len(traced) - few

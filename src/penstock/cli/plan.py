@@ -6,7 +6,7 @@ import math
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -277,30 +277,30 @@ def memory(planned: Planned) -> list[RankMemory]:
 
 def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
     """Ranks in a row that are alike take a line together; of too many, those that need the most."""
-    rows: list[tuple[object, ...]] = []
-    largest = max(need.total for need in needs)
     groups = [list(alike) for _, alike in groupby(range(len(needs)), lambda rank: (needs[rank], live[rank]))]
     shown = sorted(sorted(groups, key=lambda group: -needs[group[0]].total)[:_LINES])
-    for group in shown:
-        need, peak = needs[group[0]], live[group[0]]
-        gathered = need.gathered_weights + need.gathered_gradients
-        kinds = (need.weights, need.gradients, need.optimizer, gathered, -need.host)
-        *sizes, together = (gib(nbytes, largest) for nbytes in (*kinds, need.total))
-        activations = "unknown" if need.activations is None else gib(need.activations, largest)
-        rows.append((_spans(group), *sizes, peak, activations, together))
-    if rest := len(needs) - sum(map(len, shown)):
-        rows.append((f"{rest} more", *[""] * 7, "less"))
-    heads = (
-        "ranks",
-        "weights",
-        "gradients",
-        "optimizer",
-        "gathered",
-        "on host",
-        "live",
-        "activations",
-        "in all",
-    )
+    ranks = [group[0] for group in shown]
+    largest = max(need.total for need in needs)
+
+    def column(nbytes: Callable[[RankMemory], int]) -> list[str]:
+        return [gib(nbytes(needs[rank]), largest) for rank in ranks]
+
+    columns = {
+        "ranks": list(map(_spans, shown)),
+        "weights": column(lambda need: need.weights),
+        "gradients": column(lambda need: need.gradients),
+        "moments": column(lambda need: need.optimizer),
+    }
+    if any(need.gathered_weights + need.gathered_gradients for need in needs):
+        columns["gathered"] = column(lambda need: need.gathered_weights + need.gathered_gradients)
     if any(need.host for need in needs):
-        return _table(heads, rows)
-    return _table([*heads[:5], *heads[6:]], [(*row[:5], *row[6:]) for row in rows])
+        columns["host"] = column(lambda need: -need.host)
+    columns["live"] = [str(live[rank]) for rank in ranks]
+    columns["activations"] = column(lambda need: need.activations or 0)
+    if needs[0].activations is None:
+        columns["activations"] = ["unknown"] * len(ranks)
+    columns["total"] = column(lambda need: need.total)
+    rows = list(zip(*columns.values(), strict=True))
+    if len(shown) < len(groups):
+        rows.append(("rest", *[""] * (len(columns) - 2), "less"))
+    return _table(list(columns), rows)

@@ -63,10 +63,10 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, shape: tuple[int, int]) 
 
     try:
         for number, layer in enumerate(model.get_submodule(chain.layers).children()):
-            if (kind := _kind(layer)) not in known:
+            if (kind := layer_kind(layer)) not in known:
                 known[kind] = count(range(number, number + 1), 1)
         first, last = range(0), range(chain.count, chain.count)
-        costs = [known[_kind(layer)] for layer in model.get_submodule(chain.layers).children()]
+        costs = [known[layer_kind(layer)] for layer in model.get_submodule(chain.layers).children()]
         return LayerCosts(costs, embedding=count(first, 0), head=count(last, 2))
     except Exception:  # a forward that looks at values
         return None
@@ -75,8 +75,8 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, shape: tuple[int, int]) 
 _NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
 
 
-def _kind(layer: nn.Module) -> Hashable:
-    """Equal for layers that differ in their number only."""
+def layer_kind(layer: nn.Module) -> Hashable:
+    """Equal for layers that are built alike: that differ in their number only."""
     return tuple(
         (name, type(part), *_settings(part), *((p.shape, p.dtype) for p in part.parameters(recurse=False)))
         for name, part in layer.named_modules()

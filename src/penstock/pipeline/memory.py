@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
-from penstock.models.costs import stage_sizes
+from penstock.models.costs import layer_kind, stage_sizes
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.partition import Memory
 from penstock.models.stage import StageInfo
@@ -218,16 +218,24 @@ class Account:
 
     def _measured(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
         plan = self.plan
-        edges, found = HFEdges(plan.source.model, plan.chain), []
+        edges, found = HFEdges(plan.source.model, plan.chain), list[Sizes]()
         split = {stage for stage, _ in plan.schedule.split}
+        known: dict[Hashable, Sizes] = {}  # by what makes stages alike
         for stage in range(plan.schedule.placement.depth):
-            model = plan.model_of(stage, values=False)
-            if how is not None:
-                install(plan.layers_of(model, stage), how)
-            sizes = stage_sizes(model, plan.info(stage), edges, shape, stage in split)
-            if sizes is None:
-                return None
-            found.append(sizes)
+            info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
+            chosen = None if how is None or not layers else layers[0][0] % how.every
+            kinds = tuple(layer_kind(layer) for _, layer in layers)
+            place = None if plan.chain.only_hidden_states else stage
+            key = info.is_first, info.is_last, stage in split, chosen, kinds, place
+            if key not in known:
+                model = plan.model_of(stage, values=False)
+                if how is not None:
+                    install(plan.layers_of(model, stage), how)
+                sizes = stage_sizes(model, info, edges, shape, stage in split)
+                if sizes is None:
+                    return None
+                known[key] = sizes
+            found.append(known[key])
         columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
         return Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
 

@@ -171,6 +171,9 @@ def _fill(
     for file in map(_open, files):
         unread |= {name: reader(file, name) for name in file.keys()}  # noqa: SIM118
     mapping = get_model_conversion_mapping(stage)
+    for entry in mapping:  # where one asks for the CPU, it would move what has no values
+        if device == "meta" and isinstance(entry, WeightConverter):
+            entry.force_cpu = False
     _add_names_of_ties(unread, stage, ties, mapping)
     config = LoadStateDictConfig(
         weight_mapping=mapping,
