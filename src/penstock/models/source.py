@@ -93,6 +93,13 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
             "Take a config of a decoder-only language model, or fix the value that it names",
         ) from cause
     _check_causal(built)
+    hooked = (name for name, p in built.named_parameters() if getattr(p, "_backward_hooks", None))
+    if name := next(hooked, None):
+        raise ModelError(
+            f"{name}, with a hook on its gradient that {type(built).__name__} itself registers",
+            "from a config or a folder, weights are made anew as their values come, and hooks stay behind",
+            "Give the model object, whose hooks are copied",
+        )
     return Source(built, files, others)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock import Axes, Pipeline
-from penstock.errors import ConfigError, EquivalenceError, RunError
+from penstock.errors import ConfigError, EquivalenceError, ModelError, RunError
 from penstock.models.weights import initial
 from penstock.train.check.before_training import (
     TOKENS,
@@ -61,6 +63,72 @@ def saved(folder: Path, tied_scores: bool = False, **keys: Any) -> dict[str, Any
             parameter.data.zero_()
     model.save_pretrained(folder / "model")
     return {"model.config": None, "model.path": str(folder / "model")}
+
+
+# ---- Refused before it: what a class of the user's own does to its modules
+
+
+def replaces_a_forward(model: Any) -> None:
+    mlp = model.model.layers[0].mlp
+    old = mlp.forward
+    mlp.forward = lambda x: old(x) * 1.5
+
+
+def hooks_another_module(model: Any) -> None:
+    norm = model.model.norm
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: (norm(args[0]),))
+
+
+def hooks_a_gradient(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: 3 * gradient)
+
+
+def replaces_its_loss(model: Any) -> None:
+    model.loss_function = nn.functional.cross_entropy
+
+
+def scales_in_a_hook(model: Any) -> None:
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def registered(edit: Callable[[Any], None]) -> str:
+    """The model type of a class of the user's own, which edits itself as it is made."""
+
+    class Config(Qwen3Config):  # type: ignore[misc]
+        model_type = f"own_{edit.__name__}"
+
+    class Model(Qwen3ForCausalLM):  # type: ignore[misc]
+        config_class = Config
+
+        def __init__(self, config: Qwen3Config) -> None:
+            super().__init__(config)
+            edit(self)
+
+    AutoConfig.register(Config.model_type, Config, exist_ok=True)
+    AutoModelForCausalLM.register(Config, Model, exist_ok=True)
+    return Config.model_type
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (replaces_a_forward, "model.layers.0.mlp.forward, which uses model.layers.0.mlp of the model"),
+        (hooks_another_module, "a hook of model.layers.0, which uses model.norm of the model"),
+        (hooks_a_gradient, "up_proj.weight, with a hook on its gradient that Model itself registers"),
+        (replaces_its_loss, "a loss_function of Model that was replaced"),
+    ],
+)
+def test_what_a_registered_class_does_to_itself_is_refused(
+    tmp_path: Path, edit: Callable[[Any], None], message: str
+) -> None:
+    """0.5.0: the first two trained another model, the hook on a gradient and the loss were dropped."""
+    with pytest.raises(ModelError, match=message):
+        built(preflight(config(tmp_path, {**QWEN3, "model_type": registered(edit)})))
+
+
+def test_a_hook_that_needs_its_module_only_is_kept(tmp_path: Path) -> None:
+    model = {**QWEN3, "model_type": registered(scales_in_a_hook)}
+    assert check_split(*built(preflight(config(tmp_path, model))), "always").startswith("checked in ")
 
 
 # ---- Passing
