@@ -51,7 +51,7 @@ def on_meshes(processes: int) -> st.SearchStrategy[Case]:
 
 
 IN_ONE_PROCESS = cases([(schedule, None) for schedule in sorted(SCHEDULES)])
-ON_MESHES = on_meshes(2) | on_meshes(4)
+ON_TWO, ON_FOUR = on_meshes(2), on_meshes(4)
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +83,8 @@ def test_many_edited_models_are_exact_or_refused(part: int, case: Case) -> None:
 
 
 @pytest.mark.long
-@given(case=ON_MESHES)
-@settings(max_examples=25, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@given(case=ON_TWO)
+@settings(max_examples=20, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_on_a_mesh_is_exact_or_refused(pool: Pool, case: Case) -> None:
     outcome(case, pool)
 
@@ -92,7 +92,7 @@ def test_an_edited_model_on_a_mesh_is_exact_or_refused(pool: Pool, case: Case) -
 @pytest.mark.sweep
 @pytest.mark.parametrize("part", range(10))
 @settings(max_examples=200, deadline=None, suppress_health_check=CHECKS, database=None)
-@given(case=ON_MESHES)
+@given(case=ON_TWO | ON_FOUR)
 def test_many_edited_models_on_meshes_are_exact_or_refused(pool: Pool, part: int, case: Case) -> None:
     outcome(case, pool)
 
@@ -111,7 +111,22 @@ FOUND: list[tuple[tuple[str, ...], str, str, str, str]] = [
     (("updated_buffer",), "plain", "1f1b of one", "dp_replicate", "ModelError: .* a buffer that the forward"),
     # the hook got a part of the sequence, and the weights that it uses a part of their gradients
     (("object_hook",), "plain", "1f1b of one", "tp with sequence_parallel", "ModelError: a hook of model"),
+    # the gradients that ranks exchange were taken for constants
+    (
+        ("inner_gradient_of_a_product",),
+        "plain",
+        "1f1b of one",
+        "tp",
+        "ModelError: .* a module that tp distri",
+    ),
     # errors of torch
+    (
+        ("inner_gradient_of_a_product",),
+        "plain",
+        "1f1b of one",
+        "ep",
+        "ModelError: .* a module that ep distri",
+    ),
     (("shares_a_weight",), "plain", "1f1b of one", "dp_shard", "ModelError: .*, which are one weight"),
     (("method_of_another_layer",), "plain", "1f1b of one", "dp_shard", "ModelError: .*, which uses model.la"),
     (("partial_hook_with_the_head",), "plain", "1f1b of one", "tp", "ModelError: .*, which uses lm_head, on"),
@@ -124,7 +139,8 @@ def test_cases_on_meshes_that_once_went_wrong(
     pool: Pool, edits: tuple[str, ...], batch: str, schedule: str, mesh: str, expected: str
 ) -> None:
     """0.5.0: wrong gradients, other errors on each rank, or a wait for the timeout; see FOUND for each."""
-    found = outcome(Case("llama", edits, batch, schedule, False, 5, mesh), pool)
+    family = "mixtral" if mesh == "ep" else "llama"
+    found = outcome(Case(family, edits, batch, schedule, False, 5, mesh), pool)
     assert re.match(expected, found), found
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import ConfigError, WorldSizeError
+from penstock.errors import ConfigError, ModelError, WorldSizeError
 from penstock.parallel.axes import MESH, Axes
 from penstock.runtime.transport.groups import pipelines
 
@@ -154,4 +154,14 @@ def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
             f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} and a mesh of {found}",
             "the mesh's axes are as long as ranks and axes say",
             f"Set {' and '.join(changes)}, or leave mesh out, and one is made",
+        )
+
+
+def refuse_second_derivative(axis: str) -> None:
+    """Raise ModelError in a backward that is to be differentiated: its exchange would be left out."""
+    if torch.is_grad_enabled():
+        raise ModelError(
+            f"torch.autograd.grad(..., create_graph=True) through a module that {axis} distributes",
+            "the backward of an exchange between ranks cannot be differentiated again",
+            f"Leave out {axis}, or take the gradient of other modules only",
         )

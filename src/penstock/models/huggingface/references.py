@@ -88,9 +88,10 @@ def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
     for where, holder, value in _hung_on(model):
-        inside = {id(each) for each in (*holder.modules(), *holder.parameters())}
-        used = (id(found) for found in reached(value))
-        yield from ((where, names[each]) for each in used if each in names and each not in inside)
+        for found in reached(value):
+            own = (holder.parameters if isinstance(found, Tensor) else holder.modules)()
+            if id(found) in names and all(found is not each for each in own):
+                yield where, names[id(found)]
 
 
 def _why_not(found: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:

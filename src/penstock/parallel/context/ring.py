@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from penstock.errors import ModelError
 from penstock.parallel.context.mask import Mask
 from penstock.parallel.context.sequence import pieces
+from penstock.parallel.mesh import refuse_second_derivative
 
 _BLOCKS, _GRADIENTS = 0, 1  # tags of the two kinds of messages
 
@@ -138,8 +139,8 @@ class _Ring(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        refuse_second_derivative("cp")
         call: Call = ctx.call
         query, key, value, sinks, output, logsum = ctx.saved_tensors
         wide, above = _grouped(query, key), _grouped(gradient, key)

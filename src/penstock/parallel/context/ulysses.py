@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from penstock.errors import ConfigError
 from penstock.parallel.context.mask import Mask
 from penstock.parallel.context.sequence import concatenate, local_part
+from penstock.parallel.mesh import refuse_second_derivative
 
 AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
@@ -120,6 +121,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_second_derivative("cp")
         return None, *_exchange(ctx.group, gradients)
 
 

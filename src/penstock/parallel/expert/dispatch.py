@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.parallel.mesh import refuse_second_derivative
 from penstock.runtime.transport.groups import AllProcesses
 
 
@@ -137,8 +137,8 @@ class _Exchange(torch.autograd.Function):
         return tuple(exchange(part, there, here, group) for part in rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        refuse_second_derivative("ep")
         _ = ctx.saved_tensors  # which makes every rank begin to run its forward again here
         group = ctx.directions.current()
         # of all parts, in one order: which of them autograd needs may differ by rank

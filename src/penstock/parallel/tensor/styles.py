@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from penstock.errors import BatchError, ModelError
+from penstock.parallel.mesh import refuse_second_derivative
 
 
 class Style(NamedTuple):
@@ -88,6 +89,7 @@ class _Free(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        refuse_second_derivative("tp")
         return gradients[0]
 
 
