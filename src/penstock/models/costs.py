@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
@@ -104,31 +108,82 @@ _FLOPS = {
 }
 
 
+class _Fused(TorchFunctionMode):
+    """Attention as kernels with values do it: without them torch takes the one that keeps all scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _fused(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)  # as torch does
+    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return result
+
+
+_ONE_DOCUMENT = "penstock_one_document"  # sdpa of rows that hold a document each
+
+
+def _mask_of_one_document(*args: Any, **options: Any) -> Any:
+    """Without values transformers cannot see that positions do not restart, and would make a mask."""
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **{**options, "allow_is_causal_skip": True})
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, ALL_ATTENTION_FUNCTIONS["sdpa"])
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, _mask_of_one_document)
+
+
+def _as_one_document(model: nn.Module) -> None:
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PretrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation_internal = _ONE_DOCUMENT
+
+
 def stage_sizes(
-    part: PreTrainedModel, info: StageInfo, edges: HFEdges, shape: tuple[int, int], split: bool = False
+    part: PreTrainedModel,
+    info: StageInfo,
+    edges: HFEdges,
+    shape: tuple[int, int],
+    split: bool = False,
+    entries: frozenset[str] | None = None,
+    shared: Sequence[object] = (),
 ) -> Sizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`.
 
-    From a forward and the first half of a backward without values, the next-token loss included. An upper
-    estimate: without values transformers makes masks as if documents were packed.
+    From a forward and the first half of a backward without values, the next-token loss included. Each row
+    counts as one document.
 
     Args:
         shape: rows and sequence of the microbatch.
         split: whether backwards are split, and something is held for W.
+        entries: those of a microbatch that the model takes, if axes have changed its forward.
+        shared: what a copy of the stage takes as it is, such as a mesh.
 
     Returns None where the model's forward looks at values, so that only a real run can show it.
     """
     if not edges.known:
         return None
-    with shadow(part) as model:
+    with shadow(part, {id(each): each for each in shared}) as model:
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge = edges(info.stage, microbatch)
         incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
         received = None if info.is_first else incoming
-        stage = Stage(info.stage, model.train(), HFCall(model, info))
+        stage = Stage(info.stage, model.train(), HFCall(model, info, entries))
+        _as_one_document(model)
         try:
-            with Measured() as measured:
+            with _Fused(), Measured() as measured:
                 if info.is_last:
                     stage.forward_loss(0, received, microbatch, NextToken(), split)
                     sent: tuple[torch.Tensor, ...] = ()

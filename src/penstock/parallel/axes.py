@@ -76,8 +76,8 @@ class Axes:
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Rows and tokens per row that one rank has of a microbatch of (rows, sequence)."""
-        rows, length = shape
-        return rows, -(-length // self.cp)
+        rows, length = shape  # cp pads a row to an even number of equal pieces
+        return rows, length if self.cp == 1 else -(-length // (2 * self.cp)) * 2
 
     def resolve(self, ranks: int, world: int) -> Axes:
         """Replace -1, for a pipeline of `ranks` ranks in a world of `world` processes.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,29 @@ def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
     if len(axes) <= 1:
         return mesh[axes[0]] if axes else None
     return mesh[axes]._flatten("_".join(axes), backend_override=job_backend(mesh.device_type))
+
+
+# ---- a mesh without processes
+
+_FAR = 1 << 17  # no rank of a job: torch caches what it knows of a mesh by its ranks
+
+
+@contextmanager
+def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
+    """A mesh of one axis whose other ranks are not there, for computing without values.
+
+    Collectives over it return at once. None where this process has joined a job: torch knows one at a time.
+    """
+    if dist.is_initialized():
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=_FAR, world_size=_FAR + ranks)
+    try:
+        yield DeviceMesh("cpu", list(range(_FAR, _FAR + ranks)), mesh_dim_names=(axis,))
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- the processes of a job, and the mesh over them

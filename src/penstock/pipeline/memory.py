@@ -9,18 +9,25 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.costs import layer_kind, stage_sizes
+from penstock.models.huggingface.boundary import compute_in
+from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.partition import Memory
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
+from penstock.parallel.mesh import imagined
 from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
+from penstock.parallel.tensor.shard import tensor_parallel
 from penstock.pipeline.build_plan import BuildPlan, StagePlan
 from penstock.runtime.memory import Sizes
 from penstock.schedule import Costs, simulate
@@ -217,27 +224,47 @@ class Account:
         return self.plan.known_sizes[key]
 
     def _measured(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
-        plan = self.plan
-        edges, found = HFEdges(plan.source.model, plan.chain), list[Sizes]()
+        plan, found = self.plan, list[Sizes]()
         split = {stage for stage, _ in plan.schedule.split}
         known: dict[Hashable, Sizes] = {}  # by what makes stages alike
-        for stage in range(plan.schedule.placement.depth):
-            info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
-            chosen = None if how is None or not layers else layers[0][0] % how.every
-            kinds = tuple(layer_kind(layer) for _, layer in layers)
-            place = None if plan.chain.only_hidden_states else stage
-            key = info.is_first, info.is_last, stage in split, chosen, kinds, place
-            if key not in known:
-                model = plan.model_of(stage, values=False)
-                if how is not None:
-                    install(plan.layers_of(model, stage), how)
-                sizes = stage_sizes(model, info, edges, shape, stage in split)
-                if sizes is None:
-                    return None
-                known[key] = sizes
-            found.append(known[key])
+        with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
+            for stage in range(plan.schedule.placement.depth):
+                info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
+                chosen = None if how is None or not layers else layers[0][0] % how.every
+                kinds = tuple(layer_kind(layer) for _, layer in layers)
+                place = None if plan.chain.only_hidden_states else stage
+                key = info.is_first, info.is_last, stage in split, chosen, kinds, place
+                if key not in known:
+                    sizes = self._of_stage(stage, shape, how, mesh, split=stage in split)
+                    if sizes is None:
+                        return None
+                    known[key] = sizes
+                found.append(known[key])
         columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
         return Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+
+    def _of_stage(
+        self,
+        stage: int,
+        shape: tuple[int, int],
+        how: Checkpointing | None,
+        mesh: DeviceMesh | None,
+        *,
+        split: bool,
+    ) -> Sizes | None:
+        plan, computed = self.plan, self.options.sharded.param_dtype
+        part = plan.model_of(stage, values=False)
+        if computed is not None:
+            compute_in(part, computed)
+            for name, parameter in part.named_parameters():
+                if self._local[name].whole:
+                    parameter.data = parameter.data.to(computed)
+        if mesh is not None:
+            tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
+        if how is not None:
+            install(plan.layers_of(part, stage), how)
+        edges, entries = HFEdges(plan.source.model, plan.chain, computed), taken(plan.source.model)
+        return stage_sizes(part, plan.info(stage), edges, shape, split, entries, (mesh,) if mesh else ())
 
     # ---- for a balanced layout
 

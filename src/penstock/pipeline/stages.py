@@ -23,6 +23,7 @@ from penstock.pipeline.split_batch import BatchSplitter
 from penstock.pipeline.split_module import layers_of
 from penstock.runtime.health.agreement import compare_values, named, shared_errors
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
+from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, shared_by_replicas
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
 from penstock.runtime.transport.groups import AllProcesses, Processes
@@ -67,7 +68,7 @@ class StageFacts(NamedTuple):
     """A stage in numbers.
 
     info: its position in its copy of the model; layers: their numbers in the whole model
-    parameters, trainable: numbers of scalars; bytes: of all parameters
+    parameters, trainable: numbers of scalars; bytes: of this process's shards
     """
 
     info: StageInfo
@@ -92,7 +93,7 @@ def stage_facts(
         held = list(stage.module.parameters())
         numbers = [number for number, _ in layers[stage.index]]
         trainable = sum(parameter.numel() for parameter in held if parameter.requires_grad)
-        sizes = sum(p.numel() for p in held), trainable, sum(p.numel() * p.itemsize for p in held)
+        sizes = sum(p.numel() for p in held), trainable, sum(local_shard(p).nbytes for p in held)
         local.append((stage.index, numbers, *sizes))
     everyone = sorted(entry for process in processes.gather(local) for entry in process)
     depth = placement.depth

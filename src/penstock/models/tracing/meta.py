@@ -149,12 +149,20 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
         for module in _without_replaced(model, replaced or {}):
             for parameter in module.parameters(recurse=False):
                 if id(parameter) not in memo:
-                    values = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                    memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
             for buffer in module.buffers(recurse=False):
                 memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
         memo |= replaced or {}
         yield copy.deepcopy(model, memo)
+
+
+def _like(parameter: nn.Parameter) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return torch.empty(parameter.shape, dtype=parameter.dtype)
+    local = torch.empty(parameter._local_tensor.shape, dtype=parameter.dtype)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 @contextmanager
