@@ -184,8 +184,9 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
 
 def refuse_padding(model: PreTrainedModel) -> None:
     """Refuse a model whose tokens see the padding after them, whatever the mask says. Raises ModelError."""
-    chooses = next((name for name, module in model.named_modules() if hasattr(module, "index_topk")), None)
-    if chooses is not None:
+    number = ("index_topk", "keep_window_size")  # of the keys that a token attends to
+    by_score = (name for name, module in model.named_modules() if any(hasattr(module, n) for n in number))
+    if (chooses := next(by_score, None)) is not None:
         found = f"{chooses} chooses keys by their scores, and equal scores by the length of the row"
     elif model.config.model_type == "cpmant":
         found = "it counts positions from the end of the row"
