@@ -83,6 +83,7 @@ def test_many_edited_models_are_exact_or_refused(part: int, case: Case) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(400)  # 8 s where nothing else runs
 @given(case=ON_TWO)
 @settings(max_examples=20, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_on_a_mesh_is_exact_or_refused(pool: Pool, case: Case) -> None:
