@@ -237,7 +237,7 @@ def run(case: Case) -> Ran:
     pipe = None
     try:
         pipe = AutoPipeline(
-            ranks=ranks, schedule=case.schedule.split()[0], microbatches=microbatches, timeout=60,
+            ranks=ranks, schedule=case.schedule.split()[0], microbatches=microbatches, timeout=30,
             activation_checkpointing=case.checkpointing, device="cpu", axes=case.axes, **options,
         ).build(given)  # fmt: skip
         result = pipe.step(_rows(copy.deepcopy(batch), *pipe.batch_part))
