@@ -77,7 +77,7 @@ def test_every_layer_once_in_order_and_none_empty(layers: int, stages: int, firs
         (4, 2, {"first_stage_layers": 3, "last_stage_layers": 1}, [3, 1]),
         (4, 1, {"first_stage_layers": 4}, [4]),
         (4, 2, {"balance": [5, 1, 1, 1]}, [1, 3]),
-        (4, 2, {"balance": LayerCosts([1, 1, 1, 1], 0, 3)}, [4, 0]),
+        (4, 2, {"balance": LayerCosts([1, 1, 1, 1], 0, 3)}, [3, 1]),
         (4, 2, {"balance": LayerCosts([1, 1, 1, 1], 1, 3)}, [3, 1]),
     ],
 )  # fmt: skip
@@ -150,7 +150,7 @@ def test_balanced_is_the_best_of_all(
 
     def rank(split: list[range]) -> tuple[object, ...]:
         sums = stage_sums(split, costs, first, last)
-        return max(sums), sum(one * one for one in sums), [-len(part) for part in split]
+        return max(sums), sum(one * one for one in sums), [len(part) for part in split]
 
     def held(split: list[range]) -> Fraction:
         fixed = stage_sums(split, [*map(float, weights)], 3, 2)
@@ -172,16 +172,42 @@ def test_balanced_is_the_best_of_all(
     ("costs", "stages", "ends", "layout"),
     [
         ([1] * 8, 4, (0, 0), "E(tt|)*3ttL"),
-        ([1] * 10, 4, (0, 0), "Et*3|t*3|tt|ttL"),  # as even_split deals them out
-        ([1] * 8, 4, (0, 3), "Et*3|t*3|tt|L"),  # the head counts as much as three layers
+        ([1] * 10, 4, (0, 0), "Ett|tt|t*3|t*3L"),  # later stages hold fewer microbatches
+        ([1] * 8, 4, (0, 3), "Ett|t*3|t*3|L"),  # the head counts as much as three layers
         ([0.1] * 9, 3, (0, 0), "Et*3|t*3|t*3L"),  # 0.1 + 0.1 + 0.1 is no 0.3 in floating point
-        ([1, 1], 4, (0, 0), "Et|t||L"),
+        ([1, 1], 4, (0, 0), "E||t|tL"),
         ([], 2, (1, 1), "E|L"),
     ],
 )
 def test_known_balances(costs: list[float], stages: int, ends: tuple[float, float], layout: str) -> None:
     split = balanced_split(costs, stages, embedding_cost=ends[0], head_cost=ends[1])
     assert to_layout(split) == layout
+
+
+LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize("rank_of", [LOOP, V])
+@pytest.mark.parametrize("head", [0, 10, 155])
+@pytest.mark.parametrize("costs", [[24] * 12, [20] * 3 + [31] * 13, [28, 45] * 8])
+def test_the_slowest_of_ranks_with_two_stages_is_within_2_percent_of_the_best(
+    costs: list[int], head: int, rank_of: tuple[int, ...]
+) -> None:
+    """Version 0.5.0 gave the ranks of a V 2 and 4 of 6 layers: it looked at stages, not at ranks."""
+
+    def slowest(split: list[range]) -> float:
+        sums = stage_sums(split, [*map(float, costs)], 0, head)
+        return float(max(sum(s for s, r in zip(sums, rank_of, strict=True) if r == rank) for rank in (0, 1)))
+
+    found = balanced_split(costs, 4, head_cost=head, holders=[(rank,) for rank in rank_of])
+    assert slowest(found) <= 1.02 * min(map(slowest, every_split(len(costs), 4)))
+
+
+def test_both_copies_of_dualpipe_count() -> None:
+    """A rank holds one stage of each copy: the first and the last, or two in the middle."""
+    split = balanced_split([1] * 12, 4, head_cost=4, holders=[(0, 3), (1, 2), (2, 1), (3, 0)])
+    costs = [len(layers) + 4 * (stage == 3) for stage, layers in enumerate(split)]
+    assert costs[0] + costs[3] == costs[1] + costs[2]
 
 
 @pytest.mark.parametrize(

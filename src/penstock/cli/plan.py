@@ -16,7 +16,7 @@ from rich.table import Table
 
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
-from penstock.models.costs import multiply_adds, parameter_costs
+from penstock.models.multiply_adds import multiply_adds
 from penstock.models.source import sdpa_for_flash
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.pipeline.build_plan import StagePlan
@@ -37,10 +37,10 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     with sdpa_for_flash():
         planned = dry_run(config, resume, world)
-        costs, unit = stage_costs(planned)
+        costs = stage_costs(planned)
         needs = memory(planned)
-    out(_filled(_summary(planned, costs, unit, needs), width))
-    out(f"\nstages, with the parameters and the share of all {unit} of each", _stages(planned, costs))
+    out(_filled(_summary(planned, costs, needs), width))
+    out("\nstages, with the parameters and the share of all multiply-adds of each", _stages(planned, costs))
     out("\nmemory of a process of each rank, GiB, without the framework's own")
     out(_memory(needs, planned.plan.proof.peak_live))
     if planned.axes.ranks_per_stage > 1:
@@ -56,9 +56,7 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
 # ---- The summary
 
 
-def _summary(
-    planned: Planned, costs: Sequence[float], unit: str, needs: Sequence[RankMemory]
-) -> Iterator[Line]:
+def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemory]) -> Iterator[Line]:
     plan, axes = planned.plan, planned.axes
     model, schedule = plan.source.model, plan.schedule
     parameters = sum(p.numel() for p in model.parameters())
@@ -71,7 +69,10 @@ def _summary(
     names = f"{schedule.name}, {_count(schedule.ranks, 'rank')}, {_count(schedule.stages, 'stage')}"
     yield "schedule", f"{names}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
-    yield "bubble", f"{predicted.bubble:.1%} predicted, if a stage takes time in proportion to its {unit}"
+    yield (
+        "bubble",
+        f"{predicted.bubble:.1%} predicted, if time goes by multiply-adds",
+    )
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = gib(needs[rank].total, needs[rank].total)
@@ -136,18 +137,15 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 # ---- Stages
 
 
-def stage_costs(planned: Planned) -> tuple[list[float], str]:
-    """Each stage's time as a share of the longest, and what it is in proportion to."""
-    plan, unit = planned.plan, "multiply-adds"
-    model, chain = plan.source.model, plan.chain
-    costs = multiply_adds(model, chain, planned.axes.local_shape(largest_microbatch(planned.config)))
-    if costs is None:
-        costs, unit = parameter_costs(model, chain), "parameters"
+def stage_costs(planned: Planned) -> list[float]:
+    """Each stage's multiply-adds, as a share of the most."""
+    plan = planned.plan
+    costs = multiply_adds(plan.source.model, plan.chain, planned.config.data.sequence_length)
     times = []
     for stage in plan.stages:
         info, layers = plan.info(stage.stage), costs.layers[stage.layers.start : stage.layers.stop]
         times.append(sum(layers) + costs.embedding * info.is_first + costs.head * info.is_last)
-    return [time / (max(times) or 1) for time in times], unit
+    return [time / (max(times) or 1) for time in times]
 
 
 def _stages(planned: Planned, costs: Sequence[float]) -> Table:

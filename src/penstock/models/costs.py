@@ -1,80 +1,26 @@
-"""Costs of layers and sizes of activations, estimated from the model alone; prefer measured ones."""
+"""Sizes of activations, estimated from the model alone; prefer measured ones."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
-from penstock.models.huggingface.stages import HFCall, HFEdges, cut
-from penstock.models.partition import LayerCosts
+from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.stage import StageInfo
-from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import shadow
 from penstock.runtime.memory import Measured, Sizes, footprint
 from penstock.runtime.stage import Stage
-
-
-def parameter_costs(model: PreTrainedModel, chain: Chain) -> LayerCosts:
-    """One unit for each parameter, except for embeddings, which are looked up.
-
-    Right for dense layers of any size. A layer of experts costs less, as only some of them work on a token.
-    """
-
-    def count(modules: Iterable[nn.Module], *, looked_up: bool = True) -> int:
-        held = (part for module in modules for part in module.modules())
-        kept = (part for part in held if looked_up or not isinstance(part, nn.Embedding))
-        return sum(parameter.numel() for part in kept for parameter in part.parameters(recurse=False))
-
-    return LayerCosts(
-        [count([layer]) for layer in model.get_submodule(chain.layers).children()],
-        count(map(model.get_submodule, chain.before), looked_up=False),
-        count(map(model.get_submodule, chain.after)),
-    )
-
-
-def multiply_adds(model: PreTrainedModel, chain: Chain, shape: tuple[int, int]) -> LayerCosts | None:
-    """Multiply-adds of each layer, embedding and head in a forward of `shape` (rows, sequence).
-
-    Counted in the ops of a forward without values; look-ups have none. Layers that are built alike count
-    alike, so that one of each kind runs.
-
-    Returns None where the model's forward looks at values.
-    """
-    edges, known = HFEdges(model, chain), dict[Hashable, float]()
-
-    def count(layers: range, place: int) -> float:
-        info = StageInfo(place, 3)  # a stage for the embedding, one for the layers, one for the head
-        with shadow(cut(model, chain, layers, info)) as part, torch.no_grad():
-            tokens = torch.zeros(shape, dtype=torch.long)
-            edge = edges(info.stage, {"input_ids": tokens})
-            received = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
-            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
-                stage = Stage(info.stage, part, HFCall(part, info))
-                stage.infer(None if info.is_first else received, {"input_ids": tokens})
-        return float(counter.get_total_flops()) / 2
-
-    try:
-        for number, layer in enumerate(model.get_submodule(chain.layers).children()):
-            if (kind := layer_kind(layer)) not in known:
-                known[kind] = count(range(number, number + 1), 1)
-        first, last = range(0), range(chain.count, chain.count)
-        costs = [known[layer_kind(layer)] for layer in model.get_submodule(chain.layers).children()]
-        return LayerCosts(costs, embedding=count(first, 0), head=count(last, 2))
-    except Exception:  # a forward that looks at values
-        return None
-
 
 _NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
 
@@ -91,21 +37,6 @@ def _settings(part: nn.Module) -> Iterator[Hashable]:
     for name, value in vars(part).items():
         if isinstance(value, bool | int | float | str | None) and not _NUMBER.search(name):
             yield name, value
-
-
-def _flops_of_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
-    return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-
-
-def _flops_of_experts(tokens: Any, weights: Any, *_: Any, **__: Any) -> int:
-    return 2 * int(tokens[0]) * int(weights[-2]) * int(weights[-1])
-
-
-# ops that torch does not count yet
-_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _flops_of_attention,
-    torch.ops.aten._grouped_mm: _flops_of_experts,
-}
 
 
 class _Fused(TorchFunctionMode):

@@ -7,7 +7,7 @@ one of several descriptions:
     layout                  a string of penstock.schedule.layout      "Ett|ttt|ttL"
     layers_per_stage        a number for each stage, or the most for any
     first/last_stage_layers these two, and the rest evenly
-    balance                 what each layer costs: the slowest stage becomes as fast as possible
+    balance                 what each layer costs: the slowest rank becomes as fast as possible
 
 Names of modules in place of numbers of layers: see module_names.py.
 """
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from operator import itemgetter
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.schedule.layout import Layout, parse_layout
@@ -36,10 +38,12 @@ def partition(
     balance: LayerCosts | Sequence[float] | None = None,
     embedding_weight: int = 1,
     head_weight: int = 1,
+    holders: Holders | None = None,
 ) -> list[range]:
     """Split `layers` layers over `stages` stages by one description at most; evenly without any.
 
-    The descriptions are AutoPipeline's options. A single number of `layers_per_stage` makes
+    The descriptions are AutoPipeline's options; `balance` also looks at `holders`, the ranks that hold each
+    stage. A single number of `layers_per_stage` makes
     ceil(layers / number) stages of even size, in which embedding and head do not count.
 
     Raises:
@@ -60,7 +64,9 @@ def partition(
         return _checked(f"layers_per_stage={counts}", counts, layers, stages, remedies)
     if balance is not None:
         costs = as_layer_costs(balance, layers)
-        return balanced_split(costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head)
+        return balanced_split(
+            costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head, holders=holders
+        )
     if first_stage_layers is None and last_stage_layers is None:
         return even_split(layers, stages, embedding_weight, head_weight)
     ends = (first_stage_layers, last_stage_layers)
@@ -91,13 +97,7 @@ def even_split(layers: int, stages: int, embedding_weight: int = 1, head_weight:
     for name, weight in (("embedding_weight", embedding_weight), ("head_weight", head_weight)):
         if weight < 0:
             raise ConfigError(f"{name}={weight}", "it counts layers", "Give 0 or more")
-    if stages > layers:
-        raise PartitionError(
-            f"{stages} stages for {layers} layers",
-            "every stage holds at least one layer",
-            f"Use at most {layers} stages (ranks times stages per rank), or a deeper model; stages without "
-            "layers need a layout",
-        )
+    check_enough(layers, stages)
     share, remainder = divmod(layers + embedding_weight + head_weight, stages)
     counts = [share + (stage < remainder) for stage in range(stages)]
     counts[0] -= embedding_weight
@@ -106,6 +106,16 @@ def even_split(layers: int, stages: int, embedding_weight: int = 1, head_weight:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(min(counts))] += 1
     return ranges(counts)
+
+
+def check_enough(layers: int, stages: int) -> None:
+    """Raise PartitionError where there are more stages than layers."""
+    if stages > layers:
+        raise PartitionError(
+            f"{stages} stages for {layers} layers",
+            "a stage without layers is made where a layout asks for it",
+            f"Use at most {layers} stages (ranks times stages per rank), a deeper model, or a layout",
+        )
 
 
 def to_layout(split: Sequence[range]) -> str:
@@ -232,7 +242,9 @@ class Memory:
 
 
 # (stage, first layer, layer after the last): the cost of that stage, or the memory that it holds
+Holders = Sequence[Sequence[int]]  # of each stage the ranks that hold it, or a copy of it
 _StageSum = Callable[[int, int, int], int]
+_StageTest = Callable[[int, int, int], bool]
 
 
 def balanced_split(
@@ -242,16 +254,21 @@ def balanced_split(
     embedding_cost: float = 0,
     head_cost: float = 0,
     memory: Memory | None = None,
+    holders: Holders | None = None,
 ) -> list[range]:
-    """Split the layers so that the costliest stage costs the least possible.
+    """Split the layers so that the costliest stage, or rank, costs the least possible.
 
     Among several such splits take the one with the least sum of squared stage costs, then the one whose
-    earlier stages have more layers. A stage stays empty where embedding or head alone cost as much as the
-    other stages do. The sums are exact, not rounded.
+    later stages have more layers: most schedules hold fewer microbatches there. A stage stays empty where
+    embedding or head alone cost more than the other stages do. The sums are exact, not rounded.
+
+    Where ranks hold several stages, layers then move from stage to stage as long as this lowers the cost of
+    the slowest rank: a step takes about as long as this rank computes. The best of all splits it need not be.
 
     Args:
         costs: of each layer, in any unit; embedding_cost belongs to the first stage, head_cost to the last.
         memory: a limit that every stage keeps; None sets none.
+        holders: the ranks that hold each stage; None gives each stage a rank of its own.
 
     Raises:
         ConfigError: a cost is not a finite number of 0 or more.
@@ -275,7 +292,85 @@ def balanced_split(
         return held(stage, start, end) <= limit
 
     slowest = _least_limit(cost, has_room, stages, layers)
-    return _least_squares(cost, slowest, has_room, stages, layers)
+    split = _least_squares(cost, slowest, has_room, stages, layers)
+    if holders is None or len({rank for ranks in holders for rank in ranks}) == stages == sum(
+        map(len, holders)
+    ):
+        return split
+    return _even_ranks(split, cost, has_room, holders)
+
+
+def _even_ranks(split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders) -> list[range]:
+    """The better of two local optima: of moves from `split`, and of those from layers that cost the same."""
+    stages, layers = len(split), split[-1].stop
+    mean = cost(0, 0, layers) - cost(0, 0, 0)  # of `layers` layers, each of which is counted that often
+    costs = [layers * cost(stage, 0, 0) for stage in range(stages)]
+    counts = [0] * stages
+    for _ in range(layers):  # to the rank that costs least, and there to the stage that does
+        of_rank = _by_rank(costs, holders)
+        stage = min(range(stages), key=lambda s: (max(of_rank[rank] for rank in holders[s]), costs[s]))
+        counts[stage] += 1
+        costs[stage] += mean
+    starts = [split, ranges(counts)]
+    fitting = [start for start in starts if _fits(start, has_room)]
+    return min((_moved(start, cost, has_room, holders) for start in fitting), key=itemgetter(0))[1]
+
+
+_STEPS = (-8, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 8)
+
+
+def _moved(
+    split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders
+) -> tuple[tuple[int, ...], list[range]]:
+    """Move layers off the slowest rank, one at a time, until no move helps; with how good the result is.
+
+    A move gives a layer of one stage to another stage; those between them pass one on.
+    """
+
+    def judged(split: Sequence[range]) -> tuple[int, ...]:
+        costs = [cost(stage, each.start, each.stop) for stage, each in enumerate(split)]
+        of_rank = _by_rank(costs, holders).values()
+        return max(of_rank), sum(c * c for c in of_rank), max(costs), sum(c * c for c in costs)
+
+    def moves(split: Sequence[range]) -> Iterator[list[range]]:
+        of_rank = _by_rank([cost(s, each.start, each.stop) for s, each in enumerate(split)], holders)
+        slowest = max(of_rank, key=of_rank.__getitem__)
+        cuts = [0, *(each.stop for each in split)]
+        ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
+        for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
+            found = cuts.copy()
+            found[first] += step
+            found[second] += other
+            if all(start <= end for start, end in pairwise(found)):
+                new = [range(start, end) for start, end in pairwise(found)]
+                if _fits(new, has_room):
+                    yield new
+        counts = [len(each) for each in split]
+        for source, target in product(range(len(split)), repeat=2):
+            if slowest in holders[source] and source != target and counts[source]:
+                new = ranges([n - (s == source) + (s == target) for s, n in enumerate(counts)])
+                if _fits(new, has_room):
+                    yield new
+
+    best = judged(split)
+    while True:
+        found = min(((judged(new), new) for new in moves(split)), default=(best, split), key=itemgetter(0))
+        if found[0] >= best:
+            return best, split
+        best, split = found
+
+
+def _fits(split: Sequence[range], has_room: _StageTest) -> bool:
+    return all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
+
+
+def _by_rank(costs: Sequence[int], holders: Holders) -> dict[int, int]:
+    """The sum of the stages' costs for each rank."""
+    total: defaultdict[int, int] = defaultdict(int)
+    for ranks, cost in zip(holders, costs, strict=True):
+        for rank in ranks:
+            total[rank] += cost
+    return total
 
 
 def _check_numbers(costs: Sequence[float], ends: Sequence[float], memory: Memory | None, stages: int) -> None:
@@ -368,7 +463,7 @@ def _least_squares(
     """Among the splits in which no stage costs more than `slowest`, the one with the least sum of squares.
 
     best[stage][start]: the least sum of squares over `stage` and those after it, which begin at layer
-    `start`, and minus the layer after the last of `stage`: smaller is better in both
+    `start`, and the layer after the last of `stage`: smaller is better in both
     """
     best: list[dict[int, tuple[int, int]]] = [{} for _ in range(stages)] + [{layers: (0, 0)}]
     for stage in reversed(range(stages)):
@@ -378,11 +473,11 @@ def _least_squares(
                 own = cost(stage, start, end)
                 if own > slowest or not allowed(stage, start, end):
                     break
-                found = (own * own + rest, -end)
+                found = (own * own + rest, end)
                 here[start] = min(found, here.get(start, found))
     cuts = [0]
     for stage in range(stages):
-        cuts.append(-best[stage][cuts[-1]][1])
+        cuts.append(best[stage][cuts[-1]][1])
     return [range(start, end) for start, end in pairwise(cuts)]
 
 

@@ -22,7 +22,8 @@ from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
-from penstock.models.partition import LayerCosts, check_one_description, partition
+from penstock.models.multiply_adds import multiply_adds
+from penstock.models.partition import LayerCosts, check_enough, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import placed, shadow, write_through
@@ -44,7 +45,7 @@ from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses, Processes
-from penstock.schedule import Costs, verify
+from penstock.schedule import Costs, Placement, verify
 from penstock.schedule.layout import parse_layout
 
 
@@ -53,20 +54,22 @@ class AutoPipeline(Options):
     """Options to build a pipeline from a Hugging Face model. Takes those of `Options` too.
 
     Describe which layers each stage holds in one way at most: `layout`, `layers_per_stage`,
-    `first_stage_layers` with `last_stage_layers`, `modules_per_stage` or `balance`. Without any, layers are
-    divided evenly. Stages may be empty.
+    `first_stage_layers` with `last_stage_layers`, `modules_per_stage`, `balance`, or `embedding_weight` with
+    `head_weight`. Without any, the slowest rank becomes as fast as can be by the multiply-adds of layers,
+    embedding and head. Stages may be empty.
 
     Args:
-        embedding_weight: number of layers that the embedding counts as when layers are divided evenly
-        head_weight: number of layers that the head counts as when layers are divided evenly
+        embedding_weight: number of layers that the embedding counts as, in an even division of layers
+        head_weight: number of layers that the head counts as, in an even division of layers
+        sequence_length: tokens of a row, to count multiply-adds for; None takes the most that the model's
+            positions allow, or 4096
         layout: a layout string such as ``Ett|(ttt|)*2tL`` (penstock.schedule.layout)
         layers_per_stage: number of layers of each stage; a single number is the most for all
         first_stage_layers: number of layers of the first stage; the other stages share the rest evenly
         last_stage_layers: number of layers of the last stage; the other stages share the rest evenly
         modules_per_stage: names of each stage's modules
         module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
-        balance: cost of each layer, as Pipeline.layer_costs measures it; the slowest stage becomes as fast
-            as can be
+        balance: cost of each layer, as Pipeline.layer_costs measures it, in place of multiply-adds
         seed: seed of the initial values, if the model comes without any
         dtype: dtype of the weights, as transformers names it; None takes the config's
         attention: attention implementation, as transformers names it; None takes the config's
@@ -76,8 +79,9 @@ class AutoPipeline(Options):
             those they chose.
     """
 
-    embedding_weight: int = 1
-    head_weight: int = 1
+    embedding_weight: int | None = None
+    head_weight: int | None = None
+    sequence_length: int | None = None
     layout: str | None = None
     layers_per_stage: int | Sequence[int] | None = None
     first_stage_layers: int | None = None
@@ -127,7 +131,7 @@ class AutoPipeline(Options):
                 "Take exchange='channels'",
             )
         depth = schedule.placement.depth
-        ranges = self._ranges(source.model, chain, depth)
+        ranges = self._ranges(source.model, chain, schedule.placement)
         stages = tuple(
             plan_stage(source.model, chain, stage, schedule, ranges[stage % depth])
             for stage in range(schedule.stages)
@@ -181,19 +185,19 @@ class AutoPipeline(Options):
         names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
         return {name: getattr(self, name) for name in names}
 
-    def _ranges(self, model: PreTrainedModel, chain: Chain, stages: int) -> list[range]:
+    def _ranges(self, model: PreTrainedModel, chain: Chain, placement: Placement) -> list[range]:
         """The layers of each stage."""
+        stages, described = placement.depth, self._layer_options()
         names = self.modules_per_stage or self.module_fqns_per_stage
         if names is not None:
             known = {n: any(True for _ in m.parameters()) for n, m in model.named_modules() if n}
             return named_split(names, stages, ModuleNames.of(chain), known)
-        return partition(
-            chain.count,
-            stages,
-            **self._layer_options(),
-            embedding_weight=self.embedding_weight,
-            head_weight=self.head_weight,
-        )
+        named = {"embedding_weight": self.embedding_weight, "head_weight": self.head_weight}
+        weights: dict[str, Any] = {name: weight for name, weight in named.items() if weight is not None}
+        if not weights and all(value is None for value in described.values()):
+            check_enough(chain.count, stages)
+            described["balance"] = multiply_adds(model, chain, self.sequence_length)
+        return partition(chain.count, stages, **described, **weights, holders=placement.holders)
 
 
 def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.models.costs import parameter_costs
 from penstock.models.huggingface.entries import MicrobatchCompleter
 from penstock.models.huggingface.references import reaching_out
 from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
+from penstock.models.multiply_adds import multiply_adds
 from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
 from penstock.models.source import Source
 from penstock.models.stage import StageInfo
@@ -190,19 +190,20 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
     """The layout string of the split whose slowest stage is fastest.
 
     Args:
-        costs: measured, in any unit; None counts parameters
+        costs: measured, in any unit; None counts multiply-adds
         memory: limits of each stage, as `estimated_memory` gives them; None sets none
 
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
-    costs = costs or parameter_costs(plan.source.model, plan.chain)
-    costs = as_layer_costs(costs, plan.chain.count)
+    costs = costs or multiply_adds(plan.source.model, plan.chain)
+    costs, placement = as_layer_costs(costs, plan.chain.count), plan.schedule.placement
     split = balanced_split(
         costs.layers,
-        plan.schedule.placement.depth,
+        placement.depth,
         embedding_cost=costs.embedding,
         head_cost=costs.head,
         memory=memory,
+        holders=placement.holders,
     )
     return to_layout(split)
 

@@ -154,6 +154,11 @@ class Placement:
             )
 
     @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage of the model the ranks that host it, one for each copy."""
+        return tuple(self.rank_of[stage :: self.depth] for stage in range(self.depth))
+
+    @cached_property
     def ranks(self) -> int:
         return max(self.rank_of, default=-1) + 1
 

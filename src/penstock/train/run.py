@@ -185,7 +185,8 @@ def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight returned."""
     config, start, output = prepared.config, prepared.start, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": start.done}
-    pipe = replace(prepared.auto, common=common).build(prepared.model)
+    auto = _balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
+    pipe = replace(auto, common=common).build(prepared.model)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
     if start.checkpoint is not None:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
@@ -210,6 +211,18 @@ def run(prepared: Prepared) -> None:
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _balanced(prepared: Prepared) -> AutoPipeline:
+    """The settings with a split by the time that each layer takes here, in a few steps. Collective."""
+    auto = prepared.auto
+    pipe = auto.build(prepared.model)
+    batch = prepared.data.of(pipe.batch_part[0]).batch(prepared.start.done + 1)
+    costs = [pipe.layer_costs(batch.content)]
+    pipe.close()
+    if dist.is_initialized():
+        dist.broadcast_object_list(costs)  # the pipelines of a mesh measure apart, and are split alike
+    return replace(auto, balance=costs[0])
 
 
 def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:

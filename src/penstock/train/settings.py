@@ -109,6 +109,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     return AutoPipeline(
         **{name: getattr(pipeline, name) for name in _SAME},
         ranks=ranks,
+        sequence_length=config.data.sequence_length,
         seed=model.seed,
         dtype=getattr(torch, model.dtype),
         attention=model.attention,

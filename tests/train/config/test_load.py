@@ -134,6 +134,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "param_dtype=bfloat16 configures the weights that FSDP2 shards, and",
         ),
         ("parallel.dp_shard=8", "rows cannot be split into pipeline.microbatches=4 for each of 8 parts"),
+        ("pipeline.balance=measured pipeline.layout=EttL", "pipeline.layout each say which layers go to"),
         ("pipeline.padding={multiple: 8}", "pipeline.shapes=inferred. Set pipeline.shapes=padded"),
         ("pipeline.padding={lenght: 3}", "Did you mean pipeline.padding.length?"),
         ("pipeline.padding={multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal"),

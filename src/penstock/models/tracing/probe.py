@@ -261,7 +261,7 @@ def _without_values(
 # ---- The second forward: the real layers
 
 
-class _Identity(Placeholder):
+class Identity(Placeholder):
     """Returns its input, in the form of a layer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
     for layer in model.get_submodule(layers).children():
         met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
         if met[kind] > _RUN_OF_A_KIND:
-            replaced[id(layer)] = _Identity(layer, form)
+            replaced[id(layer)] = Identity(layer, form)
     with _without_values(model, False, replaced) as whole:
         for index, layer in enumerate(whole.get_submodule(layers).children()):
             _watch_layer(layer, index, provenance, dtypes)
@@ -310,7 +310,7 @@ def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: s
         if unseen := provenance.origins(result)[0] - arguments:
             whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
             raise NoChainError(f"layer {index} uses something of {whose} that is not among its arguments")
-        if not isinstance(module, _Identity):
+        if not isinstance(module, Identity):
             dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
         return tree_map_only(Tensor, lambda tensor: provenance.marked(tensor, index), result)
 

@@ -92,14 +92,16 @@ class PipelineSection(Section):
     ranks: Ranks = 1  # -1 under torchrun: all processes that the axes of parallel leave
     schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
     microbatches: Count = 4  # of a step, or of each part of its batch (section parallel)
-    embedding_weight: Natural = 1  # the embedding counts as so many layers in an even split
-    head_weight: Natural = 1  # the head counts as so many layers
-    # Which layers go to which stage: evenly, or by one of the next five keys, or by both first and last:
+    # Which layers go to which stage: so that the slowest rank is as fast as can be, by multiply-adds; or by
+    # one of the next keys, or by both weights, or by both first and last:
+    embedding_weight: Natural | None = None  # evenly, where the embedding counts as so many layers
+    head_weight: Natural | None = None  # evenly, where the head counts as so many layers
     layout: str | None = None  # such as Ett|(ttt|)*2tL, see penstock.schedule.layout
     layers_per_stage: LayersPerStage = None  # a list, one for each stage, or the most for any stage
     first_stage_layers: Natural | None = None  # the rest evenly; 0: the embedding alone
     last_stage_layers: Natural | None = None  # 0: the head alone
     modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
+    balance: Literal["measured"] | None = None  # by the time that each layer takes in a few steps here
     timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
     # How a rank learns the shapes that it receives. inferred: from its own copy of the batch; exchanged: from
     # the sender; padded: as inferred, with all microbatches of a step padded to one length
@@ -119,6 +121,18 @@ class PipelineSection(Section):
         with as_finding():
             schedule_config(schedule)
         return schedule
+
+    @model_validator(mode="after")
+    def measured_alone(self) -> Self:
+        names = ("embedding_weight", "head_weight", "layout", "layers_per_stage", "first_stage_layers",
+                 "last_stage_layers", "modules_per_stage")  # fmt: skip
+        for name in names:
+            if self.balance is not None and getattr(self, name) is not None:
+                raise ValueError(
+                    f"pipeline.balance={self.balance} and pipeline.{name} each say which layers go to which "
+                    f"stage; give one of the two"
+                )
+        return self
 
     @model_validator(mode="after")
     def padding_needs_padded_shapes(self) -> Self:

@@ -1,0 +1,109 @@
+"""What the parts of a model cost: multiply-adds for one row of tokens, counted without running it.
+
+Matrix products and attention are counted, in forwards without values. A backward takes twice as many in each
+part, so their shares of a step are the same. Of layers that are alike one runs, on rows of two short lengths:
+what grows with the length of a row, and what with its square, follows for any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import PreTrainedModel
+
+from penstock.models.costs import layer_kind
+from penstock.models.partition import LayerCosts
+from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.meta import shadow
+from penstock.models.tracing.probe import Identity
+
+SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
+_SHORT = 16  # tokens
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = None) -> LayerCosts:
+    """Multiply-adds of each layer, of the embedding and of the head, in the forward of one row.
+
+    A mixture counts the experts that work on a token. A part that cannot run without values, or that always
+    works on more tokens than so short a row has, counts its parameters once a token.
+
+    Args:
+        sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow
+    """
+    config = model.config.get_text_config(decoder=True)
+    tokens = sequence or min(SEQUENCE, getattr(config, "max_position_embeddings", None) or SEQUENCE)
+    costs = [tokens * count for count in _parameters(model, chain)]
+    try:
+        counted = zip(_counted(model, chain, _SHORT), _counted(model, chain, 2 * _SHORT), strict=True)
+        for part, (once, twice) in enumerate(counted):
+            if twice >= 2 * once:
+                square = (twice - 2 * once) / (2 * _SHORT**2)
+                costs[part] = int(tokens * (once / _SHORT + square * (tokens - _SHORT)))
+    except Exception:  # whatever a forward that looks at values raises
+        pass
+    *layers, embedding, head = costs
+    return LayerCosts(layers, embedding, head)
+
+
+def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
+    """Parameters that work on a token, of each layer, before the layers and after them."""
+    config = model.config.get_text_config(decoder=True)
+    experts = next((found for name in _EXPERTS if (found := getattr(config, name, None))), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+
+    def count(modules: Sequence[nn.Module]) -> int:
+        total = 0
+        for module in modules:
+            for name, part in module.named_modules():
+                held = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+                if not isinstance(part, nn.Embedding):  # whose rows are looked up
+                    total += held * chosen // experts if ".experts" in f".{name}" else held
+        return total
+
+    layers = model.get_submodule(chain.layers).children()
+    ends = ([model.get_submodule(name) for name in names] for names in (chain.before, chain.after))
+    return [*(count([layer]) for layer in layers), *map(count, ends)]
+
+
+def _counted(model: PreTrainedModel, chain: Chain, tokens: int) -> list[int]:
+    """Multiply-adds of each layer, before the layers and after them, for a row of `tokens`."""
+    layers = [*model.get_submodule(chain.layers).children()]
+    kinds = [layer_kind(layer) for layer in layers]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    alike = {id(layer): Identity(layer, chain.output_form)
+             for index, layer in enumerate(layers) if index != first[kinds[index]]}  # fmt: skip
+    marks: dict[int, list[int]] = {}  # of each layer that runs: what was counted until its start and its end
+    counter = FlopCounterMode(display=False, custom_mapping=_MORE)
+
+    def note(index: int) -> Any:
+        return lambda *_: marks.setdefault(index, []).append(counter.get_total_flops())
+
+    with shadow(model, alike) as whole, torch.no_grad(), counter:
+        if whole._can_set_experts_implementation():
+            whole.set_experts_implementation("batched_mm")  # its work depends on no value
+        for index in first.values():
+            layer = whole.get_submodule(f"{chain.layers}.{index}")
+            layer.register_forward_pre_hook(note(index))
+            layer.register_forward_hook(note(index))
+        whole.eval()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
+    last = max(end for _, end in marks.values())
+    return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Of fused attention half: no kernel computes what the causal mask hides."""
+    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return flops // 2
+
+
+_MORE = dict.fromkeys(
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+     torch.ops.aten._scaled_dot_product_efficient_attention,
+     torch.ops.aten._scaled_dot_product_flash_attention), _attention,
+)  # fmt: skip
