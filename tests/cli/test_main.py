@@ -127,26 +127,25 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.sweep)])
-def test_two_ranks_train_and_resume_bit_for_bit(
-    launcher: tuple[str, ...], tmp_path: Path, penstock: Command
-) -> None:
-    """Resumed plainly, or under torchrun: the same run either way."""
+def test_two_ranks_train_and_say_what_they_wrote(tmp_path: Path, penstock: Command) -> None:
     sampled = {"sample_prompt": "AB", "sample_tokens": 2}
-    file = config_file(tmp_path, train={"checkpoint_every": 2}, output=sampled)
-    code, out, err = penstock("train", file)
+    code, out, err = penstock("train", config_file(tmp_path, output=sampled))
     assert (code, err) == (0, "")
     for text in ("step 4/4  loss", "held-out loss", "metrics.jsonl", "timeline.svg", "predicted", "\nAB"):
         assert text in out
     names = {path.name for path in checkpoint(tmp_path, 4).iterdir()}
     assert {"optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"} <= names
 
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["plain", "torchrun"])
+def test_a_resumed_run_is_the_same_bit_for_bit(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Over processes; `make test` resumes in one process, and over the pool."""
+    file = config_file(tmp_path, train={"checkpoint_every": 2})
+    assert finish(start("train", file))[0] == 0
     half = checkpoint(tmp_path, 2)
     again = f"output.folder={tmp_path / 'again' / 'out'}"
-    if launcher:
-        code, out, err = finish(start("train", file, "--resume", half, again, launcher=launcher))
-    else:
-        code, out, err = penstock("train", file, "--resume", half, again)
+    code, out, err = finish(start("train", file, "--resume", half, again, launcher=launcher))
     assert code == 0, err
     assert f"going on from {half}" in out
     assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))
