@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -134,3 +136,17 @@ def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     with patch.object(executor.ops, "_buffers", watch), Measured() as alive:
         pipe.step(batch)
     return most
+
+
+def test_a_measurement_does_not_keep_the_weights_that_it_leaves_out() -> None:
+    """Each pipeline with dp_shard stayed alive for good, with its process groups and their threads."""
+    gathered = torch.zeros(4)
+    weights = [gathered]
+    with Measured(lambda weights=weights: [weight.untyped_storage() for weight in weights]) as measured:
+        kept = torch.ones(8)
+        weights.append(torch.ones(2))
+    assert (measured.nbytes, measured.own_bytes) == (kept.nbytes + 8, kept.nbytes)
+    gone = weakref.ref(gathered)
+    del gathered, weights
+    gc.collect()
+    assert gone() is None

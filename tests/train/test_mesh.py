@@ -65,7 +65,7 @@ def assert_close(found: Curve, expected: Curve) -> None:
 MESHES = [
     pytest.param({"dp_shard": 2}, {"ranks": -1}, 7, id="pp2 x dp_shard2"),
     pytest.param(
-        {"dp_replicate": 2}, {"ranks": 2, "balance": "measured"}, 7, id="pp2 x dp_replicate2, measured",
+        {"dp_replicate": 2}, {"ranks": 2, "balance": "measured", "head_weight": None}, 7, id="measured",
     ),
     pytest.param(
         {"dp_replicate": 2, "dp_shard": -1, "reshard_after_forward": True}, {"ranks": 1}, 8,

@@ -113,8 +113,11 @@ class Ledger:
 
 
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all tensors that are made under it and still alive; `others` for `own_bytes`.
+    """Counts the bytes of all tensors that are made under it and still alive.
 
+    own_bytes: those at the end, without the memory that `others` finds then
+
+    It lives as long as any of these tensors, and so must hold nothing that holds one.
     Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
     """
 
@@ -122,14 +125,14 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, others: Storages = tuple) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
+        self.nbytes = self.own_bytes = 0
         self._others = others
         self._known: dict[int, int] = {}  # by address, as long as the storage lives
 
-    @property
-    def own_bytes(self) -> int:
-        """`nbytes` without `others`."""
-        return self.nbytes - sum(self._known.get(storage._cdata, 0) for storage in self._others())
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.own_bytes = self.nbytes - sum(self._known.get(s._cdata, 0) for s in self._others())
+        self._others = tuple
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
