@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 import weakref
@@ -138,11 +139,15 @@ def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     return most
 
 
+def storages(tensors: list[Tensor]) -> list[torch.UntypedStorage]:
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
 def test_a_measurement_does_not_keep_the_weights_that_it_leaves_out() -> None:
     """Each pipeline with dp_shard stayed alive for good, with its process groups and their threads."""
     gathered = torch.zeros(4)
     weights = [gathered]
-    with Measured(lambda weights=weights: [weight.untyped_storage() for weight in weights]) as measured:
+    with Measured(functools.partial(storages, weights)) as measured:
         kept = torch.ones(8)
         weights.append(torch.ones(2))
     assert (measured.nbytes, measured.own_bytes) == (kept.nbytes + 8, kept.nbytes)

@@ -38,16 +38,35 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = N
     config = model.config.get_text_config(decoder=True)
     tokens = sequence or min(SEQUENCE, getattr(config, "max_position_embeddings", None) or SEQUENCE)
     costs = [tokens * count for count in _parameters(model, chain)]
-    try:
-        counted = zip(_counted(model, chain, _SHORT), _counted(model, chain, 2 * _SHORT), strict=True)
-        for part, (once, twice) in enumerate(counted):
-            if twice >= 2 * once:
-                square = (twice - 2 * once) / (2 * _SHORT**2)
-                costs[part] = int(tokens * (once / _SHORT + square * (tokens - _SHORT)))
-    except Exception:  # whatever a forward that looks at values raises
-        pass
+    for part, (once, twice) in enumerate(_short_rows(model, chain)):
+        if twice >= 2 * once:
+            square = (twice - 2 * once) / (2 * _SHORT**2)
+            costs[part] = int(tokens * (once / _SHORT + square * (tokens - _SHORT)))
     *layers, embedding, head = costs
     return LayerCosts(layers, embedding, head)
+
+
+_REMEMBERED = 64  # models
+_known: dict[object, list[tuple[int, int]]] = {}
+
+
+def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
+    """What `_counted` finds for rows of _SHORT and of twice as many tokens; nothing where it fails.
+
+    Cached for models that are built the same way. Hooks may change what a forward costs, and are left out.
+    """
+    layers = model.get_submodule(chain.layers).children()
+    shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
+    kind = (chain.layers, model.config.to_json_string(use_diff=False), shapes, *map(layer_kind, layers))
+    if kind not in _known:
+        if len(_known) >= _REMEMBERED:
+            _known.pop(next(iter(_known)))
+        try:
+            rows = [_counted(model, chain, tokens) for tokens in (_SHORT, 2 * _SHORT)]
+            _known[kind] = [*zip(*rows, strict=True)]
+        except Exception:  # whatever a forward that looks at values raises
+            _known[kind] = []
+    return _known[kind]
 
 
 def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:

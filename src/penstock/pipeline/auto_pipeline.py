@@ -194,7 +194,7 @@ class AutoPipeline(Options):
             return named_split(names, stages, ModuleNames.of(chain), known)
         named = {"embedding_weight": self.embedding_weight, "head_weight": self.head_weight}
         weights: dict[str, Any] = {name: weight for name, weight in named.items() if weight is not None}
-        if not weights and all(value is None for value in described.values()):
+        if stages > 1 and not weights and all(value is None for value in described.values()):
             check_enough(chain.count, stages)
             described["balance"] = multiply_adds(model, chain, self.sequence_length)
         return partition(chain.count, stages, **described, **weights, holders=placement.holders)
