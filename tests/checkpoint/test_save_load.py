@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_found_before_any_weight_is_read(tmp_path: Path, wh
     save_checkpoint(folder, pipe, optimizers, {"step": 1})
     unlisted(folder)
     given: Any = optimizers
-    found = {"optimizer": "was trained by AdamW", "missing": "lacks 1 of", "shape": "of shape"}[what]
+    found = {"optimizer": "was trained by AdamW", "missing": "lacks 1 of", "shape": "of another shape"}[what]
     if what == "optimizer":
         given = SGD(pipe.parameters(), lr=0.1)
     else:

@@ -80,7 +80,7 @@ def test_the_names_in_the_order_in_which_they_run() -> None:
         ({"embedding_weight": 0, "head_weight": 0}, [("embed", "layers.0", "layers.1"), ("layers.2",), LAST]),
         ({"layers_per_stage": [0, 4, 0]}, [("embed",), tuple(f"layers.{i}" for i in range(4)), LAST[1:]]),
         ({"layout": "Et|tt|tL"}, [FIRST, ("layers.1", "layers.2"), LAST]),
-        ({"balance": [5, 1, 1, 1]}, [FIRST, ("layers.1", "layers.2"), LAST]),
+        ({"balance": [5, 1, 1, 1]}, [FIRST, ("layers.1",), ("layers.2", *LAST)]),
         ({"first_stage_layers": 2}, [("embed", "layers.0", "layers.1"), ("layers.2",), LAST]),
     ],
 )

@@ -53,7 +53,7 @@ def test_an_error_that_takes_more_than_words_becomes_its_base_on_the_other_ranks
     refused = ScheduleError("own", ["0F0 comes after 0B0"])
     error = first_error({0: None, 1: in_words(refused)}, "rank")
     assert type(error) is InputError
-    assert str(error) == str(refused).replace("'own'", "'own', given to rank 1")
+    assert str(error) == str(refused).replace("'own'", "'own', rank 1")
     assert type(first_error({0: in_words(BatchError("x", "y", "z"))}, "rank")) is BatchError
 
 
