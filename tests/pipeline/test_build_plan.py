@@ -38,6 +38,11 @@ def test_the_default_split_weighs_the_head() -> None:
     assert counts(replace(auto, head_weight=2).build_plan(config)) == [2, 2, 3, 1]
 
 
+def test_a_row_has_a_token_at_least() -> None:
+    with pytest.raises(ConfigError, match=r"sequence_length=0: .* Give 1 or more"):
+        AutoPipeline(ranks=2, microbatches=2, sequence_length=0).build_plan(tiny_config("llama"))
+
+
 def test_balance_gives_a_layout_that_runs() -> None:
     assert balance(plan_of()) == "E(tt|)*3ttL"
     measured = LayerCosts([5, 1, 1, 1, 1, 1, 1, 4], embedding=1, head=0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
+from penstock.errors import ConfigError
 from penstock.models.costs import layer_kind
 from penstock.models.partition import LayerCosts
 from penstock.models.tracing.chain import Chain
@@ -33,8 +34,14 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = N
     works on more tokens than so short a row has, counts its parameters once a token.
 
     Args:
-        sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow
+        sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow if that
+            is less
+
+    Raises ConfigError for a row without tokens.
     """
+    if sequence is not None and sequence < 1:
+        rule = "layers are divided by their multiply-adds for a row of so many tokens"
+        raise ConfigError(f"sequence_length={sequence}", rule, "Give 1 or more, or leave it out")
     config = model.config.get_text_config(decoder=True)
     tokens = sequence or min(SEQUENCE, getattr(config, "max_position_embeddings", None) or SEQUENCE)
     costs = [tokens * count for count in _parameters(model, chain)]
@@ -57,7 +64,8 @@ def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
     """
     layers = model.get_submodule(chain.layers).children()
     shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
-    kind = (chain.layers, model.config.to_json_string(use_diff=False), shapes, *map(layer_kind, layers))
+    config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
+    kind = (chain.layers, config, attention, shapes, *map(layer_kind, layers))
     if kind not in _known:
         if len(_known) >= _REMEMBERED:
             _known.pop(next(iter(_known)))

@@ -61,8 +61,8 @@ class AutoPipeline(Options):
     Args:
         embedding_weight: number of layers that the embedding counts as, in an even division of layers
         head_weight: number of layers that the head counts as, in an even division of layers
-        sequence_length: tokens of a row, to count multiply-adds for; None takes the most that the model's
-            positions allow, or 4096
+        sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
+            model's positions allow if that is less
         layout: a layout string such as ``Ett|(ttt|)*2tL`` (penstock.schedule.layout)
         layers_per_stage: number of layers of each stage; a single number is the most for all
         first_stage_layers: number of layers of the first stage; the other stages share the rest evenly
