@@ -25,6 +25,7 @@ from penstock.pipeline.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.memory import Held
+from penstock.runtime.sharded_weights import check_not_replaced
 from penstock.runtime.shared_weights import SharedGradients
 from penstock.runtime.stage import without_gradients
 from penstock.runtime.transport.calls import collective
@@ -200,8 +201,10 @@ class Pipeline(SplitModel):
 
     def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
         try:
+            for stage, module in self.modules.items():
+                check_not_replaced(module, stage)
             return with_entries(batch, entries, self._built.splitter.sharding)
-        except BatchError as error:  # which other ranks may not find
+        except (BatchError, ModelError) as error:  # which other ranks may not find
             return RefusedBatch(error)
 
     # ---- compare with the whole model

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from penstock.errors import ModelError
+
 
 def sharded_modules(module: nn.Module) -> list[Any]:
     """The modules in `module` that `fully_shard` was applied to."""
@@ -25,6 +27,26 @@ def param_groups(module: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [group for group in (state._fsdp_param_group,) if group is not None]
+
+
+def check_not_replaced(module: nn.Module, stage: int) -> None:
+    """Raise ModelError for a parameter in place of one that FSDP2 shards, which puts its own back in silence.
+
+    load_state_dict(assign=True) tells FSDP2 of the new one; setting the attribute does not.
+    """
+    for part in sharded_modules(module):
+        for weight in (weight for group in param_groups(part) for weight in group.fsdp_params):
+            info, names = weight._module_info, ("sharded_param", "_unsharded_param")
+            shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+            places = [(info.module, info.param_name), *shared]
+            for owner, name in places:
+                if all(owner._parameters.get(name) is not getattr(weight, known, None) for known in names):
+                    raise ModelError(
+                        f"{weight._param_fqn or name} of stage {stage}, another parameter than when the "
+                        "pipeline was built",
+                        "dp_shard, dp_replicate and cp would put the old one back as they gather its shards",
+                        "Copy values into the parameter, as pipe.load_weights() does",
+                    )
 
 
 class Sharding:

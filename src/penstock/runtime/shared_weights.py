@@ -6,6 +6,7 @@ they stay equal under any optimizer. The norm and checkpoints take the first cop
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -91,14 +92,15 @@ class SharedGradients:
             for key in inner._buffers
         ]
         self._unwritten = self._versions()
-        ours = {id(copy) for copy in self._copies()}
-        self._places = [
+        held = [
             (place(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
             for stage, module in modules.items()
             for path, inner in module.named_modules()
             for key, parameter in inner._parameters.items()
-            if id(parameter) in ours
         ]
+        # a weight is shared by several stages, or within one
+        uses = Counter([*(id(copy) for copy in self._copies()), *(id(parameter) for *_, parameter in held)])
+        self._places = [place for place in held if place[-1] is not None and uses[id(place[-1])] > 1]
         if shared:
             self.compare()
 
@@ -121,12 +123,16 @@ class SharedGradients:
         self._compared = self._trained()
 
     def replaced(self) -> ModelError | None:
-        """The error where a copy is no longer a parameter of its stage: its gradients would not be summed."""
+        """The error where a stage has another parameter in place of a shared one.
+
+        Its gradients would not be summed; or, where both uses are in one stage, the norm and what is saved
+        would leave it out.
+        """
         for where, table, key, parameter in self._places:
             if table.get(key) is not parameter:
                 return ModelError(
                     f"{where}, another parameter than when the pipeline was built",
-                    "it is a copy of a weight that several stages share, whose gradients are summed",
+                    "it is a weight that several modules share, and whose gradients are summed",
                     "Copy values into the parameter, as load_state_dict() without assign=True and "
                     "pipe.load_weights() do",
                 )
