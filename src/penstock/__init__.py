@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.batch.payload import TensorSpec
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
     from penstock.models.activation_checkpointing import Checkpointing
-    from penstock.models.partition import LayerCosts
+    from penstock.models.balanced_split import LayerCosts
     from penstock.models.stage import StageInfo, distribute_layers
     from penstock.models.tracing.probe import register_chain
     from penstock.parallel.axes import Axes

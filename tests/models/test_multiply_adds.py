@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.models.multiply_adds import multiply_adds
-from penstock.models.partition import LayerCosts
+from penstock.models.balanced_split import LayerCosts
+from penstock.models.multiply_adds import SEQUENCE, multiply_adds
 from penstock.models.tracing.chain import find_chain
 from support.families import tiny_config
 
@@ -64,3 +64,10 @@ def test_a_layer_that_pads_short_rows_counts_its_parameters() -> None:
 def test_no_more_tokens_than_positions() -> None:
     config = tiny_config("llama", layers=2, max_position_embeddings=32)
     assert costs_of(config) == costs_of(config, 32)
+
+
+def test_a_family_without_a_limit_of_positions_counts_the_usual_row() -> None:
+    """XLNet says -1: its layers cost less than nothing, and no split was found."""
+    config = AutoConfig.for_model("xlnet", d_model=32, d_inner=64, n_layer=2, n_head=4, vocab_size=64)
+    assert config.max_position_embeddings == -1
+    assert costs_of(config) == costs_of(config, SEQUENCE)

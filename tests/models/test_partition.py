@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.partition import (
-    LayerCosts,
-    Memory,
-    balanced_split,
-    even_split,
-    partition,
-    to_layout,
-)
+from penstock.models.balanced_split import LayerCosts, Memory, balanced_split
+from penstock.models.partition import even_split, partition, to_layout
 from penstock.schedule.layout import parse_layout
 
 

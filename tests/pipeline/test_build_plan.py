@@ -10,8 +10,8 @@ import torch
 
 from penstock import AutoPipeline, Axes, Checkpointing
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.costs import stage_sizes
-from penstock.models.partition import LayerCosts
+from penstock.models.activation_sizes import stage_sizes
+from penstock.models.balanced_split import LayerCosts
 from penstock.pipeline import memory
 from penstock.pipeline.build_plan import BuildPlan, balance
 from penstock.pipeline.memory import Account, estimated_memory

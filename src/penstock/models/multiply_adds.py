@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.models.costs import layer_kind
-from penstock.models.partition import LayerCosts
+from penstock.models.activation_sizes import layer_kind
+from penstock.models.balanced_split import LayerCosts
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import Identity
@@ -43,7 +43,8 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = N
         rule = "layers are divided by their multiply-adds for a row of so many tokens"
         raise ConfigError(f"sequence_length={sequence}", rule, "Give 1 or more, or leave it out")
     config = model.config.get_text_config(decoder=True)
-    tokens = sequence or min(SEQUENCE, getattr(config, "max_position_embeddings", None) or SEQUENCE)
+    most = getattr(config, "max_position_embeddings", None) or SEQUENCE
+    tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
     costs = [tokens * count for count in _parameters(model, chain)]
     for part, (once, twice) in enumerate(_short_rows(model, chain)):
         if twice >= 2 * once:

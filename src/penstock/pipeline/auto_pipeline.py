@@ -18,12 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.models.balanced_split import LayerCosts
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.multiply_adds import multiply_adds
-from penstock.models.partition import LayerCosts, check_enough, check_one_description, partition
+from penstock.models.partition import check_enough, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import placed, shadow, write_through

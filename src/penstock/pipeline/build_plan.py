@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
+from penstock.models.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
 from penstock.models.huggingface.entries import MicrobatchCompleter
 from penstock.models.huggingface.references import reaching_out
 from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.multiply_adds import multiply_adds
-from penstock.models.partition import LayerCosts, Memory, as_layer_costs, balanced_split, to_layout
+from penstock.models.partition import to_layout
 from penstock.models.source import Source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain

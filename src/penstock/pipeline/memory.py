@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
-from penstock.models.costs import layer_kind, stage_sizes
+from penstock.models.activation_sizes import layer_kind, stage_sizes
+from penstock.models.balanced_split import Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
-from penstock.models.partition import Memory
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh import imagined

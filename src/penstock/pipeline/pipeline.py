@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.batch.microbatches import Collect, with_entries
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError, PeerError
-from penstock.models.partition import LayerCosts
+from penstock.models.balanced_split import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts

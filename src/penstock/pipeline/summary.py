@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.partition import LayerCosts
+from penstock.models.balanced_split import LayerCosts
 from penstock.pipeline.stages import Layers, StageFacts
 from penstock.pipeline.step import StepRecord
 from penstock.runtime import step_report as report

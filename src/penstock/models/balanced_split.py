@@ -1,0 +1,308 @@
+"""The balanced split: the slowest rank becomes as fast as possible, under a memory limit.
+
+Exact where each rank holds one stage; where ranks hold several, a local search from two exact splits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
+from operator import itemgetter
+
+from penstock.errors import ConfigError, PartitionError
+
+
+def ranges(counts: Sequence[int]) -> list[range]:
+    """The layers of each stage, from how many it has."""
+    return [range(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The cost of each layer, and of embedding and head, in any one unit: milliseconds, parameters."""
+
+    layers: Sequence[float]
+    embedding: float = 0
+    head: float = 0
+
+
+def as_layer_costs(costs: LayerCosts | Sequence[float], layers: int) -> LayerCosts:
+    """LayerCosts from bare numbers for each of `layers` layers. Raises ConfigError for another count."""
+    costs = costs if isinstance(costs, LayerCosts) else LayerCosts(costs)
+    if len(costs.layers) != layers:
+        rule = f"the model has {layers} layers, and each has one"
+        raise ConfigError(f"costs of {len(costs.layers)} layers", rule, f"Give {layers}")
+    return costs
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that layers take, and the limit of a stage, in one unit, e.g. bytes.
+
+    limit: the most for one stage. Stages that share a rank divide the rank's memory.
+    weights: of each layer, with gradients and optimizer state
+    activations: of each layer, for one live microbatch; empty counts none
+    live: for each stage, the microbatches that are live at its peak; empty counts one for all
+    embedding, head: weights and activations of the modules before and after the layers
+    """
+
+    limit: float
+    weights: Sequence[float]
+    activations: Sequence[float] = ()
+    live: Sequence[int] = ()
+    embedding: tuple[float, float] = (0, 0)
+    head: tuple[float, float] = (0, 0)
+
+
+# (stage, first layer, layer after the last): the cost of that stage, or the memory that it holds
+Holders = Sequence[Sequence[int]]  # of each stage the ranks that hold it, or a copy of it
+_StageSum = Callable[[int, int, int], int]
+_StageTest = Callable[[int, int, int], bool]
+
+
+def balanced_split(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    embedding_cost: float = 0,
+    head_cost: float = 0,
+    memory: Memory | None = None,
+    holders: Holders | None = None,
+) -> list[range]:
+    """Split the layers so that the costliest stage, or rank, costs the least possible.
+
+    Among several such splits take the one with the least sum of squared stage costs, then the one whose
+    later stages have more layers: most schedules hold fewer microbatches there. A stage stays empty where
+    embedding or head alone cost more than the other stages do. The sums are exact, not rounded.
+
+    Where ranks hold several stages, layers then move from stage to stage as long as this lowers the cost of
+    the slowest rank: a step takes about as long as this rank computes. The best of all splits it need not be.
+
+    Args:
+        costs: of each layer, in any unit; embedding_cost belongs to the first stage, head_cost to the last.
+        memory: a limit that every stage keeps; None sets none.
+        holders: the ranks that hold each stage; None gives each stage a rank of its own.
+
+    Raises:
+        ConfigError: a cost is not a finite number of 0 or more.
+        PartitionError: no split keeps the memory limit.
+    """
+    if stages < 1:
+        raise ConfigError(f"stages={stages}", "a model has one at least", "Give 1 or more")
+    _check_numbers(costs, (embedding_cost, head_cost), memory, stages)
+    layers = len(costs)
+    cost = _stage_sums(_as_integers((*costs, embedding_cost, head_cost))[0], stages)
+    held: _StageSum = lambda stage, start, end: 0  # noqa: E731
+    limit = 0
+    if memory is not None:
+        held, unit = _held(memory, stages)
+        limit = math.floor(Fraction(memory.limit) * unit)
+        least = _least_limit(held, lambda *_: True, stages, layers)
+        if least > limit:
+            raise _too_large(memory, stages, Fraction(least, unit))
+
+    def has_room(stage: int, start: int, end: int) -> bool:
+        return held(stage, start, end) <= limit
+
+    slowest = _least_limit(cost, has_room, stages, layers)
+    split = _least_squares(cost, slowest, has_room, stages, layers)
+    hosts = [rank for ranks in holders or () for rank in ranks]
+    one_each = len(set(hosts)) == len(hosts)
+    return split if holders is None or one_each else _even_ranks(split, cost, has_room, holders)
+
+
+def _even_ranks(split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders) -> list[range]:
+    """The better of two local optima: of moves from `split`, and of those from layers that cost the same."""
+    stages, layers = len(split), split[-1].stop
+    mean = cost(0, 0, layers) - cost(0, 0, 0)  # of `layers` layers, each of which is counted that often
+    costs = [layers * cost(stage, 0, 0) for stage in range(stages)]
+    counts = [0] * stages
+    for _ in range(layers):  # to the rank that costs least, and there to the stage that does
+        of_rank = _by_rank(costs, holders)
+        stage = min(range(stages), key=lambda s: (max(of_rank[rank] for rank in holders[s]), costs[s]))
+        counts[stage] += 1
+        costs[stage] += mean
+    starts = [split, ranges(counts)]
+    fitting = [start for start in starts if _fits(start, has_room)]
+    return min((_moved(start, cost, has_room, holders) for start in fitting), key=itemgetter(0))[1]
+
+
+# of a cut, in layers; steps of one alone stop at a worse split than the best by more than 2 %
+_STEPS = (-8, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 8)
+
+
+def _moved(
+    split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders
+) -> tuple[tuple[int, ...], list[range]]:
+    """Move layers off the slowest rank until no move helps; with how good the result is.
+
+    A move shifts one or two ends of the slowest rank's stages, or gives one of its layers to any stage; those
+    between them pass one on.
+    """
+
+    def judged(split: Sequence[range]) -> tuple[int, ...]:
+        costs = [cost(stage, each.start, each.stop) for stage, each in enumerate(split)]
+        of_rank = _by_rank(costs, holders).values()
+        return max(of_rank), sum(c * c for c in of_rank), max(costs), sum(c * c for c in costs)
+
+    def moves(split: Sequence[range]) -> Iterator[list[range]]:
+        of_rank = _by_rank([cost(s, each.start, each.stop) for s, each in enumerate(split)], holders)
+        slowest = max(of_rank, key=of_rank.__getitem__)
+        cuts = [0, *(each.stop for each in split)]
+        ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
+        for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
+            found = cuts.copy()
+            found[first] += step
+            found[second] += other
+            if all(start <= end for start, end in pairwise(found)):
+                new = [range(start, end) for start, end in pairwise(found)]
+                if _fits(new, has_room):
+                    yield new
+        counts = [len(each) for each in split]
+        for source, target in product(range(len(split)), repeat=2):
+            if slowest in holders[source] and source != target and counts[source]:
+                new = ranges([n - (s == source) + (s == target) for s, n in enumerate(counts)])
+                if _fits(new, has_room):
+                    yield new
+
+    best = judged(split)
+    while True:
+        found = min(((judged(new), new) for new in moves(split)), default=(best, split), key=itemgetter(0))
+        if found[0] >= best:
+            return best, split
+        best, split = found
+
+
+def _fits(split: Sequence[range], has_room: _StageTest) -> bool:
+    return all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
+
+
+def _by_rank(costs: Sequence[int], holders: Holders) -> dict[int, int]:
+    """The sum of the stages' costs for each rank."""
+    total: defaultdict[int, int] = defaultdict(int)
+    for ranks, cost in zip(holders, costs, strict=True):
+        for rank in ranks:
+            total[rank] += cost
+    return total
+
+
+def _check_numbers(costs: Sequence[float], ends: Sequence[float], memory: Memory | None, stages: int) -> None:
+    named = {"costs": list(costs), "embedding_cost and head_cost": list(ends)}
+    if memory is not None:
+        named |= {"memory.weights": list(memory.weights), "memory.activations": list(memory.activations),
+                  "memory.live": list(memory.live), "memory.limit": [memory.limit],
+                  "memory.embedding": list(memory.embedding), "memory.head": list(memory.head)}  # fmt: skip
+        for name, wanted in (("weights", len(costs)), ("activations", len(costs)), ("live", stages)):
+            count = len(getattr(memory, name))
+            if count != wanted and (count or name == "weights"):
+                unit = "stage" if name == "live" else "layer"
+                rule = f"there is one for each {unit}, so {wanted}"
+                raise ConfigError(f"memory.{name} of {count} numbers", rule, f"Give {wanted}")
+    for name, numbers in named.items():
+        for number in numbers:
+            if not (math.isfinite(number) and number >= 0):
+                rule = "each is a finite number of 0 or more"
+                raise ConfigError(f"{name} with {number}", rule, "Measure it again")
+
+
+def _as_integers(numbers: Sequence[float]) -> tuple[list[int], int]:
+    """The numbers as multiples of one small unit, and how many units make 1.
+
+    A float is a fraction. Sums of integers are exact, so equal splits compare equal.
+    """
+    exact = [Fraction(number) for number in numbers]
+    unit = math.lcm(*(number.denominator for number in exact))
+    return [int(number * unit) for number in exact], unit
+
+
+def _stage_sums(numbers: Sequence[int], stages: int) -> _StageSum:
+    """Sums over the layers of a stage. numbers: of each layer, then of the embedding and of the head"""
+    *layers, embedding, head = numbers
+    until = list(accumulate(layers, initial=0))
+
+    def total(stage: int, start: int, end: int) -> int:
+        at_the_ends = (embedding if stage == 0 else 0) + (head if stage == stages - 1 else 0)
+        return until[end] - until[start] + at_the_ends
+
+    return total
+
+
+def _held(memory: Memory, stages: int) -> tuple[_StageSum, int]:
+    """The memory of a stage in small units, and how many units make 1."""
+    live, parts = _as_integers(memory.live or [1] * stages)
+    activations = memory.activations or [0] * len(memory.weights)
+    weights = (*memory.weights, memory.embedding[0], memory.head[0])
+    numbers, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
+    fixed = _stage_sums([parts * number for number in numbers[: len(weights)]], stages)
+    each = _stage_sums(numbers[len(weights) :], stages)
+
+    def held(stage: int, start: int, end: int) -> int:
+        return fixed(stage, start, end) + live[stage] * each(stage, start, end)
+
+    return held, parts * unit
+
+
+def _least_limit(total: _StageSum, allowed: Callable[[int, int, int], bool], stages: int, layers: int) -> int:
+    """The least limit such that some split keeps every stage's `total` within it. Some split is allowed.
+
+    A limit can be kept where the layers run out when every stage takes as many as it may: a stage that
+    starts later, or ends earlier, never costs or holds more.
+    """
+
+    def can_be_kept(limit: int) -> bool:
+        start = 0
+        for stage in range(stages):
+            ends = range(start, layers + 1)
+            fitting = bisect_left(
+                ends,
+                True,
+                key=lambda end: total(stage, start, end) > limit or not allowed(stage, start, end),
+            )
+            if not fitting:  # the embedding or the head alone is too much
+                return False
+            start = ends[fitting - 1]
+        return start == layers
+
+    low, high = 0, max(total(stage, 0, layers) for stage in range(stages))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if can_be_kept(middle) else (middle + 1, high)
+    return low
+
+
+def _least_squares(
+    cost: _StageSum, slowest: int, allowed: Callable[[int, int, int], bool], stages: int, layers: int
+) -> list[range]:
+    """Among the splits in which no stage costs more than `slowest`, the one with the least sum of squares.
+
+    best[stage][start]: the least sum of squares over `stage` and those after it, which begin at layer
+    `start`, and the layer after the last of `stage`: smaller is better in both
+    """
+    best: list[dict[int, tuple[int, int]]] = [{} for _ in range(stages)] + [{layers: (0, 0)}]
+    for stage in reversed(range(stages)):
+        here = best[stage]
+        for end, (rest, _) in best[stage + 1].items():
+            for start in range(end, -1, -1):
+                own = cost(stage, start, end)
+                if own > slowest or not allowed(stage, start, end):
+                    break
+                found = (own * own + rest, end)
+                here[start] = min(found, here.get(start, found))
+    cuts = [0]
+    for stage in range(stages):
+        cuts.append(best[stage][cuts[-1]][1])
+    return [range(start, end) for start, end in pairwise(cuts)]
+
+
+def _too_large(memory: Memory, stages: int, needed: Fraction) -> PartitionError:
+    shown = int(needed) if needed.denominator == 1 else float(needed)
+    return PartitionError(
+        f"memory.limit={memory.limit:,} for {len(memory.weights)} layers on {stages} stages",
+        f"however the layers are split, some stage holds {shown:,} or more",
+        f"Give {shown:,} or more, or use more stages",
+    )
