@@ -89,6 +89,26 @@ def test_recomputation_keeps_the_memory_limit() -> None:
         AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)
 
 
+def test_the_default_split_keeps_the_memory_limit() -> None:
+    """The embedding and seven layers are as fast as the head and one, and take the most memory."""
+    config, shape = tiny_config("llama", layers=8, vocab_size=1500), (2, 32)
+    auto = AutoPipeline(ranks=2, microbatches=8, sequence_length=32)
+    assert counts(auto.build_plan(config)) == [7, 1]
+    for mib, expected in ((1.9, [7, 1]), (1.7, [6, 2])):
+        how = Checkpointing(memory_limit=mib * 2**20, shape=shape)
+        limited = replace(auto, activation_checkpointing=how)
+        plan = limited.build_plan(config)
+        assert counts(plan) == expected
+        needed = [rank.total for rank in limited.account(plan).ranks(shape)]
+        assert max(needed) <= mib * 2**20
+        with pytest.raises(ConfigError, match="rank 0 takes"):  # what was asked for stays
+            replace(limited, layout="E(t*8)|L", activation_checkpointing=how).build_plan(config)
+    for mib in (0.1, 1):
+        how = Checkpointing(memory_limit=mib * 2**20, shape=shape)
+        with pytest.raises(ConfigError, match=r"memory_limit=.* MiB: rank 0 takes .* Give 1.9 MiB or more"):
+            replace(auto, activation_checkpointing=how).build_plan(config)
+
+
 def test_an_overlap_of_zero_is_off() -> None:
     axes = Axes(dp_shard=2, ep=2)
     assert AutoPipeline(axes=axes).world_options().overlap

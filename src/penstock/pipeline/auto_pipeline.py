@@ -9,7 +9,7 @@ Pipeline      the stages, ready to step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from penstock.errors import ConfigError
-from penstock.models.balanced_split import LayerCosts
+from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
@@ -37,7 +37,7 @@ from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.build_plan import BuildPlan, check_fits, plan_stage, shared_weights
+from penstock.pipeline.build_plan import BuildPlan, check_fits, fastest_split, plan_stages, shared_weights
 from penstock.pipeline.memory import Account
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
@@ -46,7 +46,7 @@ from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses, Processes
-from penstock.schedule import Costs, Placement, verify
+from penstock.schedule import Costs, Schedule, verify
 from penstock.schedule.layout import parse_layout
 
 
@@ -57,7 +57,7 @@ class AutoPipeline(Options):
     Describe which layers each stage holds in one way at most: `layout`, `layers_per_stage`,
     `first_stage_layers` with `last_stage_layers`, `modules_per_stage`, `balance`, or `embedding_weight` with
     `head_weight`. Without any, the slowest rank becomes as fast as can be by the multiply-adds of layers,
-    embedding and head. Stages may be empty.
+    embedding and head, within `memory_limit` of the checkpointing. Stages may be empty.
 
     Args:
         embedding_weight: number of layers that the embedding counts as, in an even division of layers
@@ -131,16 +131,37 @@ class AutoPipeline(Options):
                 "more than hidden states crosses its edges, in messages that carry their shapes",
                 "Take exchange='channels'",
             )
-        depth = schedule.placement.depth
-        ranges = self._ranges(source.model, chain, schedule.placement)
-        stages = tuple(
-            plan_stage(source.model, chain, stage, schedule, ranges[stage % depth])
-            for stage in range(schedule.stages)
-        )
+        stages = plan_stages(source.model, chain, schedule, self._ranges(source.model, chain, schedule))
         plan = BuildPlan(schedule, proof, stages, source, chain, routed)
-        if self.axes is None or self.axes.resolved:
-            self.account(plan).recomputed()  # raises for a memory limit that is too small
+        return self._within_memory(plan) if self.axes is None or self.axes.resolved else plan
+
+    def _within_memory(self, plan: BuildPlan) -> BuildPlan:
+        """`plan`, or where its default split exceeds the memory limit, the fastest split that keeps it.
+
+        Raises ConfigError for a memory limit that is too small.
+        """
+        account = self.account(plan)
+        try:
+            account.recomputed()
+        except ConfigError:
+            limited = self._limited_split(account)
+            if limited is None:
+                raise
+            stages = plan_stages(plan.source.model, plan.chain, plan.schedule, limited)
+            plan = replace(plan, stages=stages)
+            self.account(plan).recomputed()
         return plan
+
+    def _limited_split(self, account: Account) -> list[range] | None:
+        """The default split under the memory limit. None where none keeps it, or another was asked for."""
+        how, plan = account.how, account.plan
+        if how is None or how.memory_limit is None or how.shape is None or not self._splits_by_default:
+            return None
+        try:
+            memory = account.of_layers(how.memory_limit, how.shape, recomputed=True)
+            return self._fastest(plan.source.model, plan.chain, plan.schedule, memory)
+        except (ModelError, PartitionError):
+            return None
 
     def build(self, model: ModelLike) -> Pipeline:
         """Build the pipeline of `model`. Collective under torchrun.
@@ -186,19 +207,32 @@ class AutoPipeline(Options):
         names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
         return {name: getattr(self, name) for name in names}
 
-    def _ranges(self, model: PreTrainedModel, chain: Chain, placement: Placement) -> list[range]:
+    @property
+    def _splits_by_default(self) -> bool:
+        names = ("modules_per_stage", "module_fqns_per_stage", "embedding_weight", "head_weight")
+        given = [*self._layer_options().values(), *(getattr(self, name) for name in names)]
+        return all(value is None for value in given)
+
+    def _ranges(self, model: PreTrainedModel, chain: Chain, schedule: Schedule) -> list[range]:
         """The layers of each stage."""
-        stages, described = placement.depth, self._layer_options()
+        placement = schedule.placement
         names = self.modules_per_stage or self.module_fqns_per_stage
         if names is not None:
             known = {n: any(True for _ in m.parameters()) for n, m in model.named_modules() if n}
-            return named_split(names, stages, ModuleNames.of(chain), known)
+            return named_split(names, placement.depth, ModuleNames.of(chain), known)
+        if placement.depth > 1 and self._splits_by_default:
+            return self._fastest(model, chain, schedule)
         named = {"embedding_weight": self.embedding_weight, "head_weight": self.head_weight}
         weights: dict[str, Any] = {name: weight for name, weight in named.items() if weight is not None}
-        if stages > 1 and not weights and all(value is None for value in described.values()):
-            check_enough(chain.count, stages)
-            described["balance"] = multiply_adds(model, chain, self.sequence_length)
-        return partition(chain.count, stages, **described, **weights, holders=placement.holders)
+        return partition(
+            chain.count, placement.depth, **self._layer_options(), **weights, holders=placement.holders
+        )
+
+    def _fastest(
+        self, model: PreTrainedModel, chain: Chain, schedule: Schedule, memory: Memory | None = None
+    ) -> list[range]:
+        check_enough(chain.count, schedule.placement.depth)
+        return fastest_split(multiply_adds(model, chain, self.sequence_length), schedule, memory)
 
 
 def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:

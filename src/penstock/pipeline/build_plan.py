@@ -6,7 +6,7 @@ AutoPipeline.build_plan makes it; AutoPipeline.build follows it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,7 +124,17 @@ class BuildPlan:
         return {first.get(name, name) for name in held}
 
 
-def plan_stage(
+def plan_stages(
+    model: PreTrainedModel, chain: Chain, schedule: Schedule, split: Sequence[range]
+) -> tuple[StagePlan, ...]:
+    """split: the layers of each stage of one copy of the model"""
+    depth = schedule.placement.depth
+    return tuple(
+        _plan_stage(model, chain, stage, schedule, split[stage % depth]) for stage in range(schedule.stages)
+    )
+
+
+def _plan_stage(
     model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
 ) -> StagePlan:
     depth = schedule.placement.depth
@@ -196,9 +206,14 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
 
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
-    costs = costs or multiply_adds(plan.source.model, plan.chain)
-    costs, placement = as_layer_costs(costs, plan.chain.count), plan.schedule.placement
-    split = balanced_split(
+    costs = as_layer_costs(costs or multiply_adds(plan.source.model, plan.chain), plan.chain.count)
+    return to_layout(fastest_split(costs, plan.schedule, memory))
+
+
+def fastest_split(costs: LayerCosts, schedule: Schedule, memory: Memory | None = None) -> list[range]:
+    """The split whose slowest rank costs least. Raises PartitionError where none fits into the memory."""
+    placement = schedule.placement
+    return balanced_split(
         costs.layers,
         placement.depth,
         embedding_cost=costs.embedding,
@@ -206,7 +221,6 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
         memory=memory,
         holders=placement.holders,
     )
-    return to_layout(split)
 
 
 # ---- models that the axes cannot train

@@ -268,7 +268,7 @@ class Account:
 
     # ---- for a balanced layout
 
-    def of_layers(self, limit: float, shape: tuple[int, int]) -> Memory:
+    def of_layers(self, limit: float, shape: tuple[int, int], *, recomputed: bool = False) -> Memory:
         """The memory that layers take, and the limit of each stage, for `balance`.
 
         Each stage gets an equal part of its rank's limit, and room for as many microbatches as it ever has
@@ -277,6 +277,7 @@ class Account:
         Args:
             limit: bytes of a rank
             shape: (rows, sequence) of a microbatch
+            recomputed: whether every layer's forward runs again in the backward, as `how` says
 
         Raises ModelError where the activations are unknown before a step.
         """
@@ -284,11 +285,14 @@ class Account:
         depth = schedule.placement.depth
         model, chain = plan.source.model, plan.chain
         count, edges = chain.count, HFEdges(model, chain)
+        how = self.how if recomputed else None
 
-        def held(layers: range, stage: int) -> tuple[int, int]:
+        def held(layers: range, stage: int, how: Checkpointing | None) -> tuple[int, int]:
             """Bytes of weights, and of a microbatch's activations, of one of three stages."""
             info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
             part = cut(model, chain, layers, info, values=False)
+            if how is not None:
+                install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)
             found = stage_sizes(part, info, edges, self.axes.local_shape(shape))
             if found is None:
                 raise ModelError(
@@ -299,16 +303,18 @@ class Account:
             weights, _ = self._weights(dict(part.named_parameters()), adamw)
             return weights.fixed, found.activation
 
-        layers = [held(range(layer, layer + 1), 1) for layer in range(count)]
+        layers = [held(range(layer, layer + 1), 1, how) for layer in range(count)]
+        if how is not None:  # while a layer runs again, a stage holds all that its backward needs
+            kept = (held(range(layer, layer + 1), 1, None)[1] for layer in range(count))
+            working = max((more - less for more, (_, less) in zip(kept, layers, strict=True)), default=0)
+            limit = max(limit - working, 0)
         return Memory(
             limit / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
             [weights for weights, _ in layers],
             [activations for _, activations in layers],
-            [
-                max(self._most_live[stage::depth]) for stage in range(depth)
-            ],  # the larger of a model's two copies
-            held(range(0), 0),
-            held(range(count, count), 2),
+            [max(self._most_live[stage::depth]) for stage in range(depth)],  # of two copies the larger
+            held(range(0), 0, how),
+            held(range(count, count), 2, how),
         )
 
 
