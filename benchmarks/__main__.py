@@ -10,6 +10,7 @@ import argparse
 from rich.console import Console
 
 from benchmarks import (
+    default_split,
     hooks,
     loading,
     memory,
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "hooks": hooks.measure,
     "paired": paired.measure,
     "meshes": meshes.measure,
+    "default_split": default_split.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

@@ -99,6 +99,17 @@ def test_a_shared_weight_that_was_replaced_within_a_stage_is_refused() -> None:
     assert outcome(case).startswith("ModelError: lm_head.weight of stage 0, another parameter than when")
 
 
+@pytest.mark.parametrize("edit", ["rolls", "takes_the_mean", "sums_along"])
+def test_an_edit_that_would_take_padding_for_tokens_is_refused(edit: str) -> None:
+    """0.5.0: losses and gradients were those of rows with padding in them."""
+    case = Case("llama", (edit,), "ragged", "1f1b", False, 5, shapes="padded")
+    expected = (
+        r"ModelError: (roll|mean|cumsum), in or after model\.layers\.2.*, with shapes='padded': this op"
+    )
+    assert re.match(expected, outcome(case))
+    assert outcome(case._replace(shapes="inferred")) == "exact"
+
+
 # ---- each rank in a process of its own, and other axes of the mesh
 
 

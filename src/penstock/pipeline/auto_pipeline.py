@@ -33,6 +33,7 @@ from penstock.models.weights import initial
 from penstock.models.weights.folder import MANIFEST, check_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.axes import Axes
+from penstock.parallel.context.check import check_padded
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
@@ -118,6 +119,7 @@ class AutoPipeline(Options):
         refuse_unsupported_options(source.model, own_loss=self.loss_fn is None)
         if self.padding() is not None:
             refuse_padding(source.model)
+            check_padded(source.model)
         options = self.parallel_options()
         if self.axes is not None:
             check_model(source.model, self.axes, options)

@@ -139,33 +139,14 @@ def _refuse_balance_loss(model: PreTrainedModel) -> None:
 
 
 def _try(model: PreTrainedModel) -> None:
-    """Run a copy without values, with an attention that keeps positions apart.
-
-    Raises what the first forward would, and ModelError where the rest of the forward mixes positions.
-    """
-    memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
-    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
-    memo |= {id(module): _PassesOn() for name, module in model.named_modules() if _are_experts(name, module)}
-    shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
-    for module in shadow.modules():
-        if isinstance(module, PreTrainedModel):  # the routers' loss is a mean over tokens, and summed over cp
-            module.config.get_text_config().output_router_logits = False
-    register(shadow, ContextAttention(base_of(model)))
-    part = split({"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}, 0, 1)
-    part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
-    entered = [""]
-    for name, module in shadow.named_modules():
-        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name))
-    positions = Positions()
-    positions.follow(part["input_ids"])
+    """Raise what the first forward would, and ModelError where more than attention mixes positions."""
     try:
-        with positions:
-            shadow(**part, use_cache=False)
+        _follow_positions(model)
     except PenstockError:
         raise
     except MixedPositionsError as mixed:
         raise ModelError(
-            f"{mixed.args[0]}, in or after {entered[-1] or type(model).__name__}",
+            str(mixed),
             "with cp each rank has a part of the sequence, and this op works along all of it",
             "Set cp to 1, or take out what does it (a hook or a module of your own)",
         ) from None
@@ -177,6 +158,54 @@ def _try(model: PreTrainedModel) -> None:
                 "Set cp to 1, or take it out",
             ) from error
         _log.debug("a forward of %s without values ended in %r", type(model).__name__, error)
+
+
+def check_padded(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model with edits, if more than attention mixes positions: padding is among them.
+
+    What transformers' own models do with padding is known: models.huggingface.stages.refuse_padding.
+    """
+    edit = next(_edits(model), None)
+    if edit is None:
+        return
+    remedy = "Take shapes='inferred', which pads nothing, or take it out"
+    try:
+        _follow_positions(model)
+    except MixedPositionsError as mixed:
+        rule = "this op works along the sequence, and would take padding for tokens"
+        raise ModelError(f"{mixed}, with shapes='padded'", rule, remedy) from None
+    except Exception as error:
+        rule = f"a forward without values, which would show whether padding reaches tokens, ends in {error!r}"
+        raise ModelError(f"{edit}, with shapes='padded'", rule, remedy) from error
+
+
+def _follow_positions(model: PreTrainedModel) -> None:
+    """Run a copy without values, with an attention that keeps positions apart.
+
+    Raises MixedPositionsError, with the op and the module, where the rest of the forward mixes positions, and
+    whatever a forward without values raises.
+    """
+    memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
+    memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
+    memo |= {id(module): _PassesOn(module) for name, module in model.named_modules()
+             if _are_experts(name, module)}  # fmt: skip
+    shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
+    for module in shadow.modules():
+        if isinstance(module, PreTrainedModel):  # the routers' loss is a mean over tokens, and summed over cp
+            module.config.get_text_config().output_router_logits = False
+    register(shadow, ContextAttention(base_of(model)))
+    part = split({"input_ids": torch.zeros(1, LENGTH, dtype=torch.int64)}, 0, 1)
+    part = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in part.items()}
+    entered = [""]
+    for name, module in shadow.named_modules():
+        module.register_forward_pre_hook(lambda *_, name=name: entered.append(name), prepend=True)
+    positions = Positions()
+    positions.follow(part["input_ids"])
+    try:
+        with positions:
+            shadow(**part, use_cache=False)
+    except MixedPositionsError as mixed:
+        raise MixedPositionsError(f"{mixed}, in or after {entered[-1] or type(model).__name__}") from None
 
 
 def _edits(model: nn.Module) -> Iterator[str]:
@@ -196,7 +225,13 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 
 
 class _PassesOn(nn.Module):
-    """Stands for the experts of a layer, which sort tokens and put each back in its place."""
+    """Stands for experts, which sort tokens and put each back in its place; with their hooks."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        hooks = ("_forward_hooks", "_forward_pre_hooks")
+        for name in (*hooks, *(f"{hook}_with_kwargs" for hook in hooks), "_forward_hooks_always_called"):
+            setattr(self, name, getattr(experts, name).copy())
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
