@@ -103,9 +103,7 @@ def test_a_shared_weight_that_was_replaced_within_a_stage_is_refused() -> None:
 def test_an_edit_that_would_take_padding_for_tokens_is_refused(edit: str) -> None:
     """0.5.0: losses and gradients were those of rows with padding in them."""
     case = Case("llama", (edit,), "ragged", "1f1b", False, 5, shapes="padded")
-    expected = (
-        r"ModelError: (roll|mean|cumsum), in or after model\.layers\.2.*, with shapes='padded': this op"
-    )
+    expected = r"ModelError: (roll|mean|cumsum), in or after model\.layers\.2.*, with shapes='padded'"
     assert re.match(expected, outcome(case))
     assert outcome(case._replace(shapes="inferred")) == "exact"
 
