@@ -171,7 +171,7 @@ def ranks_of(parent: int) -> dict[str, int]:
 
 def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
     """Not when the other rank has waited for as long as it may, which is past the end of this test."""
-    more = ("train.steps=100000", "train.evaluate_every=100000", "pipeline.timeout_seconds=600")
+    more = ("train.steps=2000", "train.evaluate_every=2000", "pipeline.timeout_seconds=600")
     process = start("train", config_file(tmp_path), *more)
     wait_for_rows(tmp_path, 5)
     ranks = ranks_of(process.pid)

@@ -26,11 +26,12 @@ _NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its 
 
 
 def layer_kind(layer: nn.Module) -> Hashable:
-    """Equal for layers that are built alike: that differ in their number only."""
+    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
     return tuple(
-        (name, type(part), *_settings(part), *((p.shape, p.dtype) for p in part.parameters(recurse=False)))
+        (name, type(part), *_settings(part),
+         *((p.shape, p.dtype, p.requires_grad) for p in part.parameters(recurse=False)))
         for name, part in layer.named_modules()
-    )
+    )  # fmt: skip
 
 
 def _settings(part: nn.Module) -> Iterator[Hashable]:

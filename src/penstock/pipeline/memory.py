@@ -303,11 +303,13 @@ class Account:
             weights, _ = self._weights(dict(part.named_parameters()), adamw)
             return weights.fixed, found.activation
 
-        layers = [held(range(layer, layer + 1), 1, how) for layer in range(count)]
+        kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
+        first = {kind: kinds.index(kind) for kind in kinds}
+        alike = {kind: held(range(layer, layer + 1), 1, how) for kind, layer in first.items()}
         if how is not None:  # while a layer runs again, a stage holds all that its backward needs
-            kept = (held(range(layer, layer + 1), 1, None)[1] for layer in range(count))
-            working = max((more - less for more, (_, less) in zip(kept, layers, strict=True)), default=0)
-            limit = max(limit - working, 0)
+            kept = {kind: held(range(layer, layer + 1), 1, None)[1] for kind, layer in first.items()}
+            limit = max(limit - max(kept[kind] - alike[kind][1] for kind in kinds), 0)
+        layers = [alike[kind] for kind in kinds]
         return Memory(
             limit / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
             [weights for weights, _ in layers],
