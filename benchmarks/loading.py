@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import shutil
 import tempfile
 import time
@@ -77,6 +78,17 @@ def load_spread(rank: Rank, folder: str) -> tuple[float, float, float, float]:
     return took, held("VmHWM") - before, part / MIB, largest / MIB
 
 
+def read_share(rank: Rank, folder: str) -> float:
+    """Seconds to read and to hash a part of the files, without anything else."""
+    files = sorted(Path(folder).glob("*.safetensors"))[rank.index :: rank.count]
+    dist.barrier()
+    start = time.perf_counter()
+    for file in files:
+        with file.open("rb") as opened:
+            hashlib.file_digest(opened, "sha256")
+    return time.perf_counter() - start
+
+
 def load_whole(rank: Rank, folder: str) -> tuple[float, float]:
     rank.kept.pop("model", None)
     before, start = reset_peak(), time.perf_counter()
@@ -98,12 +110,16 @@ def measure(repeats: int) -> Found:
         parts: list[list[tuple[float, float, float, float]]] = []
         shares: list[list[tuple[float, float, float, float]]] = []
         wholes, ours, theirs = [], [], []
+        written: list[float] = []
+        reads: list[float] = []
         with Pool(1, join=False) as one, Pool(RANKS) as pool:
             one.run(make, source)
             for number in range(repeats + 1):
                 spread = pool.run(load_spread, source)
                 part, whole = pool.run(load_stage, source), one.run(load_whole, source)[0]
                 saved = max(pool.run(save, "pipe", str(target)))
+                own = max(entry[0] for entry in pool.run(load_stage, str(target)))
+                read = max(pool.run(read_share, str(target)))
                 shutil.rmtree(target)
                 other = one.run(save, "model", str(target))[0]
                 shutil.rmtree(target)
@@ -112,11 +128,16 @@ def measure(repeats: int) -> Found:
                     shares.append(spread)
                     wholes.append(whole)
                     ours.append(saved)
+                    written.append(own)
+                    reads.append(read)
                     theirs.append(other)
-        return _found(parts, shares, wholes, ours, theirs)
+        return _found(parts, shares, wholes, ours, theirs, written, reads)
 
 
-def _found(parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list[float]) -> Found:
+def _found(
+    parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list[float],
+    written: list[float], reads: list[float],
+) -> Found:  # fmt: skip
     rows = []
     for rank in range(RANKS):
         of_rank = [part[rank] for part in parts]
@@ -138,6 +159,8 @@ def _found(parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list
     slowest = median(max(entry[0] for entry in part) for part in parts)
     rows += [
         Row("slowest rank", "load", slowest, "s", median(w[0] for w in wholes)),
+        Row("slowest rank", "load a folder that penstock wrote, with its files hashed", median(written), "s"),
+        Row("slowest rank", "read its share of the bytes, and hash them", median(reads), "s"),
         Row("all ranks", "save", median(ours), "s", median(theirs)),
     ]
     return Found(
@@ -151,5 +174,13 @@ def _found(parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list
             "peak: VmHWM above VmRSS before, files mapped into the process included",
             "penstock's save also hashes each file and waits until the disk has it; transformers' does not",
         ),
-        {"loads": parts, "spread loads": shares, "wholes": wholes, "saves": ours, "whole saves": theirs},
+        {
+            "loads": parts,
+            "spread loads": shares,
+            "wholes": wholes,
+            "saves": ours,
+            "whole saves": theirs,
+            "loads of our own": written,
+            "reads": reads,
+        },
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.loss import NextToken
-from penstock.errors import BatchError, CheckpointError
+from penstock.errors import BatchError, CheckpointError, RunError
+from penstock.models.weights import folder
 from penstock.pipeline.compare import whole_backward
 from support import jobs
 from support.families import pipeline, ragged_batch, tiny_config, tiny_model
@@ -59,6 +62,35 @@ def test_a_saved_folder_that_was_altered_is_refused(tmp_path: Path) -> None:
     shard.write_bytes(content)
     with pytest.raises(CheckpointError, match="its contents differ from what was written"):
         AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "model")
+
+
+def hashed(path: Path) -> tuple[list[str], str]:
+    """The files whose contents this rank checks as it builds, and its error."""
+    names: list[str] = []
+    digest = folder._sha256
+
+    def noted(file: Path) -> str:
+        names.append(file.name)
+        return digest(file)
+
+    with patch.object(folder, "_sha256", noted):
+        try:
+            AutoPipeline(ranks=2, microbatches=2, timeout=30).build(path).close()
+        except (CheckpointError, RunError) as error:
+            return names, str(error)
+    return names, ""
+
+
+def test_each_file_is_hashed_by_one_rank(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0: every rank read the whole model to hash it. What one finds wrong ends all."""
+    path = tmp_path / "model"
+    AutoPipeline(ranks=2, microbatches=2).build(tiny_config("llama")).save_pretrained(path)
+    listed = json.loads((path / folder.MANIFEST).read_text())["files"]
+    (first, none), (second, other) = pool.run(2, hashed, path)
+    assert (sorted(first + second), none, other) == (sorted(listed), "", "")
+    (path / "config.json").write_text((path / "config.json").read_text().replace("silu", "gelu", 1))
+    found = [error for _, error in pool.run(2, hashed, path)]
+    assert all("its contents differ from what was written" in error for error in found), found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

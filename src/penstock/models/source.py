@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 
 from penstock.errors import CheckpointError, ModelError
 from penstock.models.weights.files import weight_files
+from penstock.models.weights.folder import MANIFEST, check_lengths
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
@@ -36,11 +37,13 @@ class Source:
     model: the whole model, on the meta device unless the caller passed one with values
     files: with its weights; none where they are in `model`, or are to be initialised
     other_files: further files of its folder that belong to the model, by their names there
+    written: its folder, if penstock wrote it: a manifest says what is in each file
     """
 
     model: PreTrainedModel
     files: tuple[Path, ...] = ()
     other_files: Mapping[str, Path] = field(default_factory=dict)
+    written: Path | None = None
 
     def read_other_files(self) -> dict[str, bytes]:
         """Read them now: the folder may be gone when the model is saved. Raises CheckpointError."""
@@ -55,7 +58,7 @@ class Source:
 
 
 def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
-    """Find the model without reading any weight.
+    """Find the model without reading any weight. Of a folder that penstock wrote it checks the lengths.
 
     model: a transformers model, which already has this dtype and attention; a config, or a local folder
     dtype, attention: None takes the config's
@@ -66,9 +69,13 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
         return Source(model)
     files: tuple[Path, ...] = ()
     others: dict[str, Path] = {}
+    written: Path | None = None
     config = model
     if isinstance(model, str | Path):
         folder = Path(model).absolute()
+        if (folder / MANIFEST).is_file():
+            check_lengths(folder)
+            written = folder
         if folder.is_dir():
             files, others = tuple(weight_files(folder)), other_files(folder)
         config = config_of(Path(model))
@@ -100,7 +107,7 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
             "from a config or a folder, weights are made anew as their values come, and hooks stay behind",
             "Give the model object, whose hooks are copied",
         )
-    return Source(built, files, others)
+    return Source(built, files, others, written)
 
 
 def _check_causal(model: PreTrainedModel) -> None:

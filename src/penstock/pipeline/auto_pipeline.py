@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
-from penstock.models.weights.folder import MANIFEST, check_folder
+from penstock.models.weights.folder import check_folder_together
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.check import check_padded
@@ -113,8 +112,6 @@ class AutoPipeline(Options):
             parse_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
         proof = verify(schedule)
-        if isinstance(model, str | Path) and (Path(model) / MANIFEST).is_file():
-            check_folder(model)  # penstock wrote it: without this an altered file would load silently
         source = open_source(model, self.dtype, self.attention)
         refuse_unsupported_options(source.model, own_loss=self.loss_fn is None)
         if self.padding() is not None:
@@ -263,6 +260,8 @@ class _Build:
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
         on_mesh = mesh_plan is not None
         everyone = AllProcesses(auto.timeout, world.device) if on_mesh else world.processes
+        if source.written is not None:  # or an altered file would load silently; each is read once a job
+            check_folder_together(source.written, everyone)
         self._compare_values(everyone)
         with shared_errors(everyone):  # of one stage, which only its ranks make
             return self._built()

@@ -66,10 +66,13 @@ def check_folder(path: str | Path) -> None:
 
     Other files may lie there.
     """
-    path = Path(path)
-    files = _read_manifest(path)
-    _check_files(path, files, hashed=False)  # all lengths first: that takes no time
-    _check_files(path, files)
+    check_lengths(Path(path))  # of all first: that takes no time
+    _check_files(Path(path), _read_manifest(Path(path)))
+
+
+def check_lengths(path: Path) -> None:
+    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none."""
+    _check_files(path, _read_manifest(path), hashed=False)
 
 
 def check_folder_together(path: Path, processes: Processes) -> None:
@@ -78,7 +81,7 @@ def check_folder_together(path: Path, processes: Processes) -> None:
     def check() -> None:
         files = _read_manifest(path)
         if processes.index == 0:
-            _check_files(path, files, hashed=False)
+            check_lengths(path)
         mine = sorted(files)[processes.index :: processes.count]
         _check_files(path, {name: files[name] for name in mine})
 
@@ -110,9 +113,9 @@ def remove_folder(path: Path) -> None:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether `path` holds every file of its manifest at its length. Reads none."""
+    """Whether `check_lengths` finds nothing."""
     try:
-        _check_files(path, _read_manifest(path), hashed=False)
+        check_lengths(path)
     except CheckpointError:
         return False
     return True
