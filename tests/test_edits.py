@@ -99,6 +99,13 @@ def test_a_shared_weight_that_was_replaced_within_a_stage_is_refused() -> None:
     assert outcome(case).startswith("ModelError: lm_head.weight of stage 0, another parameter than when")
 
 
+@pytest.mark.parametrize("after", [None, "all trained"])
+def test_a_gradient_hook_of_a_weight_that_was_frozen_later_is_kept(after: str | None) -> None:
+    """0.5.0 dropped it. Then torch's RuntimeError: it registers no hook on a frozen weight."""
+    edits = ("gradient_hook", "frozen")
+    assert outcome(Case("gpt_neox", edits, "plain", "1f1b", False, 830, after=after)) == "exact"
+
+
 @pytest.mark.parametrize("edit", ["rolls", "takes_the_mean", "sums_along"])
 def test_an_edit_that_would_take_padding_for_tokens_is_refused(edit: str) -> None:
     """0.5.0: losses and gradients were those of rows with padding in them."""

@@ -55,9 +55,12 @@ def copy_gradient_hooks(stage: nn.Module, given: nn.Module, memo: dict[int, Any]
         hooks = getattr(parameter, "_backward_hooks", None)
         if not hooks or name not in held or id(held[name]) in carried:
             continue
-        carried.add(id(held[name]))
+        copied = held[name]
+        carried.add(id(copied))
+        copied.requires_grad_()  # a frozen one takes no hook, and keeps those that it has
         for hook in hooks.values():
-            held[name].register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+            copied.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+        copied.requires_grad_(parameter.requires_grad)
 
 
 def refuse_references(stage: nn.Module, given: nn.Module) -> None:
