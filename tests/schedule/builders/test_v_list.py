@@ -59,5 +59,18 @@ def test_a_patient_rank_waits_for_an_input_rather_than_begin_a_weight_gradient()
     assert patient[3:6] == [(2, 0), (1, 1), (2, 1)]
 
 
+@pytest.mark.parametrize(
+    ("of_rank_0", "waits"), [((0.4, 0.4), False), ((0.6, 0.4), False), ((0.4, 0.6), True), ((0.6, 0.6), True)]
+)
+def test_a_rank_has_another_patience_once_all_microbatches_have_entered(
+    of_rank_0: tuple[float, float], waits: bool
+) -> None:
+    """As above; both microbatches have entered rank 0 by then."""
+    work = Work.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
+    orders = in_order([[0, 0, 1, 2, 1, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]])
+    program = run(work, [4, 4], orders, [of_rank_0, (0.0, 0.0)]).programs[0]
+    assert program[4] == ((1, 1) if waits else (4, 0))
+
+
 def test_the_interval_is_the_work_of_the_busiest_rank() -> None:
     assert Work.of(2, 3, Costs(1, 2, [0, 0, 0, 4])).interval == 2 * (1 + 2) + 4

@@ -8,7 +8,8 @@ A microbatch crosses the V four times and so meets each rank four times. Each cr
     leg 3  I on stage r           rank P-1 -> 0
 
 A rank whose rule waits fills the idle time with a W; where its memory is full, a W frees some. So a rule for
-the legs and a limit of live activations make a whole program, for any costs. `form` tries many rules.
+the legs and a limit of live activations make a whole program, for any costs. `form` tries many rules, and
+then how long each rank waits for an input before it begins a W.
 """
 
 from __future__ import annotations
@@ -167,12 +168,17 @@ class Run:
     programs: list[Slots]
 
 
-def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | None = 0.0) -> Run:
+# of each rank, until the last microbatch has entered it and after that: a W of length w gives way to an input
+# that is expected within ``patience * w``
+Patience = Sequence[tuple[float, float]]
+
+
+def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | Patience | None = 0.0) -> Run:
     """Let every rank follow `rule`; rank r never holds more than limits[r] live activations.
 
-    patience: a W of length w gives way to an input that is expected within ``patience * w``; None: the rule
-        places every W itself
+    patience: one number counts for all ranks, and throughout; None: the rule places every W itself
     """
+    by_rank = [(patience, patience)] * work.ranks if isinstance(patience, int | float) else patience
     ranks = [Rank(number, limit) for number, limit in enumerate(limits)]
     ranks[0].arrivals[0] = [0.0] * work.microbatches
     events = [(0.0, number) for number in range(work.ranks)]
@@ -184,10 +190,11 @@ def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | None = 
             continue
         slot, expected = rule(rank, time)
         if slot == WAIT:
-            if patience is None or not rank.deferred:
+            if by_rank is None or not rank.deferred:
                 continue
             slot, microbatch = rank.deferred[0]
-            if expected - time < patience * work.takes[number][slot][microbatch]:
+            shortest = by_rank[number][rank.reached[0] == work.microbatches]
+            if expected - time < shortest * work.takes[number][slot][microbatch]:
                 continue
         _begin(work, ranks, rank, slot, time, events)
         left -= 1
@@ -246,7 +253,8 @@ def _stages(ranks: int, rank: int) -> tuple[int, ...]:
 # ---- The best of many rules for given costs
 
 
-_BUDGET = 250_000  # ops that may be simulated: half a second
+_BUDGET = 250_000  # ops that may be simulated, twice: a second
+_WALK = 100  # steps of the walk over the patience of each rank
 
 
 class Shape(NamedTuple):
@@ -301,17 +309,38 @@ def form(
         tried = islice([usual, *_candidates(limits, chosen)], affordable)
         best = min(tried, key=lambda candidate: candidate(sample).makespan)
         chosen = min(as_usual, best(work), key=lambda found: found.makespan)
+        refined = _refined(chosen, limits, sample, min(affordable, _WALK))(work)
+        chosen = min(chosen, refined, key=lambda found: found.makespan)
     return schedule(name, unit, chosen.programs)
+
+
+def _legs_in_order(usual: Run, limits: Sequence[int], patience: float | Patience, work: Work) -> Run:
+    """The order of the legs in `usual`, with W placed anew."""
+    legs = [[slot for slot, i in slots if slot < 4 and i < work.microbatches] for slots in usual.programs]
+    return run(work, limits, in_order(legs), patience)
+
+
+# few pairs that differ much: where W runs early or late decides what is left to fill the drain with
+_PAIRS = ((0.5, 0.1), (1.0, 0.1), (0.1, 1.0), (0.25, 0.0), (0.1, 0.1))
+
+
+def _refined(usual: Run, limits: Sequence[int], sample: Work, tries: int) -> Callable[[Work], Run]:
+    """The order of the legs in `usual`, with a patience of each rank's own: the best of a random walk."""
+    draw, patience = random.Random(0), [(0.5, 0.5)] * sample.ranks
+    best = _legs_in_order(usual, limits, patience, sample).makespan
+    for _ in range(tries):
+        changed = patience.copy()
+        changed[draw.randrange(sample.ranks)] = draw.choice(_PAIRS)
+        makespan = _legs_in_order(usual, limits, changed, sample).makespan
+        if makespan <= best:
+            best, patience = makespan, changed
+    return partial(_legs_in_order, usual, limits, patience)
 
 
 def _candidates(limits: Sequence[int], usual: Run) -> Iterator[Callable[[Work], Run]]:
     """The usual order of the legs with W placed for the costs; then blocks, in a fixed random order."""
 
-    def legs_in_order(work: Work, patience: float) -> Run:
-        legs = [[slot for slot, i in slots if slot < 4 and i < work.microbatches] for slots in usual.programs]
-        return run(work, limits, in_order(legs), patience)
-
     for patience in (0.0, 0.5, 1.0):
-        yield partial(legs_in_order, patience=patience)
+        yield partial(_legs_in_order, usual, limits, patience)
     for shape in random.Random(0).sample(_SHAPES, len(_SHAPES)):
         yield partial(shape.run, limits=limits)
