@@ -152,8 +152,7 @@ def test_a_memory_limit_counts_shards() -> None:
         assert limited.account(limited.build_plan(model)).recomputed() == frozenset()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("how", [None, Checkpointing(every=2)])
+@pytest.mark.parametrize(("family", "how"), [("llama", Checkpointing(every=2)), ("gemma2", None)])
 def test_stages_that_are_alike_are_traced_once_and_hold_as_much(
     monkeypatch: pytest.MonkeyPatch, family: str, how: Checkpointing | None
 ) -> None:

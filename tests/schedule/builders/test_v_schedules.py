@@ -90,7 +90,9 @@ def test_it_gains_where_the_lengths_differ(build: Builder, costs: Costs) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("microbatches", "paper"), [(48, 0.0697), (64, 0.0533)])
+@pytest.mark.parametrize(
+    ("microbatches", "paper"), [(48, 0.0697), pytest.param(64, 0.0533, marks=pytest.mark.sweep)]
+)
 def test_zb_v_at_the_paper_s_costs(microbatches: int, paper: float) -> None:
     """Milliseconds of a 14.6B model on 16 ranks, two chunks each. 0.5.0: .0017 and .0013 over the paper."""
     costs = Costs(forward=11.347 / 2, input_grad=11.248 / 2, weight_grad=8.132 / 2, communication=0.377)
