@@ -29,7 +29,7 @@ def layer_kind(layer: nn.Module) -> Hashable:
     """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
     return tuple(
         (name, type(part), *_settings(part),
-         *((p.shape, p.dtype, p.requires_grad) for p in part.parameters(recurse=False)))
+         *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
         for name, part in layer.named_modules()
     )  # fmt: skip
 

@@ -43,9 +43,15 @@ def copy_gradient_hooks(stage: nn.Module, given: nn.Module, memo: dict[int, Any]
 
     Raises ModelError for a hook that runs after a gradient is accumulated.
     """
-    held = dict(stage.named_parameters(remove_duplicate=False))
+    hooked = [
+        (name, parameter)
+        for name, parameter in given.named_parameters(remove_duplicate=False)
+        if getattr(parameter, "_backward_hooks", None)
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    held = dict(stage.named_parameters(remove_duplicate=False)) if hooked else {}
     carried: set[int] = set()  # copies that have the hooks already
-    for name, parameter in given.named_parameters(remove_duplicate=False):
+    for name, parameter in hooked:
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ModelError(
                 f"{name}, with a hook that runs after its gradient is accumulated",
@@ -70,20 +76,24 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
         stage: the copy that is to be trained
         given: the caller's whole model
     """
+    reaching = [
+        (where, holder, found) for where, holder, value in _hung_on(stage) for found in reached(value)
+    ]
+    if not reaching:
+        return
     outside = {id(module): name or "the model" for name, module in given.named_modules()}
     outside |= {id(p): name for name, p in given.named_parameters(remove_duplicate=False)}
     outside |= {id(b): name for name, b in given.named_buffers(remove_duplicate=False)}
     held = {id(module) for module in stage.modules()}
     held |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-    for where, holder, value in _hung_on(stage):
-        for found in reached(value):
-            if words := _why_not(found, holder, held, outside):
-                raise ModelError(
-                    f"{where}, which uses {words}",
-                    "a stage computes with a copy of its layers, and a function keeps what it was made with",
-                    "Let it take what it needs from its module argument, as a method or a submodule of that "
-                    "module; or put it on the modules of the built pipeline (pipe.modules, parallelize_fn)",
-                )
+    for where, holder, found in reaching:
+        if words := _why_not(found, holder, held, outside):
+            raise ModelError(
+                f"{where}, which uses {words}",
+                "a stage computes with a copy of its layers, and a function keeps what it was made with",
+                "Let it take what it needs from its module argument, as a method or a submodule of that "
+                "module; or put it on the modules of the built pipeline (pipe.modules, parallelize_fn)",
+            )
 
 
 def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -127,14 +137,16 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         for attribute, value in vars(module).items():
             if attribute in _TABLES or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
                 continue
-            for each in value.values() if attribute.endswith("_hooks") and value else (value,):
+            if isinstance(value, dict | set) and not value:
+                continue
+            for each in value.values() if attribute.endswith("_hooks") else (value,):
                 what = f"a hook of {shown}" if attribute.endswith("_hooks") else f"{shown}.{attribute}"
                 own = isinstance(each, types.MethodType) and each.__self__ is module
                 yield what, module, each.__func__ if own else each
         if type(module) not in classes:
             classes.add(type(module))
             yield f"the forward of {type(module).__name__}", module, type(module).forward
-        for own, parameter in module.named_parameters(recurse=False):
+        for own, parameter in module._parameters.items():
             for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
                 yield f"a gradient hook of {shown}.{own}", module, hook
 
