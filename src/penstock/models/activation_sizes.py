@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from penstock.models.tracing.meta import shadow
 from penstock.runtime.memory import Measured, Sizes, footprint
 from penstock.runtime.stage import Stage
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
 
 
@@ -36,8 +38,13 @@ def layer_kind(layer: nn.Module) -> Hashable:
 
 def _settings(part: nn.Module) -> Iterator[Hashable]:
     for name, value in vars(part).items():
-        if isinstance(value, bool | int | float | str | None) and not _NUMBER.search(name):
+        if type(value) in _PLAIN and not _is_number(name):
             yield name, value
+
+
+@cache
+def _is_number(name: str) -> bool:
+    return _NUMBER.search(name) is not None
 
 
 class _Fused(TorchFunctionMode):

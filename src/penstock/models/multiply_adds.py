@@ -7,7 +7,7 @@ what grows with the length of a row, and what with its square, follows for any l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -66,12 +66,13 @@ def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
     layers = model.get_submodule(chain.layers).children()
     shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
     config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
-    kind = (chain.layers, config, attention, shapes, *map(layer_kind, layers))
+    kinds = [layer_kind(layer) for layer in layers]
+    kind = (chain.layers, config, attention, shapes, *kinds)
     if kind not in _known:
         if len(_known) >= _REMEMBERED:
             _known.pop(next(iter(_known)))
         try:
-            rows = [_counted(model, chain, tokens) for tokens in (_SHORT, 2 * _SHORT)]
+            rows = [_counted(model, chain, kinds, tokens) for tokens in (_SHORT, 2 * _SHORT)]
             _known[kind] = [*zip(*rows, strict=True)]
         except Exception:  # whatever a forward that looks at values raises
             _known[kind] = []
@@ -98,10 +99,12 @@ def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
     return [*(count([layer]) for layer in layers), *map(count, ends)]
 
 
-def _counted(model: PreTrainedModel, chain: Chain, tokens: int) -> list[int]:
-    """Multiply-adds of each layer, before the layers and after them, for a row of `tokens`."""
+def _counted(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], tokens: int) -> list[int]:
+    """Multiply-adds of each layer, before the layers and after them, for a row of `tokens`.
+
+    kinds: of the layers
+    """
     layers = [*model.get_submodule(chain.layers).children()]
-    kinds = [layer_kind(layer) for layer in layers]
     first = {kind: kinds.index(kind) for kind in kinds}
     alike = {id(layer): Identity(layer, chain.output_form)
              for index, layer in enumerate(layers) if index != first[kinds[index]]}  # fmt: skip
