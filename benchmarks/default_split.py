@@ -46,8 +46,8 @@ CONFIGS: dict[str, tuple[str, int, int, int, int, int, int, dict[str, Any]]] = {
 }
 RUN_RANKS, RUN_MICROBATCHES, ROWS, RUN_SEQUENCE = 2, 8, 8, 128
 RUN = {
-    "a head of 2.4 layers": ("qwen3", 256, 8, 768, 4, 2, 8192, {"head_dim": 64}),
-    "a head of 6.1 layers": ("llama", 256, 8, 768, 4, 4, 24_576, {}),
+    "Qwen3, vocabulary of 8,192": ("qwen3", 256, 8, 768, 4, 2, 8192, {"head_dim": 64}),
+    "Llama, vocabulary of 24,576": ("llama", 256, 8, 768, 4, 4, 24_576, {}),
 }
 
 
