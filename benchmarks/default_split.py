@@ -1,7 +1,7 @@
-"""How good the split is that a user gets without asking, beside the best of all splits.
+"""How good the split is that a user gets without asking, against the best of all splits.
 
 Simulated: ten public configs by their multiply-adds, on four ranks under 1F1B. Every split into runs of
-layers is tried but those whose slowest rank alone takes longer than the best step so far. Beside it what
+layers is tried but those whose slowest rank alone takes longer than the best step so far. And what
 0.5.0 chose, which counted embedding and head as a layer each.
 
 Run: two models that compute, on two ranks; every split is built and timed, in turn.
@@ -176,4 +176,4 @@ def measure(repeats: int) -> Found:
         f"forward and backward; the median of {repeats} for each split, in turn; the best is the best of "
         "these medians, and so has the noise of the machine in its favour",
     ]
-    return Found("default_split", "The default split beside the best of all splits", rows, notes, raw)
+    return Found("default_split", "The default split against the best of all splits", rows, notes, raw)

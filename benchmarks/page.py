@@ -21,7 +21,7 @@ PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 MOST_ROWS = 25  # of a table that stands open
 
 ABOUT = {
-    "default_split": "The split of layers over stages that a user gets without asking, beside the best of "
+    "default_split": "The split of layers over stages that a user gets without asking, against the best of "
     "all splits: by simulation for public configs, and run for two models.",
     "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
     "stages. This benchmark compares its step with the step of a stage that is written by hand.",

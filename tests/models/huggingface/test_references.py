@@ -65,6 +65,13 @@ def test_a_gradient_hook_is_carried_over() -> None:
     assert not gradient[:-8].any()
 
 
+def test_a_list_that_is_named_as_hooks_are_is_no_table_of_hooks() -> None:
+    """It ended in AttributeError: 'list' object has no attribute 'values'."""
+    model = tiny_model("llama")
+    vars(model)["my_hooks"] = [len]
+    AutoPipeline(ranks=2, microbatches=2).build(model)
+
+
 class Holder:
     def __init__(self, module: nn.Module) -> None:
         self.module = module

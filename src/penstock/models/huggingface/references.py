@@ -139,8 +139,9 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 continue
             if isinstance(value, dict | set) and not value:
                 continue
-            for each in value.values() if attribute.endswith("_hooks") else (value,):
-                what = f"a hook of {shown}" if attribute.endswith("_hooks") else f"{shown}.{attribute}"
+            hooks = isinstance(value, dict) and attribute.endswith("_hooks")
+            for each in value.values() if hooks else (value,):
+                what = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
                 own = isinstance(each, types.MethodType) and each.__self__ is module
                 yield what, module, each.__func__ if own else each
         if type(module) not in classes:

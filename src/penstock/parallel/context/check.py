@@ -217,7 +217,7 @@ def _edits(model: nn.Module) -> Iterator[str]:
         elif "forward" in held:
             yield f"the replaced forward of {name or type(model).__name__}"
         elif type(module).__module__.partition(".")[0] not in ("torch", "transformers"):
-            yield f"{name}, a {type(module).__name__}"
+            yield f"{name or 'the model'}, a {type(module).__name__}"
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:
