@@ -100,17 +100,21 @@ def test_what_is_foreseen_is_drawn() -> None:
 def test_contents_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU is waited for at each look."""
     looks = []
-    plain = torch.Tensor.tolist
+    plain = torch.Tensor.cpu
 
-    def look(tensor: Tensor) -> Any:
+    def look(tensor: Tensor) -> Tensor:
         looks.append(tensor)
         return plain(tensor)
 
-    monkeypatch.setattr(torch.Tensor, "tolist", look)
     given = [{"x": torch.tensor([content]), "y": torch.ones(2)} for content in range(4)]
     rng = StageRNG(0, torch.device("cpu"), [])
     with seeded_step([rng], 5, given, given):
-        assert len(set(rng.seeds.values())) == len(given)
+        expected = list(rng.seeds.values())
+    assert len(set(expected)) == len(given)
+    monkeypatch.setattr(torch.Tensor, "cpu", look)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
+    with seeded_step([rng], 5, given, given):
+        assert list(rng.seeds.values()) == expected
     assert len(looks) == 1
 
 

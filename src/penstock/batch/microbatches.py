@@ -246,27 +246,28 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 _SAMPLED = 1 << 16
-_MIX = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, so that no bit is lost
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """The `checksum` of each. Waits for a GPU once."""
-    found = [checksum(tensor) for tensor in tensors]
-    if len({each.device for each in found}) > 1:
-        found = [each.cpu() for each in found]
-    return torch.stack(found).tolist() if found else []
+    sampled = [_sampled(tensor) for tensor in tensors]
+    if not all(each.is_cpu for each in sampled):
+        first = next(each.device for each in sampled if not each.is_cpu)
+        joined = torch.cat([each.to(first) for each in sampled]).cpu()
+        sampled = list(torch.split(joined, [len(each) for each in sampled]))
+    return [zlib.crc32(each.numpy().data) for each in sampled]
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """An int64 sum over each entry's bits and position: the same on any device, in any order of summation.
+def checksum(tensor: Tensor) -> int:
+    """A sum over the entries' bits and positions, from 0 to 2 ** 32 - 1: the same on any device.
 
     Of a large tensor every n-th entry counts, so that a step does not begin with a pass over its data.
     """
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.contiguous().view(-1)
-    step = -(-flat.numel() // _SAMPLED) or 1
-    bits = flat.view(_SAME_SIZE[tensor.element_size()])[::step].long()
-    mixed = bits * _MIX[0] + torch.arange(len(bits), device=bits.device) * _MIX[1]
-    return ((mixed ^ (mixed >> 32)) * _MIX[2]).sum()
+    return checksums([tensor])[0]
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """The bytes of up to `_SAMPLED` entries."""
+    flat = tensor.detach().contiguous().view(-1)
+    step = -(-flat.numel() // _SAMPLED)
+    return (flat[::step].contiguous() if step > 1 else flat).view(torch.uint8)

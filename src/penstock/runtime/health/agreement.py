@@ -169,7 +169,7 @@ def compare_values(
         shared: the names that occur in several parts: a tied weight, or all where there are two copies of
             the model.
     """
-    sums = {name: f"{int(checksum(value.detach())) % (1 << 64):016x}" for name, value in values.items()}
+    sums = {name: f"{checksum(value):08x}" for name, value in values.items()}
     in_parts = {name: sums[name] for name in sorted(sums.keys() & set(shared))}
     gathered = processes.gather([part, digest(json.dumps(sorted(sums.items()))), in_parts])
     found: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}
