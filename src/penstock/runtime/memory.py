@@ -6,6 +6,7 @@ pays a few additions. Weights, gradients, and what an op needs only while it run
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ Place = tuple[int, int]  # stage and microbatch
 Storages = Callable[[], Iterable[UntypedStorage]]
 
 _BLOCK = 512  # bytes, to which the allocator of a GPU rounds
+_GLOO_FREES = 0.005  # seconds after which a thread of gloo holds a collective's tensors no more
 
 
 class Footprint(NamedTuple):
@@ -128,9 +130,12 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nbytes = self.own_bytes = 0
         self._others = others
         self._known: dict[int, int] = {}  # by address, as long as the storage lives
+        self._communicated = False
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        if self._communicated:
+            time.sleep(_GLOO_FREES)
         self.own_bytes = self.nbytes - sum(self._known.get(s._cdata, 0) for s in self._others())
         self._others = tuple
 
@@ -143,6 +148,7 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         before = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self._communicated |= getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and _address(leaf) not in before:
