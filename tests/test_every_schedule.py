@@ -250,7 +250,7 @@ def test_packed_documents_are_refused_where_they_would_meet(family: str) -> None
     for ranks, turn in ((2, number % 2 == 0), (4, number % 2 == 1))
     for counts in ((2 * ranks,), (2, 8 if ranks == 2 else 4))
 ])  # fmt: skip
-def test_gloo(pool: Pool, form: str, ranks: int, microbatches: tuple[int, ...]) -> None:
+def test_over_processes(pool: Pool, form: str, ranks: int, microbatches: tuple[int, ...]) -> None:
     # on two ranks each searches by itself, and must find the same schedule
     cases = [(FORMS[form] if ranks == 2 else built(form, ranks, count), count) for count in microbatches]
     layers = max(built(form, ranks, 2).placement.depth, 2 * ranks)

@@ -74,7 +74,7 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
 @pytest.mark.parametrize(
     ("turn", "ranks", "shapes"), [(0, 2, "exchanged"), (1, 2, "buckets"), (2, 4, "inferred")]
 )
-def test_gloo(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
+def test_over_processes(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
     """Each schedule meets each kind of batch and each way to learn shapes once; the sweep has the product."""
     forms = [FORMS[form] for form in ("1f1b", "interleaved_zero_bubble", "zb_v", "dualpipe")]
     pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 2 * ranks, turn)
@@ -83,6 +83,6 @@ def test_gloo(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gloo_everything(pool: Pool, ranks: int, shapes: str) -> None:
+def test_everything_over_processes(pool: Pool, ranks: int, shapes: str) -> None:
     forms = [FORMS[form] for form in FORMS if "searched" not in form]
     pool.run(ranks, jobs.any_shape, ranks, forms, SHAPES[shapes], 4 * ranks)

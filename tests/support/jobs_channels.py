@@ -64,6 +64,27 @@ class Stepped(NamedTuple):
     timeline: Timeline
 
 
+def pipeline(
+    schedule: ScheduleLike = "1f1b",
+    ranks: int = -1,
+    microbatches: int = 4,
+    *,
+    dtype: torch.dtype = torch.float64,
+    last: str = "tanh",
+    seconds: float = 0.0,
+    **options: Any,
+) -> Pipeline:
+    return Pipeline.from_provider(
+        lambda info: Part(info.stage, dtype, last, seconds),
+        schedule=schedule,
+        ranks=ranks,
+        microbatches=microbatches,
+        loss_fn=mean_square,
+        timeout=30,
+        **options,
+    )
+
+
 def step(
     schedule: ScheduleLike,
     ranks: int,
@@ -76,15 +97,7 @@ def step(
     **options: Any,
 ) -> Stepped:
     """What the last of `steps` gave on this rank, or on all where they are in one process."""
-    pipe = Pipeline.from_provider(
-        lambda info: Part(info.stage, dtype, last, seconds),
-        schedule=schedule,
-        ranks=ranks,
-        microbatches=microbatches,
-        loss_fn=mean_square,
-        timeout=30,
-        **options,
-    )
+    pipe = pipeline(schedule, ranks, microbatches, dtype=dtype, last=last, seconds=seconds, **options)
     for _ in range(steps):
         for parameter in pipe.parameters():
             parameter.grad = None
@@ -108,10 +121,10 @@ def assert_exact(found: Stepped, depth: int, microbatches: int, last: str = "tan
             assert (gradient - parameter.grad).abs().max() < 1e-10 * parameter.grad.abs().max(), stage
 
 
-def compare(ranks: int, cases: Sequence[Case], exchange: str) -> None:
+def compare(ranks: int, cases: Sequence[Case], options: dict[str, Any]) -> None:
     """Two steps of each case are exact."""
     for schedule, depth, microbatches in cases:
-        assert_exact(step(schedule, ranks, microbatches, steps=2, exchange=exchange), depth, microbatches)
+        assert_exact(step(schedule, ranks, microbatches, steps=2, **options), depth, microbatches)
 
 
 def step_with(options: dict[str, Any]) -> Stepped:
@@ -212,7 +225,7 @@ def slow_sends(last: str, microbatches: int, seconds: float) -> Slow:
         patch.setattr(channels, "open_p2p_groups", slow_groups)
         patch.setattr(channels.Channels, "free", noted_free)
         patch.setattr(channels.Channels, "send", noted_send)
-        found = step("gpipe", 2, microbatches, last=last, steps=2)
+        found = step("gpipe", 2, microbatches, last=last, steps=2, transport="gloo")
     assert_exact(found, 2, microbatches, last)
     died = sum(slow.died for slow in sends)
     return Slow(len(sends), died, sum(early), only_sent, found.buffers)
@@ -247,5 +260,5 @@ def in_rings(ranks: int, cases: Sequence[Case]) -> int:
     RINGS.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "ring_exchange", ring_exchange, raising=False)
-        compare(ranks, cases, "batched")
+        compare(ranks, cases, {"exchange": "batched"})
     return sum(RINGS)

@@ -163,6 +163,8 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     with close_on_error(transport):
         if not options.takes_all:
             shake_hands(transport, common)
+        if device.type == "cpu" and options.transport is None:
+            transport.share_memory()
         transport.open(schedule, options.wire, batched=options.batched, network=options.network)
         offset = clock_offset(transport)
         reductions = Reductions()

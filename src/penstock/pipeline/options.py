@@ -52,7 +52,8 @@ class Options:
         mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
         device: None takes the GPU of this process, or the CPU
         timeout: seconds that a rank waits for another before it gives up
-        transport: "nccl", "gloo", "local", or None for the one that fits
+        transport: "nccl", "gloo", "local", or None for the one that fits: NCCL between GPUs, shared memory
+            between CPUs of one host where it is Linux on x86-64, else gloo
         exchange: "channels", or "batched" (penstock.parallel.world.WorldOptions)
         wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
             the model's changes the gradients.

@@ -28,13 +28,16 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
     ]
 
 
+@pytest.mark.parametrize(
+    "options", [{"exchange": "batched"}, {"transport": "gloo"}, {}], ids=["batched", "gloo", "shared memory"]
+)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_every_schedule_over_gloo(pool: Pool, ranks: int) -> None:
-    pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), "batched")
+def test_every_schedule_between_processes(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
+    pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), options)
 
 
 def test_schedules_in_one_process() -> None:
-    jobs.compare(3, cases(3, 4)[::3], "batched")
+    jobs.compare(3, cases(3, 4)[::3], {"exchange": "batched"})
 
 
 @pytest.mark.parametrize(

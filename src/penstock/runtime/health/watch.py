@@ -130,6 +130,7 @@ class Watch:
     def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
         self._notes, self._rank, self._ranks, self.timeout = FailureNotes(store, rank), rank, ranks, timeout
         self._mesh_notes: FailureNotes | None = None  # by process, of all pipelines of the mesh
+        self.gives_up: Callable[[], object] = lambda: None  # called once this rank has left its notes
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
@@ -175,6 +176,7 @@ class Watch:
         self._notes.fail(self._rank, reason)
         self._fail_mesh(reason, "failed")
         self._freeze()
+        self.gives_up()
 
     def _fail_mesh(self, reason: str, end: End) -> None:
         if self._mesh_notes is not None:
@@ -190,9 +192,10 @@ class Watch:
         notes = filter(None, (self._notes, self._mesh_notes))
         # a rank may have failed while its process lives on: then waits time out too
         failed = any(each.first_failure("failed") is not None for each in notes)
-        if "timed out" in str(cause).lower() and not failed:
-            return self._stalled(waiting)
-        return self._lost(waiting)
+        late = "timed out" in str(cause).lower() and not failed
+        error = self._stalled(waiting) if late else self._lost(waiting)
+        self.gives_up()
+        return error
 
     def _stalled(self, waiting: Waiting) -> StalledPeerError:
         blamed, chain = self._follow(waiting.peer)

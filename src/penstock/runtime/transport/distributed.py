@@ -24,8 +24,11 @@ from penstock.runtime.recorder import Progress
 from penstock.runtime.transport.calls import call_number, different_calls, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import GroupProcesses, Groups, Processes, gather
+from penstock.runtime.transport.groups import Gathering, GroupProcesses, Groups, Processes, gather
 from penstock.runtime.transport.interface import Transport
+from penstock.runtime.transport.shared_messages import SharedMessages
+from penstock.runtime.transport.shared_processes import SharedProcesses
+from penstock.runtime.transport.shared_segment import Segment, open_segments
 from penstock.schedule import Op, Schedule
 
 # what gloo says where a rank of a collective is gone or late: only the words tell these errors from others
@@ -51,7 +54,9 @@ class DistributedTransport(Transport):
         self._device, self._at = device, groups.control_device(device)
         self._everyone = GroupProcesses(groups.pipeline, groups.limit, self._at)
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._agreement: tuple[dist.Work, list[Tensor], str] | None = None
+        self._agreement: tuple[Gathering, list[Tensor], str] | None = None
+        self._segments: list[Segment] | None = None
+        self._spin = False
         # a number that sets this pipeline's notes apart from those of others in the same job
         drawn = torch.tensor([secrets.randbits(60)], device=self._at)
         token = int(self._everyone.all_gather(drawn)[0])
@@ -65,11 +70,30 @@ class DistributedTransport(Transport):
         self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
     ) -> None:
         """Make the channels of a schedule, which is the same on all ranks. Collective."""
-        self.messages = Channels(
-            self._groups, channels(schedule), schedule.placement.rank_of, self._device, wire, self.watch,
-            batched=batched, network=network,
-        )  # fmt: skip
+        edges, hosts = channels(schedule), schedule.placement.rank_of
+        if self._segments is not None and not batched and network is None:
+            # which other pipelines of the mesh may need
+            self._groups.pass_over("pp gradients", lambda: self.gather(None))
+            self.messages = SharedMessages(
+                self.rank, self._segments, edges, hosts, wire, self.watch, self._limit, self._spin
+            )
+        else:
+            self.messages = Channels(
+                self._groups, edges, hosts, self._device, wire, self.watch, batched=batched, network=network
+            )
         self.closers.append(self.messages.close)
+
+    def share_memory(self) -> None:
+        """From now on, communicate through shared memory, if all ranks are on this host. Collective."""
+        self._segments = open_segments(self._everyone)
+        if self._segments is None:
+            return
+        self.closers += [segment.close for segment in self._segments]
+        # as a broken connection would: who waits for this rank asks why, and finds its notes
+        self.watch.gives_up = self._segments[self.rank].end
+        # a rank that looks for a message keeps its core from others
+        self._spin = len(os.sched_getaffinity(0)) >= dist.get_world_size()
+        self._everyone = SharedProcesses(self._groups.pipeline, self._limit, self._segments, self._spin)
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here, and read before the first message: it costs no time."""

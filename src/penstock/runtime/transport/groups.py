@@ -30,6 +30,13 @@ class Processes(Protocol):
         """Every process's value (anything that JSON can hold), in order, on every process. Collective."""
 
 
+class Gathering(Protocol):
+    """An all-gather that has begun."""
+
+    def wait(self, timeout: datetime.timedelta) -> object:
+        """Raises RuntimeError where a process is late or gone."""
+
+
 class OneProcess:
     """All ranks live in this process."""
 
@@ -67,7 +74,7 @@ class GroupProcesses:
         work.wait(self._limit)
         return everyone
 
-    def start_all_gather(self, mine: Tensor) -> tuple[dist.Work, list[Tensor]]:
+    def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
         """The same, without waiting for it."""
         mine = mine.to(self._device)
         everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
@@ -151,6 +158,17 @@ class Groups:
         assert mine is not None
         self._made.append(mine)
         return mine
+
+    def pass_over(self, name: str, meet: Callable[[], object]) -> None:
+        """Keep in step with pipelines of the mesh that make a group of all their ranks here. Collective.
+
+        meet: waits for all ranks; a connection that is closed while its other end is being made is an error
+        """
+        if len(self._pipelines) > 1:
+            group = self.new(range(self.size), name)
+            meet()
+            self._made.remove(group)
+            dist.destroy_process_group(group)
 
     def control_device(self, device: torch.device) -> torch.device:
         """Where the tensors of collectives have to be."""

@@ -107,7 +107,8 @@ class PipelineSection(Section):
     # the sender; padded: as inferred, with all microbatches of a step padded to one length
     shapes: Literal["inferred", "exchanged", "padded"] = "inferred"
     padding: PaddingSection | None = None  # only with shapes: padded
-    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"  # auto: nccl on GPUs, local in one process
+    # auto: nccl on GPUs, shared memory on the CPUs of one host, else gloo; local in one process
+    transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
     exchange: Literal["channels", "batched"] = "channels"  # batched: torch's batch_isend_irecv
     wire_dtype: Dtype | None = None  # of floats that are sent; null: unchanged
 

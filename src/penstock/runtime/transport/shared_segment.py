@@ -1,0 +1,185 @@
+"""A segment: memory of one process that the other processes of its host map too, and how they wait on it.
+
+    0          words      a token, whether its process has ended, of each channel: messages and bytes
+    RINGS      entries    of each channel: where each message of the step lies (messages.py)
+    STATES     words      of each block: 0 once its receiver has freed it (blocks.py)
+    SLOTS      2 slots    vectors for everyone (processes.py)
+    BLOCKS     bytes      the messages
+
+Each word has one writer, so that none needs a lock, and x86 shows stores in their order: what a word
+announces is there before it. A segment takes addresses, and memory only where it is touched. It has no name
+in any file system: it is gone with the last process that maps it, killed or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from penstock.runtime.transport.groups import GroupProcesses
+
+RINGS = 1 << 16
+STATES = RINGS + (1 << 32)
+SLOTS = STATES + (1 << 24)
+SLOT = 1 << 28
+BLOCKS = SLOTS + 2 * SLOT
+_LEAST = 1 << 36  # bytes of addresses
+
+# words at the start
+_TOKEN, _ENDED, GATHERED = 0, 1, 2
+CHANNELS = 8
+
+_SLICE = 0.05  # seconds of sleep between two looks at whether the other process lives
+_SPINS = 500  # looks at a word before the sleep: some 0.1 ms, longer than a wake-up takes
+_FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1  # on x86-64
+
+
+class Segment:
+    """A mapped segment.
+
+    Args:
+        descriptor: its file, which may be closed afterwards.
+        process: the process that made it.
+    """
+
+    def __init__(self, descriptor: int, process: int) -> None:
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.words = (ctypes.c_uint64 * (SLOTS // 8)).from_buffer(self._memory)
+        self._address = ctypes.addressof(self.words)
+        self._storage = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
+        self._syscall = ctypes.CDLL(None).syscall
+        self._process: int | None = os.pidfd_open(process)
+        self._ends = select.poll()
+        self._ends.register(self._process, select.POLLIN)
+
+    @property
+    def nbytes(self) -> int:
+        """The addresses that it takes."""
+        return len(self._memory)
+
+    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The memory from byte `at` on."""
+        empty = torch.empty(0, dtype=dtype)
+        return empty.set_(self._storage, at // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
+
+    def storage(self, at: int, nbytes: int) -> UntypedStorage:
+        """The same as a storage of its own, whose tensors can be counted."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=at).untyped_storage()
+
+    def free(self, at: int, nbytes: int) -> None:
+        """Return memory to the system; both are multiples of a page."""
+        self._memory.madvise(mmap.MADV_REMOVE, at, nbytes)
+
+    # ---- announcements
+
+    def announce(self, word: int, value: int) -> None:
+        """Write a word that others may wait for."""
+        self.words[word] = value
+        self._futex(word, _WAKE, _ALL, None)
+
+    def wait(self, word: int, least: int, limit: timedelta, spin: bool) -> None:
+        """Wait until the word is `least` or more. Raises RuntimeError where its process has ended or is late.
+
+        spin: whether to look for a while before the sleep
+        """
+        words = self.words
+        for _ in range(_SPINS if spin else 1):
+            if words[word] >= least:
+                return
+        deadline = time.monotonic() + limit.total_seconds()
+        pause = ctypes.byref(_timespec(min(_SLICE, limit.total_seconds())))
+        while (seen := words[word]) < least:
+            if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0 or words[word] >= least:
+                continue
+            if words[_ENDED] or self._ends.poll(0):
+                raise RuntimeError("connection closed: the process at the other end has ended")
+            if time.monotonic() >= deadline:
+                raise RuntimeError("timed out waiting in shared memory")
+
+    def _futex(self, word: int, op: int, value: int, pause: object) -> int:
+        at = ctypes.c_void_p(self._address + 8 * word)
+        return int(self._syscall(_FUTEX, at, op, value, pause, None, 0))
+
+    # ---- end
+
+    def end(self) -> None:
+        """Tell those who wait for this process that nothing more will come."""
+        self.words[_ENDED] = 1
+
+    def close(self) -> None:
+        """The memory goes with its last tensor."""
+        if self._process is not None:
+            self._ends.unregister(self._process)
+            os.close(self._process)
+            self._process = None
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _timespec(seconds: float) -> _Timespec:
+    return _Timespec(int(seconds), int(seconds % 1 * 1e9))
+
+
+def open_segments(processes: GroupProcesses) -> list[Segment] | None:
+    """A segment of each process, in order; None where they cannot all map all of them. Collective."""
+    token = secrets.randbits(60)
+    descriptor = _create(token)
+    try:
+        everyone = processes.all_gather(torch.tensor([os.getpid(), descriptor, token]))
+        segments = _open([tuple(map(int, each)) for each in everyone])
+        complete = torch.tensor([segments is not None])
+        if all(map(bool, processes.all_gather(complete))):
+            return segments
+        for segment in segments or ():
+            segment.close()
+        return None
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)  # by now everyone has mapped it
+
+
+def _create(token: int) -> int:
+    """The descriptor of a new segment's file, or -1 where the system has not all that it takes."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return -1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        descriptor = os.memfd_create("penstock")
+        os.ftruncate(descriptor, BLOCKS + max(_LEAST, 4 * memory))
+        os.pwrite(descriptor, token.to_bytes(8, sys.byteorder), 8 * _TOKEN)
+    except OSError:
+        return -1
+    return descriptor
+
+
+def _open(everyone: Sequence[tuple[int, ...]]) -> list[Segment] | None:
+    """everyone: process, descriptor and token of each"""
+    segments: list[Segment] = []
+    for process, descriptor, token in everyone:
+        try:
+            # from another host or container it is no such file, or another process's
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+            try:
+                if int.from_bytes(os.pread(opened, 8, 8 * _TOKEN), sys.byteorder) != token:
+                    raise OSError
+                segments.append(Segment(opened, process))
+            finally:
+                os.close(opened)
+        except (OSError, ValueError):
+            for segment in segments:
+                segment.close()
+            return None
+    return segments
