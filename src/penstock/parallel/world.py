@@ -60,7 +60,7 @@ class WorldOptions:
     @property
     def facts(self) -> dict[str, str]:
         """The options that must be equal on all ranks, by name."""
-        names = ("exchange", "network", "axes", "overlap")
+        names = ("transport", "exchange", "network", "axes", "overlap")
         return {name: str(getattr(self, name)) for name in names}
 
     def check(self) -> None:

@@ -114,6 +114,7 @@ DIFFERING = {  # what process 3 has, and the lines that name it
     ],
     "ranks": ["ranks: 2 on rank 0-2; 4 on rank 3", "axes: dp_shard=2 on rank 0-2; none on rank 3"],
     "sizes": ["axes: dp_shard=2 on rank 0-2; dp_replicate=2 on rank 3"],
+    "transport": ["transport: None on rank 0-2; gloo on rank 3"],
     "none": ["axes: dp_shard=2 on rank 0-2; None on rank 3"],
     "dtype": ["dtype: torch.float32 on rank 0-2; torch.float64 on rank 3"],
     "seed": ["values: seed 0 on rank 0-2; seed 1 on rank 3"],
@@ -177,6 +178,7 @@ def test_a_process_that_never_comes(pool: Pool) -> None:
 
 
 OTHER: dict[str, dict[str, Any]] = {
+    "transport": {"transport": "gloo"},
     "learning": {"common": {"optimizer": {"lr": 0.1, "betas": [0.9, 0.95]}}},
     "microbatches": {"microbatches": 5},
     "stages": {"schedule": "interleaved_1f1b"},

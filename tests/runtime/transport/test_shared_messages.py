@@ -208,3 +208,20 @@ def test_a_message_that_does_not_come_is_an_error(ends: Ends) -> None:
     ends.first.post(BACK, payload(torch.ones(1)).specs)
     with pytest.raises(PeerLostError, match="connection closed"):
         ends.first.receive(BACK)
+
+
+def test_tensors_of_one_message_lie_in_storages_of_their_own(ends: Ends) -> None:
+    large, small = over(ends, 0, payload(torch.ones(1024), torch.ones(2)))
+    assert (large.untyped_storage().nbytes(), small.untyped_storage().nbytes()) == (4096, 8)
+    del large
+    over(ends, 1, payload(torch.zeros(1024), torch.zeros(2)))
+    assert small.tolist() == [1, 1]  # it holds the whole block
+
+
+def test_a_tensor_that_is_moved_to_other_shared_memory_takes_no_block_along(ends: Ends) -> None:
+    """As torch.multiprocessing does with what is put into its queues."""
+    (found,) = over(ends, 0, payload(torch.ones(4)))
+    found.share_memory_()  # type: ignore[no-untyped-call]
+    del found
+    ends.second.send(BACK, payload(torch.ones(1)), with_specs=False)
+    assert over(ends, 1, payload(torch.full((4,), 2.0)))[0].tolist() == [2] * 4

@@ -103,3 +103,58 @@ def test_a_closed_segment_keeps_what_tensors_hold() -> None:
     made.close()  # twice is no harm
     del made
     assert kept.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("missing", ["memfd_create", "pidfd_open"])
+def test_a_python_without_all_functions_has_no_segment(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """Such as one that was built for an old system."""
+    descriptor = shared._create(token=7)
+    monkeypatch.delattr(os, missing)
+    if missing == "memfd_create":
+        assert shared._create(token=7) == -1
+    assert (shared._open([(os.getpid(), descriptor, 7)]) is None) == (missing == "pidfd_open")
+    os.close(descriptor)
+
+
+def test_a_sandbox_that_frees_no_shared_memory_has_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Segment, at: int, nbytes: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    descriptor = shared._create(token=7)
+    monkeypatch.setattr(Segment, "free", refuse)
+    assert shared._open([(os.getpid(), descriptor, 7)]) is None
+    os.close(descriptor)
+
+
+def test_a_wait_sees_the_end_of_a_process_that_it_does_not_wait_for_yet(own: Segment) -> None:
+    other = segment()
+    other.end()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        own.wait(GATHERED, 1, SOON, False, [other])
+    other.announce(GATHERED, 1)  # it had nothing more to say
+    with pytest.raises(RuntimeError, match="timed out"):
+        own.wait(GATHERED, 1, timedelta(seconds=0.1), False, [other])
+    other.close()
+
+
+def test_a_word_that_came_just_before_the_end_counts(own: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: Segment, word: int, op: int, value: int, pause: object) -> int:
+        self.words[word] = 1  # while this one sleeps its peer says its last word and ends
+        self.end()
+        return -1
+
+    monkeypatch.setattr(Segment, "_futex", slow)
+    own.wait(GATHERED, 1, SOON, spin=False)
+
+
+def test_a_dropped_segment_leaves_no_descriptor() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        segment()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_users_default_device_is_not_taken(own: Segment) -> None:
+    with torch.device("meta"):
+        assert own.tensor(BLOCKS, (2,), torch.float32).device.type == "cpu"
+        assert own.separate(BLOCKS, (0, 3), torch.float32).shape == (0, 3)

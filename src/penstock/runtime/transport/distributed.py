@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -90,7 +91,8 @@ class DistributedTransport(Transport):
             return
         self.closers += [segment.close for segment in self._segments]
         # as a broken connection would: who waits for this rank asks why, and finds its notes
-        self.watch.gives_up = self._segments[self.rank].end
+        end = weakref.WeakMethod(self._segments[self.rank].end)  # the watch outlives a dropped pipeline
+        self.watch.gives_up = lambda: None if (alive := end()) is None else alive()
         # a rank that looks for a message keeps its core from others
         self._spin = len(os.sched_getaffinity(0)) >= dist.get_world_size()
         self._everyone = SharedProcesses(self._groups.pipeline, self._limit, self._segments, self._spin)

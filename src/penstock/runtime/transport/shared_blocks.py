@@ -127,46 +127,44 @@ class Entry(NamedTuple):
 
     number: int
     at: int
-    capacity: int
     nbytes: int
     header: int
     microbatch: int
 
 
 class Received:
-    """The blocks of another rank's segment that this rank has messages in."""
+    """The messages in another rank's segment whose blocks this rank has not freed."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._storages: dict[int, UntypedStorage] = {}  # by number of the block, once it was seen
-        self._held: list[tuple[int, int]] = []  # number and bytes of each that is not freed yet
+        self._held: list[tuple[Entry, list[UntypedStorage]]] = []
 
     def tensors(self, entry: Entry, specs: Iterable[TensorSpec]) -> list[Tensor]:
-        """The tensors of a message, which lie one behind the other, aligned."""
-        storage = self._storages.get(entry.number)
-        if storage is None:
-            storage = self._segment.storage(entry.at, entry.capacity)
-            self._storages[entry.number] = storage
-        self._held.append((entry.number, entry.nbytes))
+        """The tensors of a message, which lie one behind the other, each in a storage of its own."""
         tensors, begin = [], aligned(entry.header)
         for spec in specs:
-            empty = torch.empty(0, dtype=spec.dtype)
-            tensors.append(empty.set_(storage, begin // spec.dtype.itemsize, spec.shape))  # type: ignore[call-overload]
+            tensors.append(self._segment.separate(entry.at + begin, spec.shape, spec.dtype))
             begin += aligned(spec.nbytes)
         assert begin == entry.nbytes, f"a message of {entry.nbytes} bytes where {begin} were expected"
+        self._held.append((entry, [tensor.untyped_storage() for tensor in tensors]))
         return tensors
 
-    def free(self) -> int:
-        """Free the blocks whose tensors are gone; returns the bytes of their messages."""
-        left, freed = [], 0
-        for number, nbytes in self._held:
-            if torch._C._storage_Use_Count(self._storages[number]._cdata) == 1:
-                self._segment.words[STATES // 8 + number] = _FREE
-                freed += nbytes
+    def take_unused(self) -> list[Entry]:
+        """The messages that nothing holds any more; to be given to `free`."""
+        unused, held = [], []
+        for entry, storages in self._held:
+            in_use = any(torch._C._storage_Use_Count(storage._cdata) > 1 for storage in storages)
+            if in_use:
+                held.append((entry, storages))
             else:
-                left.append((number, nbytes))
-        self._held = left
-        return freed
+                unused.append(entry)
+        self._held = held
+        return unused
+
+    def free(self, entries: Iterable[Entry]) -> None:
+        """Let the sender use their blocks again."""
+        for entry in entries:
+            self._segment.words[STATES // 8 + entry.number] = _FREE
 
 
 def aligned(nbytes: int) -> int:

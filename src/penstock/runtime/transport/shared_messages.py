@@ -24,7 +24,7 @@ from penstock.runtime.transport.shared_blocks import Blocks, Entry, Received, al
 from penstock.runtime.transport.shared_segment import CHANNELS, RINGS, Segment
 
 ENTRIES = 1 << 16  # of a channel, in one step
-_ENTRY = 8  # words, of which an Entry fills six
+_ENTRY = 8  # words, of which an Entry fills five
 _SENT, _TAKEN, _FREED = range(3)  # words of a channel: messages that were sent, bytes taken, bytes freed
 _CHANNEL = 8  # words, a cache line
 
@@ -89,6 +89,9 @@ class SharedMessages(Messages):
             elif target == rank:
                 self._incoming[channel] = Arrivals(segments[source], indices[source], wire)
             indices[source] += 1
+        assert max(indices) <= (RINGS // 8 - CHANNELS) // _CHANNEL, (
+            "more channels than a segment has words for"
+        )
         self._expected: dict[Message, EdgeSpecs | None] = {}
 
     # ---- receiving
@@ -137,7 +140,7 @@ class SharedMessages(Messages):
         for tensor, spec in zip(payload.tensors, specs, strict=True):
             segment.tensor(at, spec.shape, spec.dtype).copy_(tensor.detach())
             at += aligned(spec.nbytes)
-        entry = Entry(block.number, block.at, block.capacity, nbytes, len(text), message.op.microbatch)
+        entry = Entry(block.number, block.at, nbytes, len(text), message.op.microbatch)
         place = end.entry()
         end.words[place : place + len(entry)] = list(entry)
         segment.announce(end.word + _SENT, end.count)
@@ -202,10 +205,12 @@ class Arrivals(End):
 
     def free(self) -> None:
         """Free the blocks that nothing holds any more."""
-        freed = self._received.free()
-        if freed:
-            self._freed += freed
+        unused = self._received.take_unused()
+        if unused:
+            # first, or the sender could count a block as held that it has emptied
+            self._freed += sum([entry.nbytes for entry in unused])
             self.words[self.word + _FREED] = self._freed
+            self._received.free(unused)
 
     def end_step(self) -> None:
         super().end_step()

@@ -6,6 +6,7 @@ read the one that it overwrites.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -48,8 +49,10 @@ class SharedProcesses(GroupProcesses):
     def read(self, count: int, dtype: torch.dtype, limit: timedelta) -> list[Tensor]:
         """Everyone's vector of that number, once it is there."""
         at, vectors = self._slot(count), []
-        for segment in self._segments:
-            segment.wait(GATHERED, count, limit, self._spin)
+        until = time.monotonic() + limit.total_seconds()
+        for rank, segment in enumerate(self._segments):
+            left = timedelta(seconds=max(0.0, until - time.monotonic()))
+            segment.wait(GATHERED, count, left, self._spin, self._segments[rank + 1 :])
             length = int(segment.tensor(at, (1,), torch.int64))
             vectors.append(segment.tensor(at + _HEAD, (length // dtype.itemsize,), dtype).clone())
         return vectors

@@ -21,11 +21,12 @@ import secrets
 import select
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from penstock.runtime.transport.groups import GroupProcesses
 
@@ -34,6 +35,7 @@ STATES = RINGS + (1 << 32)
 SLOTS = STATES + (1 << 24)
 SLOT = 1 << 28
 BLOCKS = SLOTS + 2 * SLOT
+_NAME = "penstock"
 _LEAST = 1 << 36  # bytes of addresses
 
 # words at the start
@@ -55,13 +57,15 @@ class Segment:
 
     def __init__(self, descriptor: int, process: int) -> None:
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.free(BLOCKS, mmap.PAGESIZE)  # some sandboxes have all but this
         self.words = (ctypes.c_uint64 * (SLOTS // 8)).from_buffer(self._memory)
         self._address = ctypes.addressof(self.words)
         self._storage = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
         self._syscall = ctypes.CDLL(None).syscall
-        self._process: int | None = os.pidfd_open(process)
-        self._ends = select.poll()
-        self._ends.register(self._process, select.POLLIN)
+        watched = os.pidfd_open(process)
+        self._close = weakref.finalize(self, os.close, watched)
+        self._dies = select.poll()
+        self._dies.register(watched, select.POLLIN)
 
     @property
     def nbytes(self) -> int:
@@ -70,12 +74,17 @@ class Segment:
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The memory from byte `at` on."""
-        empty = torch.empty(0, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype, device="cpu")  # whatever the user's default device
         return empty.set_(self._storage, at // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
 
-    def storage(self, at: int, nbytes: int) -> UntypedStorage:
-        """The same as a storage of its own, whose tensors can be counted."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=at).untyped_storage()
+    def separate(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The same in a storage of its own, whose users can be counted."""
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not nbytes:
+            return empty.view(shape)
+        part = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=at)
+        return empty.set_(part.untyped_storage(), 0, shape)  # type: ignore[call-overload, no-any-return]
 
     def free(self, at: int, nbytes: int) -> None:
         """Return memory to the system; both are multiples of a page."""
@@ -88,10 +97,13 @@ class Segment:
         self.words[word] = value
         self._futex(word, _WAKE, _ALL, None)
 
-    def wait(self, word: int, least: int, limit: timedelta, spin: bool) -> None:
-        """Wait until the word is `least` or more. Raises RuntimeError where its process has ended or is late.
+    def wait(self, word: int, least: int, limit: timedelta, spin: bool, also: Sequence[Segment] = ()) -> None:
+        """Wait until the word is `least` or more.
 
         spin: whether to look for a while before the sleep
+        also: segments whose word has to be as large, though this does not wait for them
+
+        Raises RuntimeError where this is late, or the process of one of them has ended.
         """
         words = self.words
         for _ in range(_SPINS if spin else 1):
@@ -100,12 +112,17 @@ class Segment:
         deadline = time.monotonic() + limit.total_seconds()
         pause = ctypes.byref(_timespec(min(_SLICE, limit.total_seconds())))
         while (seen := words[word]) < least:
-            if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0 or words[word] >= least:
+            if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0:
                 continue
-            if words[_ENDED] or self._ends.poll(0):
+            # an end counts only if the word, looked at after it, is too small
+            if any(each._has_ended and each.words[word] < least for each in (self, *also)):
                 raise RuntimeError("connection closed: the process at the other end has ended")
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline and words[word] < least:
                 raise RuntimeError("timed out waiting in shared memory")
+
+    @property
+    def _has_ended(self) -> bool:
+        return bool(self.words[_ENDED] or self._dies.poll(0))
 
     def _futex(self, word: int, op: int, value: int, pause: object) -> int:
         at = ctypes.c_void_p(self._address + 8 * word)
@@ -119,10 +136,7 @@ class Segment:
 
     def close(self) -> None:
         """The memory goes with its last tensor."""
-        if self._process is not None:
-            self._ends.unregister(self._process)
-            os.close(self._process)
-            self._process = None
+        self._close()
 
 
 class _Timespec(ctypes.Structure):
@@ -156,11 +170,17 @@ def _create(token: int) -> int:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return -1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    descriptor = -1
     try:
-        descriptor = os.memfd_create("penstock")
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, BLOCKS + max(_LEAST, 4 * memory))
         os.pwrite(descriptor, token.to_bytes(8, sys.byteorder), 8 * _TOKEN)
-    except OSError:
+    except (
+        OSError,
+        AttributeError,
+    ):  # a Python that was built for an old system lacks some of these functions
+        if descriptor >= 0:
+            os.close(descriptor)
         return -1
     return descriptor
 
@@ -171,14 +191,17 @@ def _open(everyone: Sequence[tuple[int, ...]]) -> list[Segment] | None:
     for process, descriptor, token in everyone:
         try:
             # from another host or container it is no such file, or another process's
-            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+            path = f"/proc/{process}/fd/{descriptor}"
+            if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+                raise OSError
+            opened = os.open(path, os.O_RDWR)
             try:
                 if int.from_bytes(os.pread(opened, 8, 8 * _TOKEN), sys.byteorder) != token:
                     raise OSError
                 segments.append(Segment(opened, process))
             finally:
                 os.close(opened)
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             for segment in segments:
                 segment.close()
             return None
