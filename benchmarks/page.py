@@ -48,7 +48,8 @@ ABOUT = {
     "measured latency of the link, and over the ideal without latency. Four ranks share two cores, whose "
     "caches are cold after a sleep: an op takes longer than asked, and so does the time between two "
     "ops. Real compute keeps the cores awake.",
-    "throughput": "Tokens per second of a model that computes, on two ranks and in one process.",
+    "throughput": "A whole training step of a model that computes, by each way that two cores offer: one "
+    "process, data parallel, torch.distributed.pipelining, penstock.",
 }
 
 
