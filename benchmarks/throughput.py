@@ -268,7 +268,7 @@ def measure(repeats: int) -> Found:
                     rounds[case].append(found)
     rows = [row for case in CASES if rounds[case] for row in _rows(case, rounds[case])]
     notes = [
-        "fp32, AdamW; one thread a process but where two are told",
+        "fp32, AdamW; one thread a process, or two where the row says so",
         f"{tried} rounds; of them count " + ", ".join(str(len(found)) for found in rounds.values())
         + f": in the others programs outside took {OTHERS:.0%} of the cores' time or more",
         "medians; in brackets the quartiles; a bar that they include is not resolved",
