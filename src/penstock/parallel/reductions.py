@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 import secrets
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,21 @@ from penstock.runtime.transport.calls import call_number, different_calls
 from penstock.runtime.transport.groups import GroupProcesses, limit_waits
 
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
+
+
+class BatchFacts(NamedTuple):
+    """What a rank states of its part of a batch before a step. Ranks with the same part state the same.
+
+    Args:
+        fingerprint: a number made from the data; 0 where they are not compared.
+        description: of the data, for the message where they differ.
+    """
+
+    microbatches: int
+    has_labels: bool
+    tokens: int = 0
+    fingerprint: int = 0
+    description: str = ""
 
 
 class Reductions:
@@ -93,58 +108,53 @@ class Reductions:
             names = self._gather(name)
         raise different_calls(names)
 
-    def all_equal(self, fingerprint: int, description: str) -> None:
-        """Raise BatchError, on all ranks, where ranks with the same part of the batch have other data."""
-        if self._all is None:
-            return
-        with self._watch.waiting("the ranks that work on the same part of the batch", None):
-            mine = torch.tensor([self.batch_part[0], fingerprint], dtype=torch.int64, device=self._device)
-            everyone = [torch.empty_like(mine) for _ in range(self._all.size())]
-            self._wait(dist.all_gather(everyone, mine, group=self._all, async_op=True))
-            by_part: dict[int, set[int]] = {}
-            for part, number in (pair.tolist() for pair in everyone):
-                by_part.setdefault(part, set()).add(number)
-            differing = [part for part, numbers in by_part.items() if len(numbers) > 1]
-            if not differing:
-                return
-            descriptions = self._gather((self.batch_part[0], description))
-        # of one part, as the others may differ in the same way
-        shown = {rank: text for rank, (part, text) in descriptions.items() if part == differing[0]}
-        raise BatchError(
-            "; ".join(f"process {rank}: {text}" for rank, text in shown.items()),
-            "all ranks of pp, cp and tp step on the same part of the batch",
-            "Give each of them the part that pipe.batch_part names, from the same data",
-        )
+    def agree(self, mine: BatchFacts, error: InputError | None = None) -> int:
+        """Agree on the next step's batch, in one collective. Returns the valid tokens of all its parts.
 
-    def all_accept(self, microbatches: int, has_labels: bool, error: InputError | None) -> None:
-        """Raise on all ranks the error of the first rank that refuses its part of the batch.
-
-        Raises BatchError too where ranks have other numbers of microbatches, or labels on some ranks only.
+        Raises on all ranks the error of the first rank that refuses its part of the batch, and BatchError
+        where ranks have other numbers of microbatches, labels on some ranks only, or other data of one part.
         Without a mesh nothing is raised: the ranks of a pipeline have one batch, and agree by other means.
         """
         if self._all is None:
-            return
+            return mine.tokens
+        part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels))
         with self._watch.waiting("the other ranks' batches", None):
-            numbers = [microbatches, int(has_labels)]
-            refused, *most = self._max([int(error is not None), *numbers, *(-n for n in numbers)])
-            if not refused and most[:2] == [-number for number in most[2:]]:
-                return
-            everyone = self._gather((*numbers, in_words(error)))
-        found = first_error({rank: words for rank, (*_, words) in everyone.items()}, "given to process")
+            numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
+            everyone = self._all_gather(numbers)
+            agreed = len({(refused, *counts) for _, refused, *counts, _, _ in everyone}) == 1
+            data = {(number, fingerprint) for number, *_, fingerprint, _ in everyone}
+            tokens = {number: count for number, *_, count in everyone}
+            if agreed and len(data) == len(tokens) and error is None:
+                return sum(tokens.values())
+            words = self._gather((part, *facts, mine.description, in_words(error)))
+        found = first_error({rank: text for rank, (*_, text) in words.items()}, "given to process")
         if found is not None:
             raise found from error
-        if most[0] != -most[2]:
-            counts = "; ".join(f"{count} on process {rank}" for rank, (count, *_) in everyone.items())
+        counts = {rank: count for rank, (_, count, *_) in words.items()}
+        if len(set(counts.values())) > 1:
             raise BatchError(
-                f"microbatches: {counts}",
+                "microbatches: " + "; ".join(f"{count} on process {rank}" for rank, count in counts.items()),
                 "all parts of a batch are split into as many, as their ranks exchange something in each",
                 "Give every rank a list of the same length",
             )
-        without = ", ".join(str(rank) for rank, (_, labels, _) in everyone.items() if not labels)
+        without = [str(rank) for rank, (_, _, labels, *_) in words.items() if not labels]
+        if without and len(without) < len(words):
+            raise BatchError(
+                f"labels for some parts of a batch, and none given to process {', '.join(without)}",
+                "the loss is that of all parts, or of none",
+                "Give every rank those of its part, or give none at all",
+            )
+        parts = [number for number, _ in data]
+        differing = min(number for number in parts if parts.count(number) > 1)
+        # of one part, as the others may differ in the same way
         raise BatchError(
-            f"labels for some parts of a batch, and none given to process {without}",
-            "the loss is that of all parts, or of none",
-            "Give every rank those of its part, or give none at all",
+            "; ".join(
+                f"process {rank}: {text}"
+                for rank, (number, _, _, text, _) in words.items()
+                if number == differing
+            ),
+            "all ranks of pp, cp and tp step on the same part of the batch",
+            "Give each of them the part that pipe.batch_part names, from the same data",
         )
 
     def max(self, number: int) -> int:
@@ -192,6 +202,15 @@ class Reductions:
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._all, async_op=True))
         return [int(number) for number in tensor]
+
+    def _all_gather(self, numbers: list[int]) -> list[list[int]]:
+        """Each process's `numbers`, which are as many on all of them."""
+        assert self._all is not None
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self._all.size())]
+        self._wait(dist.all_gather(everyone, mine, group=self._all, async_op=True))
+        rows: list[list[int]] = torch.stack(everyone).tolist()  # a GPU is waited for once
+        return rows
 
     def _gather(self, value: Any) -> dict[int, Any]:
         """Each process's `value` (JSON must hold it), by its rank in the world."""

@@ -13,6 +13,7 @@ from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
+from penstock.parallel.reductions import BatchFacts
 from penstock.parallel.world import World
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
@@ -103,7 +104,7 @@ class Evaluations:
             everyone = send_to_all(found, self._built.world)
         except ShapeError as error:
             refusal = error
-        self._built.world.reductions.all_accept(count, True, refusal)
+        self._built.world.reductions.agree(BatchFacts(count, has_labels=True), refusal)
         if refusal is not None:
             raise refusal
         return everyone

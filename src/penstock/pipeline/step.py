@@ -23,6 +23,7 @@ from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
+from penstock.parallel.reductions import BatchFacts
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
@@ -145,7 +146,7 @@ class StepRunner:
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
-        with self._agreed(count, scored=True):
+        with self._agreed(count, has_labels=True):
             microbatches = self._built.splitter.split(batch, count, self._world)
             if self._built.mesh_plan is not None:
                 self._built.mesh_plan.split_sequences(microbatches)
@@ -158,19 +159,28 @@ class StepRunner:
         schedule, executors, number = lowered
         world, transport, built = self._world, self._world.transport, self._built
         counts = scored or not collect
-        with self._agreed(schedule.microbatches, counts, fingerprints_follow=True):
+        facts, refusal = BatchFacts(schedule.microbatches, counts), None
+        try:
             microbatches = built.splitter.split(batch, schedule.microbatches, world)
             if built.mesh_plan is not None:
                 built.mesh_plan.split_sequences(microbatches)
             weight = sum(built.loss.weight(microbatch) for microbatch in microbatches) if counts else 1
             self._infer_edges(microbatches, schedule.placement.depth)
-        if counts:
-            weight = world.reductions.sum_tokens(weight)
+            facts = facts._replace(tokens=weight)
+            if world.mesh is not None:
+                data, description = fingerprint(as_list(batch), len(microbatches), number)
+                facts = facts._replace(fingerprint=data, description=description)
+        except InputError as error:
+            refusal, words = error, f"it refuses its batch ({error})"
+            facts = facts._replace(fingerprint=_REFUSED + zlib.crc32(words.encode()), description=words)
+        tokens = world.reductions.agree(facts, refusal)
         if world.mesh is not None:
             transport.follow(_progress_of(executors[0]))
-            numbers = fingerprint(as_list(batch), len(microbatches), number)
-            transport.agree(*numbers)
-            world.reductions.all_equal(*numbers)
+            transport.agree(facts.fingerprint, facts.description)
+        if refusal is not None:
+            transport.settle()  # it raises, unless every rank refuses
+            raise refusal
+        weight = tokens if counts else 1
         if weight == 0:
             transport.settle()  # or a rank with another batch would wait for this one
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
@@ -187,24 +197,16 @@ class StepRunner:
         return StepInput(local, weight, collect), self._seeds(schedule, microbatches, local)
 
     @contextmanager
-    def _agreed(self, count: int, scored: bool, *, fingerprints_follow: bool = False) -> Iterator[None]:
-        """Raise an InputError of one rank on all ranks of the mesh: they are about to exchange something.
-
-        fingerprints_follow: the pipeline's ranks compare fingerprints next, and learn of the error there
-        """
+    def _agreed(self, count: int, has_labels: bool) -> Iterator[None]:
+        """Raise an InputError of one rank on all ranks of the mesh: they are about to exchange something."""
         refusal = None
         try:
             yield
         except InputError as error:
             refusal = error
-        self._world.reductions.all_accept(count, scored, refusal)
-        if refusal is None:
-            return
-        if fingerprints_follow:
-            transport, words = self._world.transport, f"it refuses its batch ({refusal})"
-            transport.agree(_REFUSED + zlib.crc32(words.encode()), words)
-            transport.settle()
-        raise refusal
+        self._world.reductions.agree(BatchFacts(count, has_labels), refusal)
+        if refusal is not None:
+            raise refusal
 
     def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
         """Infer the edges before ranks with other parts of the batch step: one part may be refused."""
