@@ -31,8 +31,8 @@ lint: env  ## Style and formatting
 types: env  ## Static types, strict
 	$(BIN)/mypy
 
-tests: env  ## The test suite, on two processes
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+tests: env  ## The test suite: three processes keep two cores busy, as many tests wait for others
+	$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
 test-fast: env  ## The inner loop: a case of each short test that starts no process
 	$(BIN)/pytest --fast --numprocesses 2
@@ -42,7 +42,7 @@ mutants: env  ## Break the code in one place at a time: a test must notice each;
 
 coverage: env  ## Branch coverage of the test suite, in all its processes
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/coverage run -m pytest --numprocesses 3 --dist loadgroup
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
