@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
-from penstock.errors import RunError
+from penstock import Pipeline
+from penstock.errors import DataError, RunError
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Batch, Data
-from penstock.train.loop import IN_A_ROW, Skips
+from penstock.train.loop import IN_A_ROW, Skips, seed_step
+from penstock.train.metrics import Metrics
 from penstock.train.run import preflight, run
 from support.jobs_train import poison
 from support.tiny import checkpoint, config, metrics
@@ -19,30 +25,39 @@ NAN, INF = float("nan"), float("inf")
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
 
 
+def no_thread_is_left() -> bool:
+    return not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("penstock-data", "penstock-log"))
+    ]
+
+
 def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in metrics(folder) if "loss" in row]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
 def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
+    skips = Skips("stop")
     with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
-        Skips("stop").judge(3, loss=loss, grad_norm=norm)
+        skips.check(3, skips.judge(loss=loss, grad_norm=norm))
     skips = Skips("skip", count=2)
-    assert skips.judge(3, loss=loss, grad_norm=norm)
-    assert not skips.judge(4, loss=1.0, grad_norm=1.0)
+    assert skips.judge(loss=loss, grad_norm=norm)
+    assert not skips.judge(loss=1.0, grad_norm=1.0)
     assert (skips.count, skips.in_a_row) == (3, 0)
 
 
 def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
     skips = Skips("skip")
     for step in range(3 * IN_A_ROW):
-        skips.judge(step, loss=NAN if step % 2 else 1.0)
+        skips.check(step, skips.judge(loss=NAN if step % 2 else 1.0))
     assert skips.count == 1.5 * IN_A_ROW
-    skips.judge(30, loss=1.0)
+    skips.check(30, skips.judge(loss=1.0))
     for step in range(31, 30 + IN_A_ROW):
-        assert skips.judge(step, loss=NAN)
+        skips.check(step, skips.judge(loss=NAN))
     with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan at the last: 10 steps in a row"):
-        skips.judge(40, loss=NAN)
+        skips.check(40, skips.judge(loss=NAN))
 
 
 def test_a_skipped_step_is_as_if_its_batch_were_never_seen(
@@ -97,4 +112,89 @@ def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: 
     poison(monkeypatch, range(2, 100))
     with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
         run(preflight(config(tmp_path, steps=20, nonfinite="skip", evaluate_every=100)))
-    assert [row["step"] for row in steps(tmp_path)] == list(range(1, 11))
+    assert [row["step"] for row in steps(tmp_path)] == list(range(1, 12))
+
+
+def test_the_step_that_stops_a_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, [3])
+    with pytest.raises(RunError, match="step 3: loss=nan"):
+        run(preflight(config(tmp_path)))
+    rows = steps(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert (rows[2]["loss"], rows[2]["skipped"]) == (None, "loss=nan, grad_norm=nan")
+    assert no_thread_is_left()
+
+
+def test_an_error_in_the_data_is_raised_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its batch is made one step earlier: that step has its row, its evaluation and its checkpoint."""
+    original = Data.batch
+
+    def batch(data: Data, step: int) -> Batch:
+        if step == 3:
+            raise DataError("row 7", "it cannot be read", "Mend it")
+        return original(data, step)
+
+    monkeypatch.setattr(Data, "batch", batch)
+    with pytest.raises(DataError, match="row 7"):
+        run(preflight(config(tmp_path, checkpoint_every=2)))
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 2]
+    assert read_state(checkpoint(tmp_path, 2))["step"] == 2
+    assert no_thread_is_left()
+
+
+def test_a_row_is_written_while_the_next_step_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, step, second = Metrics.write, Pipeline.step, threading.Event()
+    calls: list[int] = []
+    met: list[bool] = []
+
+    def late(metrics: Metrics, row: dict[str, Any]) -> None:
+        if row["step"] == 1:
+            met.append(second.wait(30))
+        write(metrics, row)
+
+    def counted(pipe: Pipeline, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            second.set()
+        return step(pipe, batch)
+
+    monkeypatch.setattr(Metrics, "write", late)
+    monkeypatch.setattr(Pipeline, "step", counted)
+    run(preflight(config(tmp_path)))
+    assert met == [True]
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 2, 3, 4, 4]
+    assert no_thread_is_left()
+
+
+def test_rows_of_finished_steps_outlive_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, write, interrupted = Pipeline.step, Metrics.write, threading.Event()
+    calls: list[int] = []
+
+    def interrupt(pipe: Pipeline, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            interrupted.set()
+            raise KeyboardInterrupt
+        return step(pipe, batch)
+
+    def late(metrics: Metrics, row: dict[str, Any]) -> None:
+        if row["step"] == 3:
+            assert interrupted.wait(30)
+        write(metrics, row)
+
+    monkeypatch.setattr(Pipeline, "step", interrupt)
+    monkeypatch.setattr(Metrics, "write", late)
+    with pytest.raises(KeyboardInterrupt):
+        run(preflight(config(tmp_path)))
+    assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3]
+    assert no_thread_is_left()
+
+
+def test_a_seed_is_the_same_as_torch_manual_seed(tmp_path: Path) -> None:
+    """Up to 0.5.0 torch.manual_seed seeded a step; runs that go on draw the same numbers."""
+    rank = SimpleNamespace(draws=True, device=torch.device("cpu"))
+    with torch.random.fork_rng(devices=[]):
+        seed_step(cast(Pipeline, rank), 3, 5)
+        found = torch.rand(4)
+        torch.manual_seed(int(np.random.SeedSequence((3, 5)).generate_state(1)[0]))
+        assert torch.equal(torch.rand(4), found)

@@ -195,7 +195,10 @@ def test_ranks_share_a_seed_only_where_draws_depend_on_layer_and_microbatch(
     with torch.random.fork_rng(devices=[]):
         for process, part, step in ranks:
             rank = SimpleNamespace(
-                draws=pipe.draws, processes=SimpleNamespace(index=process), batch_part=(part, 2)
+                draws=pipe.draws,
+                device=pipe.device,
+                processes=SimpleNamespace(index=process),
+                batch_part=(part, 2),
             )
             loop.seed_step(cast(Pipeline, rank), 3, step)
             found.append(float(torch.rand(())))

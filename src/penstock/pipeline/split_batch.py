@@ -86,8 +86,9 @@ class BatchSplitter(NamedTuple):
         for part in as_list(batch):  # before they go to a GPU, where a look at a value waits
             check_entries(part, self.sharding)
             self.check(part)
+        device, ordered = world.device, world.device.type == "cuda"  # what reads a copy on a GPU follows it
         parts = [
-            tree_map_only(Tensor, lambda tensor: tensor.to(world.device), dict(part))
+            tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ordered), dict(part))
             for part in as_list(batch)
         ]
         if isinstance(batch, Mapping):

@@ -56,7 +56,7 @@ class StageRNG:
     def __init__(self, stage: int, device: torch.device, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self.stage = stage
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
-        self.generator = _generator(device)
+        self.generator = generator_of(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
         seeding: dict[type[nn.Module], type[nn.Module]] = {}
         for place, module in modules:
@@ -161,7 +161,8 @@ def _contents(microbatches: Sequence[Microbatch]) -> Iterator[str]:
         yield str(zlib.crc32(repr(content).encode()))
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
+    """The generator that modules on `device` draw from."""
     if device.type != "cuda":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -2,6 +2,7 @@
 
 evaluate                                         before the first step, every evaluate_every, at the end
 for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite
+                meanwhile one thread makes the next batch, and one writes the row of the step before
 save                                             every checkpoint_every, at the end; in the background
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +25,13 @@ from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
 from penstock.models.source import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.rng import generator_of
 from penstock.train.checkpoints import Start, checkpoint_folder, prune, state_after
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data
+from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.metrics import Display, Metrics, Row
+from penstock.train.metrics import Display, Log, Metrics, Row
 from penstock.train.optimizer import learning_rate, set_learning_rates
 from penstock.train.outcome import Outcome
 
@@ -59,28 +63,32 @@ def train(run: Run) -> Outcome:
     if run.start.done == 0:
         _evaluate(run, 0)
     fill, skips = Fill(), Skips(section.nonfinite, run.start.skipped)
-    for step in range(run.start.done + 1, section.steps + 1):
-        fill += _step(run, step, skips)
-        if step % section.evaluate_every == 0 or step == section.steps:
-            _evaluate(run, step)
-        if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
-            path = _save(run, step, skips.count)
+    steps = range(run.start.done + 1, section.steps + 1)
+    with Log(run.display, run.metrics) as log, closing(run.data.batches(steps, run.pipe.device)) as batches:
+        for step in steps:
+            fill += _step(run, step, batches, skips, log)
+            if step % section.evaluate_every == 0 or step == section.steps:
+                log.flush()
+                _evaluate(run, step)
+            if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
+                log.flush()
+                path = _save(run, step, skips.count)
     run.writer.wait()
     return Outcome(path, run.pipe.timeline, fill, skips.count)
 
 
-def _step(run: Run, step: int, skips: Skips) -> Fill:
+def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Fill:
     section, optimizer_section = run.config.train, run.config.optimizer
     started = time.perf_counter()
     seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # skipped steps do not count for the rate
     set_learning_rates(optimizer_section, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
-    batch = run.data.batch(step)
+    batch = next(batches)
     result = run.pipe.step(batch.content)
     norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
     judged = {"loss": result.loss, "grad_norm": norm}
-    reason = skips.judge(step, **judged)
+    reason = skips.judge(**judged)
     if reason:
         run.pipe.zero_grad()
     else:
@@ -103,9 +111,8 @@ def _step(run: Run, step: int, skips: Skips) -> Fill:
         row |= {"skipped": reason}
     if skips.count:
         row |= {"skipped_steps": skips.count}
-    run.display.step(row)
-    if run.metrics:
-        run.metrics.write(row)
+    log.step(row)
+    skips.check(step, reason)
     return batch.fill
 
 
@@ -116,7 +123,10 @@ def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
     takes the same seed. Elsewhere each has its own, or a router's noise would be the same on all ranks.
     """
     place = () if pipe.draws else (pipe.processes.index, pipe.batch_part[0])
-    torch.manual_seed(int(np.random.SeedSequence((seed, step, *place)).generate_state(1)[0]))
+    number = int(np.random.SeedSequence((seed, step, *place)).generate_state(1)[0])
+    # not torch.manual_seed: without a GPU it formats the stack each time, in case there will be one
+    for generator in {torch.default_generator, generator_of(pipe.device)}:
+        generator.manual_seed(number)
 
 
 def _evaluate(run: Run, step: int) -> None:
@@ -147,23 +157,26 @@ class Skips:
     count: int = 0
     in_a_row: int = 0
 
-    def judge(self, step: int, **values: float) -> str:
-        """Why `step`, with these values, must not reach the weights; empty where all are finite.
-
-        Raises: RunError with mode "stop", and at the last of too many skipped steps in a row.
-        """
-        if self.mode == "stop":
-            check_finite(step, **values)
+    def judge(self, **values: float) -> str:
+        """Why a step with these values must not reach the weights; empty where all are finite."""
         found = not_finite(**values)
         self.in_a_row = self.in_a_row + 1 if found else 0
         self.count += bool(found)
+        return found
+
+    def check(self, step: int, found: str) -> None:
+        """Raise RunError if what `judge` found in `step` ends the run.
+
+        It does with mode "stop", and at the last of too many skipped steps in a row.
+        """
+        if found and self.mode == "stop":
+            raise _stopped(step, found)
         if self.in_a_row == IN_A_ROW:
             raise RunError(
                 f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
                 f"{IN_A_ROW} steps in a row were skipped, which no batch explains",
                 f"Go on from the last checkpoint with --resume. {_REMEDY}",
             )
-        return found
 
 
 def not_finite(**values: float) -> str:
@@ -174,13 +187,17 @@ def not_finite(**values: float) -> str:
 
 
 def check_finite(step: int, **values: float) -> None:
-    """Raise RunError where a value is not finite, before it spoils the weights."""
+    """Raise RunError where a value is not finite."""
     if found := not_finite(**values):
-        raise RunError(
-            f"step {step}: {found}",
-            "these are finite numbers while a model trains",
-            f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
-        )
+        raise _stopped(step, found)
+
+
+def _stopped(step: int, found: str) -> RunError:
+    return RunError(
+        f"step {step}: {found}",
+        "these are finite numbers while a model trains",
+        f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
+    )
 
 
 # ---- Saving

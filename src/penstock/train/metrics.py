@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -113,6 +114,45 @@ def make_display(first: bool, steps: int, done: int, every: int) -> Display:
     if not first:
         return Display()
     return Bar(steps, done) if sys.stdout.isatty() else Lines(steps, every)
+
+
+class Log:
+    """Shows and writes the rows of steps in a thread, so that no step waits for a disk or a terminal.
+
+    As a context manager it ends when every row is written, after an error as well.
+
+    Args:
+        metrics: None where nothing is shown or written
+    """
+
+    def __init__(self, display: Display, metrics: Metrics | None) -> None:
+        self._display, self._metrics = display, metrics
+        self._thread = ThreadPoolExecutor(1, "penstock-log")
+        self._row: Future[None] | None = None  # the last one
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self.flush()
+
+    def step(self, row: Row) -> None:
+        """Show and write the row of a step soon. Raises what the row before it raised."""
+        self.flush()
+        if self._metrics is not None:
+            self._row = self._thread.submit(self._write, row, self._metrics)
+
+    def flush(self) -> None:
+        """Return when every row is written. Raises OSError."""
+        row, self._row = self._row, None
+        if row is not None:
+            row.result()
+
+    def _write(self, row: Row, metrics: Metrics) -> None:
+        metrics.write(row)
+        self._display.step(row)
 
 
 def _numbers(row: Row) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,64 @@ def test_a_batch_follows_from_its_step_alone() -> None:
     for step in reversed(range(1, 20)):
         assert torch.equal(whole(rows.batch(step))["input_ids"], forwards[step - 1])
     assert not torch.equal(whole(rows_of(11, seed=1).batch(1))["input_ids"], forwards[0])
+
+
+def test_batches_are_those_of_the_steps_wherever_they_begin() -> None:
+    rows, cpu = rows_of(11), torch.device("cpu")
+    expected = [whole(rows.batch(step))["input_ids"] for step in range(1, 20)]
+    for first in (1, 8):
+        found = [whole(batch)["input_ids"] for batch in rows.batches(range(first, 20), cpu)]
+        assert len(found) == 20 - first
+        assert all(map(torch.equal, found, expected[first - 1 :]))
+
+
+def test_the_next_batch_is_made_while_one_is_in_use_and_no_further_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+    second = threading.Event()
+    original = Data.batch
+
+    def batch(data: Data, step: int) -> Batch:
+        assert threading.current_thread() is not threading.main_thread()
+        made.append(step)
+        if step == 2:
+            second.set()
+        return original(data, step)
+
+    monkeypatch.setattr(Data, "batch", batch)
+    batches = rows_of(11).batches(range(1, 20), torch.device("cpu"))
+    next(batches)
+    assert second.wait(30)
+    batches.close()
+    assert made == [1, 2]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-data")]
+
+
+def test_a_failed_batch_is_raised_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Data.batch
+
+    def batch(data: Data, step: int) -> Batch:
+        if step == 3:
+            raise DataError("row 7", "it cannot be read", "Mend it")
+        return original(data, step)
+
+    monkeypatch.setattr(Data, "batch", batch)
+    batches = rows_of(11).batches(range(1, 20), torch.device("cpu"))
+    assert next(batches)
+    assert next(batches)
+    with pytest.raises(DataError, match="row 7"):
+        next(batches)
+
+
+def test_a_batch_for_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the thread, on the GPU of the pipeline. torch's own part is emulated."""
+    calls: list[object] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: calls.append(tensor.shape) or tensor + 1)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    (batch,) = rows_of(11).batches(range(1, 2), torch.device("cuda", 3))
+    assert calls == [torch.device("cuda", 3), (2, 3), (2, 3)]
+    assert torch.equal(whole(batch)["labels"], whole(rows_of(11).batch(1))["labels"] + 1)
 
 
 def test_a_batch_is_what_transformers_takes() -> None:

@@ -7,7 +7,8 @@ state, and every rank knows the whole batch, which is the same on any mesh, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -15,6 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from penstock.batch.padding import Padding
 from penstock.errors import DataError
@@ -63,6 +67,24 @@ class Data:
         """
         return self._part(self.rows, self._chosen(step))
 
+    def batches(self, steps: range, device: torch.device) -> Generator[Batch]:
+        """The batches of `steps`. A thread makes the next one while the caller works with one.
+
+        Close the generator to end the thread. An error is raised when its batch is asked for.
+
+        Args:
+            steps: one or more
+            device: where the step runs. Tensors for a GPU are pinned, so that no copy to it waits
+        """
+        make = self.batch if device.type == "cpu" else self._pinned_batch
+        begin = device, torch.get_num_threads()
+        with ThreadPoolExecutor(1, "penstock-data", _begin_thread, begin) as thread:
+            ahead = thread.submit(make, steps[0])
+            for step in steps[1:]:
+                batch, ahead = ahead.result(), thread.submit(make, step)
+                yield batch
+            yield ahead.result()
+
     def held_out_batches(self, count: int) -> list[Batch]:
         """At most `count` batches, spread evenly over the held-out rows."""
         held, size = len(self.held_out), self.batch_size
@@ -78,6 +100,10 @@ class Data:
     def _part(self, rows: Rows, chosen: list[int]) -> Batch:
         return Batch(rows.content(rows.deal(chosen, self.parts)[self.part]), self._fill(rows, chosen))
 
+    def _pinned_batch(self, step: int) -> Batch:
+        batch = self.batch(step)
+        return batch._replace(content=tree_map_only(Tensor, Tensor.pin_memory, batch.content))
+
     def _fill(self, rows: Rows, chosen: list[int]) -> Fill:
         return sum((rows.fill(part) for part in rows.deal(chosen, self.parts)), Fill())
 
@@ -85,6 +111,13 @@ class Data:
         first, count = (step - 1) * self.batch_size, len(self.rows)
         places = range(first, first + self.batch_size)
         return [int(_order(self.seed, place // count, count)[place % count]) for place in places]
+
+
+def _begin_thread(device: torch.device, threads: int) -> None:
+    """torch keeps the number of threads and the current GPU for each thread."""
+    torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else pinning takes memory of the first GPU
 
 
 @lru_cache(maxsize=2)  # a batch touches two epochs at most
