@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -180,6 +181,7 @@ def test_rows_of_finished_steps_outlive_an_interrupt(tmp_path: Path, monkeypatch
     def late(metrics: Metrics, row: dict[str, Any]) -> None:
         if row["step"] == 3:
             assert interrupted.wait(30)
+            time.sleep(0.3)  # a run that does not wait is over by then
         write(metrics, row)
 
     monkeypatch.setattr(Pipeline, "step", interrupt)

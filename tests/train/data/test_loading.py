@@ -132,7 +132,12 @@ def test_a_failed_batch_is_raised_where_it_is_asked_for(monkeypatch: pytest.Monk
 def test_a_batch_for_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread, on the GPU of the pipeline. torch's own part is emulated."""
     calls: list[object] = []
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: calls.append(tensor.shape) or tensor + 1)
+
+    def pin(tensor: Tensor) -> Tensor:
+        calls.append(tensor.shape)
+        return tensor + 1
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     (batch,) = rows_of(11).batches(range(1, 2), torch.device("cuda", 3))
     assert calls == [torch.device("cuda", 3), (2, 3), (2, 3)]
