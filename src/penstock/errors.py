@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 __all__ = [
+    "AlteredError",
     "BatchError",
     "CheckpointError",
     "ConfigError",
@@ -97,6 +98,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint that is incomplete or altered, or does not fit the model."""
+
+
+class AlteredError(CheckpointError):
+    """A file whose contents are not those that were written."""
 
 
 class ModelError(InputError):

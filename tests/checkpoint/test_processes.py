@@ -19,9 +19,10 @@ from torch.optim import SGD, Optimizer
 from penstock import Axes, Pipeline
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
-from penstock.models.weights.folder import check_folder
+from penstock.models.weights import hashes
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
+from support.folders import check_folder, flip
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 from support.pool import Pool
 
@@ -205,6 +206,43 @@ def test_what_one_pipeline_of_a_mesh_cannot_read_is_raised_on_all(
     assert own.startswith("FileNotFoundError" if what == "weights" else "CheckpointError")
     assert other.startswith("RunError: another pipeline of the mesh: it could not ")
     assert own.removeprefix("CheckpointError: ") in other
+
+
+def hashed_on_a_mesh(path: str) -> list[str]:
+    """The files that this rank hashes as it loads, from a mesh of two pipelines. Then one is altered."""
+    pipe, optimizers = mesh()
+    save_checkpoint(path, pipe, optimizers, {"step": 1})
+    names: list[str] = []
+    sha256_of = hashes.sha256_of
+
+    def noted(file: Path, stopped: Callable[[], bool]) -> str:
+        names.append(file.name)
+        return sha256_of(file, stopped)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashes, "sha256_of", noted)
+        assert load_checkpoint(path, pipe, optimizers) == {"step": 1}
+    before = [local_shard(parameter).detach().clone() for parameter in pipe.parameters()]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(path, f"{path}-altered")
+        flip(Path(f"{path}-altered", "optimizer-00002-of-00002.safetensors"))
+    dist.barrier()
+    error = error_of(lambda: load_checkpoint(f"{path}-altered", pipe, optimizers))
+    assert error.startswith("AlteredError: checkpoint ")
+    assert "optimizer-00002-of-00002.safetensors, on process" in error
+    assert all(local_shard(parameter).isnan().all() for parameter in pipe.parameters())
+    load_checkpoint(path, pipe, optimizers)
+    assert all(torch.equal(a, local_shard(b)) for a, b in zip(before, pipe.parameters(), strict=True))
+    pipe.close()
+    return names
+
+
+def test_each_file_is_hashed_once_by_all_pipelines_of_a_mesh(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0 hashed it once for each pipeline, and raised other errors on processes that found nothing."""
+    found = pool.run(4, hashed_on_a_mesh, str(tmp_path / "checkpoint"))
+    names = sorted(file.name for file in (tmp_path / "checkpoint").iterdir() if file.name != "manifest.json")
+    assert sorted(name for each in found for name in each) == names
 
 
 def not_to_be_kept_on_one(path: str, rank: int, what: str) -> None:

@@ -22,11 +22,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from penstock import AutoPipeline
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
-from penstock.errors import CheckpointError, ModelError, RunError
-from penstock.models.weights.folder import check_folder
+from penstock.errors import AlteredError, CheckpointError, ModelError, RunError
+from penstock.models.weights import folder as folders
+from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
 from penstock.pipeline.pipeline import Pipeline
 from support.families import tiny_model
+from support.folders import check_folder, flip
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 
 Made = tuple[Pipeline, list[Optimizer]]
@@ -58,9 +60,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writes begin once it is set."""
     go, written = threading.Event(), SavedModel.write
 
-    def slowly(*arguments: Any) -> None:  # the weights are written first
+    def slowly(*arguments: Any) -> Hashed:  # the weights are written first
         assert go.wait(30)
-        written(*arguments)
+        return written(*arguments)
 
     monkeypatch.setattr(SavedModel, "write", slowly)
     return go
@@ -144,15 +146,11 @@ def each(pipe: Pipeline) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in pipe.parameters()]
 
 
-def alter(folder: Path, name: str) -> None:
-    file = next(folder.glob(name))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def test_an_altered_byte_is_found_before_anything_changes(tmp_path: Path, alone: Made) -> None:
+def test_an_altered_byte_is_found_while_files_are_read(tmp_path: Path, alone: Made) -> None:
+    """No step can go on silently with what was read: weights are NaN until a good checkpoint is loaded."""
     pipe, optimizers = alone
+    save_checkpoint(tmp_path / "good", pipe, optimizers)
+    saved = each(pipe)
     for name in (
         "model*.safetensors",
         "optimizer-*.safetensors",
@@ -161,12 +159,40 @@ def test_an_altered_byte_is_found_before_anything_changes(tmp_path: Path, alone:
         "state.json",
     ):
         save_checkpoint(tmp_path / "checkpoint", pipe, optimizers, {"step": 1})
-        alter(tmp_path / "checkpoint", name)
+        (altered,) = (tmp_path / "checkpoint").glob(name)
+        flip(altered)
         advance(pipe, optimizers, 1, 1)
-        before = each(pipe)
-        with pytest.raises(CheckpointError, match="contents differ from what was written"):
+        with pytest.raises(AlteredError, match="contents differ from what was written") as caught:
             load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
-        assert all(map(torch.equal, before, each(pipe)))
+        assert altered.name in caught.value.value
+        assert all(bool(weight.isnan().all()) for weight in each(pipe))
+        load_checkpoint(tmp_path / "good", pipe, optimizers)
+        assert all(map(torch.equal, saved, each(pipe)))
+
+
+def test_tensors_are_hashed_as_they_are_written_and_each_file_is_flushed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0 read every file again to hash it."""
+    read: list[str] = []
+    flushed: list[str] = []
+    sha256_of, fsync = folders.sha256_of, os.fsync
+
+    def noted(file: Path) -> str:
+        read.append(file.name)
+        return sha256_of(file)
+
+    def flush(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(folders, "sha256_of", noted)
+    monkeypatch.setattr(os, "fsync", flush)
+    save_checkpoint(tmp_path / "checkpoint", *make(2, "1f1b", "mixtral"))
+    names = sorted(files(tmp_path / "checkpoint"))
+    assert sorted(read) == [name for name in names if name.endswith(".json") and name != "manifest.json"]
+    assert sorted(name for name in flushed if name in names) == names
+    check_folder(tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize("how", ["next", "wait", "context"])
@@ -200,11 +226,11 @@ def test_an_error_elsewhere_lets_a_checkpoint_end_and_ctrl_c_does_not(
     pipe, optimizers = alone
     written = OptimizerState.write
 
-    def slowly(self: OptimizerState, folder: Path, index: int, count: int) -> None:
+    def slowly(self: OptimizerState, folder: Path, index: int, count: int) -> Hashed:
         time.sleep(0.2)
         if fails:
             raise OSError("disk full")
-        written(self, folder, index, count)
+        return written(self, folder, index, count)
 
     monkeypatch.setattr(OptimizerState, "write", slowly)
     with pytest.raises(error) as caught, CheckpointWriter(pipe) as writer:  # noqa: PT012
@@ -398,9 +424,10 @@ pipe, optimizers = make(1, "1f1b", layers=1)
 written, reached = OptimizerState.write, threading.Event()
 
 def write(self, *place):
-    written(self, *place)
+    entries = written(self, *place)
     reached.set()
     threading.Event().wait(1)
+    return entries
 
 OptimizerState.write = write
 CheckpointWriter(pipe).save(Path(sys.argv[1]) / "checkpoint", optimizers)

@@ -10,16 +10,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock import AutoPipeline, Pipeline
+from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.loss import NextToken
-from penstock.errors import BatchError, CheckpointError, RunError
-from penstock.models.weights import folder
+from penstock.errors import AlteredError, BatchError
+from penstock.models.weights import hashes
+from penstock.models.weights.folder import MANIFEST
 from penstock.pipeline.compare import whole_backward
 from support import jobs
 from support.families import pipeline, ragged_batch, tiny_config, tiny_model
+from support.folders import flip
 from support.pool import Pool
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
@@ -57,40 +60,44 @@ def test_a_saved_folder_that_was_altered_is_refused(tmp_path: Path) -> None:
     pipe.save_pretrained(tmp_path / "model")
     AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "model")
     shard = tmp_path / "model" / "model-00002-of-00002.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-50] ^= 1
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its contents differ from what was written"):
+    flip(shard, -50)
+    with pytest.raises(AlteredError, match=rf"{shard.name}: its contents differ from what was written"):
         AutoPipeline(ranks=3, microbatches=2).build(tmp_path / "model")
 
 
-def hashed(path: Path) -> tuple[list[str], str]:
-    """The files whose contents this rank checks as it builds, and its error."""
+def hashed(path: Path, ranks: int) -> tuple[list[str], str]:
+    """The files that this rank hashes as it builds, and its error."""
     names: list[str] = []
-    digest = folder._sha256
+    sha256_of = hashes.sha256_of
 
-    def noted(file: Path) -> str:
+    def noted(file: Path, stopped: Callable[[], bool]) -> str:
         names.append(file.name)
-        return digest(file)
+        return sha256_of(file, stopped)
 
-    with patch.object(folder, "_sha256", noted):
+    replicas = dist.get_world_size() // ranks
+    axes = Axes(dp_shard=replicas) if replicas > 1 else None
+    with patch.object(hashes, "sha256_of", noted):
         try:
-            AutoPipeline(ranks=2, microbatches=2, timeout=30).build(path).close()
-        except (CheckpointError, RunError) as error:
+            AutoPipeline(ranks=ranks, microbatches=2, timeout=30, axes=axes).build(path).close()
+        except AlteredError as error:
             return names, str(error)
     return names, ""
 
 
-def test_each_file_is_hashed_by_one_rank(pool: Pool, tmp_path: Path) -> None:
-    """0.5.0: every rank read the whole model to hash it. What one finds wrong ends all."""
+@pytest.mark.parametrize("processes", [2, 4])
+def test_each_file_is_hashed_once_a_job(pool: Pool, tmp_path: Path, processes: int) -> None:
+    """0.5.0: every rank read the whole model to hash it. What one finds altered ends all."""
     path = tmp_path / "model"
-    AutoPipeline(ranks=2, microbatches=2).build(tiny_config("llama")).save_pretrained(path)
-    listed = json.loads((path / folder.MANIFEST).read_text())["files"]
-    (first, none), (second, other) = pool.run(2, hashed, path)
-    assert (sorted(first + second), none, other) == (sorted(listed), "", "")
+    AutoPipeline(ranks=2, microbatches=2).build(tiny_config("llama")).save_pretrained(path, "20KB")
+    listed = json.loads((path / MANIFEST).read_text())["files"]
+    found = pool.run(processes, hashed, path, 2)
+    assert sorted(name for names, _ in found for name in names) == sorted(listed)
+    assert all(any(name.startswith("model-") for name in names) and not error for names, error in found)
     (path / "config.json").write_text((path / "config.json").read_text().replace("silu", "gelu", 1))
-    found = [error for _, error in pool.run(2, hashed, path)]
-    assert all("its contents differ from what was written" in error for error in found), found
+    (error, *others) = [error for _, error in pool.run(processes, hashed, path, 2)]
+    assert "config.json, on process" in error
+    assert "its contents differ from what was written" in error
+    assert others == [error] * (processes - 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from penstock.models.weights.folder import Hashed
 from support.families import ragged_batch, tiny_model
 
 Parameters = list[nn.Parameter]
@@ -145,10 +146,10 @@ def failing_writes(rank: int) -> Iterator[None]:
     """The optimizer's part of process `rank` cannot be written."""
     written = OptimizerState.write
 
-    def write(self: OptimizerState, folder: Path, index: int, count: int) -> None:
+    def write(self: OptimizerState, folder: Path, index: int, count: int) -> Hashed:
         if index == rank:
             raise OSError("disk full")
-        written(self, folder, index, count)
+        return written(self, folder, index, count)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OptimizerState, "write", write)

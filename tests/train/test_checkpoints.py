@@ -11,7 +11,7 @@ import pytest
 
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import RunError
-from penstock.models.weights.folder import MANIFEST, check_folder, leftovers, write_folder
+from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, write_folder
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import (
     NEWEST,
@@ -23,11 +23,12 @@ from penstock.train.checkpoints import (
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.run import preflight, run
+from support.folders import check_folder
 from support.tiny import assert_same_tensors, checkpoint, config
 
 
 def write_state(folder: Path) -> None:
-    (folder / "state.json").write_text("{}")
+    (folder / "state.json").write_text('{"step": 1, "config": {}, "versions": {}}')
 
 
 def write(output: Path, *steps: int) -> Path:
@@ -174,10 +175,10 @@ def test_a_failed_write_leaves_all_that_was_there(tmp_path: Path, monkeypatch: p
     """Pruning comes after a publication only; the run says at its next checkpoint what went wrong."""
     written = OptimizerState.write
 
-    def write(self: OptimizerState, folder: Path, index: int, count: int) -> None:
+    def write(self: OptimizerState, folder: Path, index: int, count: int) -> Hashed:
         if "step-00000003" in folder.name:
             raise OSError("disk full")
-        written(self, folder, index, count)
+        return written(self, folder, index, count)
 
     monkeypatch.setattr(OptimizerState, "write", write)
     with pytest.raises(RunError, match="step-00000003: it could not be written in the background"):

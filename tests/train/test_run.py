@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.errors import (
+    AlteredError,
     CheckpointError,
     ConfigError,
     DataError,
@@ -21,11 +22,11 @@ from penstock.errors import (
     RunError,
     WorldSizeError,
 )
-from penstock.models.weights.folder import check_folder
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import DocumentRows
 from penstock.train.run import Prepared, preflight, run
+from support.folders import check_folder, flip
 from support.tiny import (
     GPT2_WITH_DROPOUT,
     QWEN3,
@@ -115,6 +116,27 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert "passed over" in resumed.notes[0]
     assert "never finished" in resumed.notes[0]
     assert "model.safetensors.index.json" in resumed.notes[1]
+
+
+def test_a_run_resumes_from_the_newest_checkpoint_that_is_unaltered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0 hashed whole folders on every rank, before the run, to find that one."""
+    made = config(tmp_path, steps=4, checkpoint_every=1)
+    run(preflight(made))
+    shutil.move(checkpoint(tmp_path, 4), tmp_path / "before")
+    flip(checkpoint(tmp_path, 3) / "optimizer-00001-of-00001.safetensors")
+    flip(checkpoint(tmp_path, 2) / "state.json", 5)
+    with pytest.raises(AlteredError, match=r"step-00000003: optimizer.*contents differ"):
+        run(preflight(made, str(checkpoint(tmp_path, 3))))
+    prepared = preflight(made, NEWEST)
+    assert prepared.start.done == 3
+    run(prepared)
+    said = capsys.readouterr().out
+    for step in (3, 2):
+        assert f"passed over checkpoint {checkpoint(tmp_path, step)}: " in said
+    assert f"going on from {checkpoint(tmp_path, 1)}" in said
+    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 4))
 
 
 def test_both_copies_of_a_slice_in_one_process_get_their_state_back(tmp_path: Path) -> None:

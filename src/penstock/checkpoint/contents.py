@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.checkpoint.background import Publish
 from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_of
 from penstock.errors import CheckpointError
-from penstock.models.weights.folder import write_folder
+from penstock.models.weights.folder import Hashed, write_folder
+from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.transport.groups import Processes
 
@@ -62,15 +63,15 @@ def collector(
         optimizer_state = state_of(optimizer, named, copied=copied)
         write_weights, random = pipe._weights_writer(copied=copied), _random_states(pipe)
 
-        def write(folder: Path, processes: Processes) -> None:
-            write_weights(folder, processes)
-            optimizer_state.write(folder, processes.index, processes.count)
-            for file, held in random.items():
-                save_file(held, folder / file)
+        def write(folder: Path, processes: Processes) -> Hashed:
+            entries = write_weights(folder, processes)
+            entries |= optimizer_state.write(folder, processes.index, processes.count)
+            entries |= {file: write_tensors(folder / file, held) for file, held in random.items()}
             if processes.index == 0:
                 if extra is not None:
                     extra(folder)
                 (folder / STATE).write_text(text, encoding="utf-8")
+            return entries
 
         return lambda path, processes: write_folder(path, lambda folder: write(folder, processes), processes)
 

@@ -18,13 +18,14 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError
 from penstock.models.weights.files import Ties
+from penstock.models.weights.folder import Hashed
+from penstock.models.weights.tensor_file import widest_first, write_tensors
 from penstock.runtime.sharded_weights import full_tensor, host_copy, shard_like
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -78,11 +79,13 @@ class OptimizerState:
     groups: list[Group] = field(default_factory=list)
     numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
 
-    def write(self, folder: Path, index: int, count: int) -> None:
+    def write(self, folder: Path, index: int, count: int) -> Hashed:
+        """Write the pair of process `index` of `count`. Returns the entry of its tensors in the manifest."""
         file = folder / f"optimizer-{index + 1:05d}-of-{count:05d}.safetensors"
-        save_file(self.tensors, file)
+        entry = write_tensors(file, widest_first(self.tensors))
         described = {"groups": self.groups, "numbers": self.numbers}
         file.with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        return {file.name: entry}
 
 
 def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:

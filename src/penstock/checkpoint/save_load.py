@@ -14,6 +14,7 @@ listed in penstock.checkpoint.contents.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +26,12 @@ from transformers import PretrainedConfig
 from penstock.checkpoint.background import BackgroundWrite, Then, follow
 from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
 from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
-from penstock.errors import CheckpointError, RunError
-from penstock.models.weights.folder import check_folder_together, together
+from penstock.errors import AlteredError, CheckpointError, RunError
+from penstock.models.weights.folder import check_lengths, together
+from penstock.models.weights.hashes import hashed_meanwhile
+from penstock.models.weights.saved import SavedModel
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.calls import calling
 from penstock.runtime.transport.distributed import in_background
 
@@ -73,13 +77,34 @@ def load_checkpoint(
         learning_rates: give each group the rate that its parameters had. Make a scheduler before this call,
             and give it its part of the returned state.
 
-    Raises CheckpointError where a file is missing or altered, or the checkpoint is of another model or
-    optimizer, before anything is changed on any process.
+    Raises CheckpointError where a file is missing or of another length, or the checkpoint is of another
+    model or optimizer, before anything is changed on any process; AlteredError, on all processes, where a
+    file's contents are not what was written. Files are hashed while they are read, so weights have changed by
+    then. They are NaN until another checkpoint is loaded.
     """
-    folder, processes, saved = Path(path).expanduser(), pipe.processes, pipe._saved_model
-    pipe._all_or_none(f"check checkpoint {folder}", lambda: check_folder_together(folder, processes))
+    folder, saved = Path(path).expanduser(), pipe._saved_model
+
+    def check() -> None:
+        if pipe.processes.index == 0:
+            check_lengths(folder)
+
+    _agreed(pipe, f"check checkpoint {folder}", check)
+    try:
+        with hashed_meanwhile(folder, pipe._everyone):
+            return _load(folder, pipe, saved, optimizer, learning_rates)
+    except AlteredError:
+        for parameter in pipe.parameters():  # or a caller that goes on would train on a mixture
+            if parameter.is_floating_point():
+                local_shard(parameter.detach()).fill_(math.nan)
+        raise
+
+
+def _load(
+    folder: Path, pipe: Pipeline, saved: SavedModel, optimizer: Optimizers, learning_rates: bool
+) -> dict[str, Any]:
+    """Check that all fits, then restore it. Fails on all processes or on none. Collective."""
     named = list(pipe.named_parameters(remove_duplicate=False))
-    known = {name for names in processes.gather([name for name, _ in named]) for name in names}
+    known = {name for names in pipe.processes.gather([name for name, _ in named]) for name in names}
 
     def check() -> Callable[[], dict[str, Any]]:
         state = read_state(folder)

@@ -29,7 +29,7 @@ from penstock.parallel.mesh import flattened
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.calls import call_number, different_calls
-from penstock.runtime.transport.groups import GroupProcesses, limit_waits
+from penstock.runtime.transport.groups import GroupProcesses, Processes, limit_waits
 
 _SLOW = datetime.timedelta(hours=1)  # a disk may be
 
@@ -186,12 +186,18 @@ class Reductions:
         """Sum over all ranks that host the same stages, in place."""
         return self._sum(tensor, self._others, "the norms of the other ranks of the mesh")
 
-    def first_problem(self, problem: str | None) -> str | None:
-        """The first process's problem, the same on all; waits up to an hour, as a disk may be slow."""
+    @property
+    def everyone(self) -> Processes | None:
+        """All processes of the mesh, which wait up to an hour, as a disk may be slow. None without a mesh."""
         if self._all is None:
+            return None
+        return GroupProcesses(self._patient, _SLOW, torch.device("cpu"))
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """The first process's problem, the same on all."""
+        if self.everyone is None:
             return problem
-        everyone = GroupProcesses(self._patient, _SLOW, torch.device("cpu")).gather(problem)
-        return next(filter(None, everyone), None)
+        return next(filter(None, self.everyone.gather(problem)), None)
 
     def close(self) -> None:
         """Free the group that only this uses; those of the mesh's axes stay, as DTensors use them too."""

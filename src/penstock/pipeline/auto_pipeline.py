@@ -9,6 +9,7 @@ Pipeline      the stages, ready to step
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
-from penstock.models.weights.folder import check_folder_together
+from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.check import check_padded
@@ -260,10 +261,10 @@ class _Build:
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
         on_mesh = mesh_plan is not None
         everyone = AllProcesses(auto.timeout, world.device) if on_mesh else world.processes
-        if source.written is not None:  # or an altered file would load silently; each is read once a job
-            check_folder_together(source.written, everyone)
         self._compare_values(everyone)
-        with shared_errors(everyone):  # of one stage, which only its ranks make
+        # an altered file must not load silently
+        hashed = nullcontext() if source.written is None else hashed_meanwhile(source.written, everyone)
+        with hashed, shared_errors(everyone):  # of one stage, which only its ranks make
             return self._built()
 
     def _built(self) -> BuiltStages:

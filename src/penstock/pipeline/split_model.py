@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from penstock.errors import CheckpointError, ModelError, RunError
-from penstock.models.weights.folder import together, write_folder
+from penstock.models.weights.folder import Hashed, together, write_folder
 from penstock.models.weights.saved import MAX_SHARD_SIZE, FileLayout, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
@@ -166,12 +166,12 @@ class SplitModel:
         self._all_or_none(action, lambda: self._check_savable(pretrained=True))
         write, processes = self._weights_writer(copied=False), self.processes
 
-        def write_all(folder: Path) -> None:
-            write(folder, processes, max_shard_size)
+        def write_all(folder: Path) -> Hashed:
+            return write(folder, processes, max_shard_size)
 
         self._first_alone(action, lambda: write_folder(Path(path), write_all, processes))
 
-    def _weights_writer(self, *, copied: bool) -> Callable[..., None]:
+    def _weights_writer(self, *, copied: bool) -> Callable[..., Hashed]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
 
         Collective over the mesh; the result is collective over the processes it gets.
@@ -184,10 +184,10 @@ class SplitModel:
             kept = self._writes
             values = {index: _values(stage, saved.copies, kept) for index, stage in stages.items()}
 
-        def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> None:
+        def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> Hashed:
             layouts: dict[int, FileLayout] = {}
             together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, values)))
-            saved.write(folder, layouts, processes, size)
+            return saved.write(folder, layouts, processes, size)
 
         return write
 
@@ -231,6 +231,11 @@ class SplitModel:
             )
 
     # ---- what penstock.checkpoint uses too
+
+    @property
+    def _everyone(self) -> Processes:
+        """The processes of all pipelines of the mesh."""
+        return self.reductions.everyone or self.processes
 
     @property
     def _writes(self) -> bool:

@@ -25,7 +25,7 @@ from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
-    check_folder,
+    check_lengths,
     displaced,
     leftovers,
     looks_whole,
@@ -82,18 +82,24 @@ class Start:
 
     Attributes:
         checkpoint: None for a fresh start
+        is_newest: whether an older one may take its place
         done: the steps before, `skipped` of which changed no weight
         notes: lines to show
     """
 
     checkpoint: Path | None = None
+    is_newest: bool = False
     done: int = 0
     skipped: int = 0
     notes: tuple[str, ...] = ()
 
 
 def find_start(
-    config: TrainConfig, model: PreTrainedModel, resume: str | None, kinds: Mapping[str, str]
+    config: TrainConfig,
+    model: PreTrainedModel,
+    resume: str | None,
+    kinds: Mapping[str, str],
+    before: Path | None = None,
 ) -> Start:
     """Find the checkpoint to resume from, and check that it fits. Reads headers, and no tensor.
 
@@ -101,6 +107,7 @@ def find_start(
         model: the whole model, on the meta device
         resume: a checkpoint's path, NEWEST for the newest complete one in the output folder, None for none
         kinds: the class of optimizer that trains each parameter
+        before: a checkpoint that the newest one is to be older than
 
     Raises: CheckpointError; ConfigError where no step is left to do.
     """
@@ -108,7 +115,7 @@ def find_start(
         return Start()
     notes: list[str] = []
     if resume == NEWEST:
-        newest, torn = newest_checkpoint(config.output.path)
+        newest, torn = newest_checkpoint(config.output.path, before)
         notes = [f"penstock: warning: passed over {each}" for each in torn]
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
@@ -120,7 +127,7 @@ def find_start(
         path = newest
     else:
         path = Path(resume).expanduser()
-        check_folder(path)
+        check_lengths(path)
     state = read_state(path)
     check_fits(path, model, tied_names(model), kinds)
     if state["step"] >= config.train.steps:
@@ -131,11 +138,14 @@ def find_start(
         )
     changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
     notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
-    return Start(path, state["step"], state["skipped"], tuple(notes))
+    return Start(path, resume == NEWEST, state["step"], state["skipped"], tuple(notes))
 
 
-def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
-    """The complete checkpoint of the highest step under `output`, and a line for each one passed over."""
+def newest_checkpoint(output: Path, before: Path | None = None) -> tuple[Path | None, list[str]]:
+    """The complete checkpoint of the highest step under `output`, and a line for each one passed over.
+
+    Judged by the files' lengths and its state. before: only steps before this one's
+    """
     folder = output / "checkpoints"
     torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
     torn += [
@@ -143,8 +153,11 @@ def newest_checkpoint(output: Path) -> tuple[Path | None, list[str]]:
         for path in reversed(displaced(folder, "step-*"))
     ]
     for path in sorted(folder.glob("step-*"), reverse=True):
+        if before is not None and path.name >= before.name:
+            continue
         try:
-            check_folder(path)
+            check_lengths(path)
+            read_state(path)
         except CheckpointError as error:
             torn.append(str(error))
         else:

@@ -8,16 +8,17 @@ starts any rank, and each rank calls it again. `run` builds the pipeline, checks
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from penstock.batch.packing import refuse_packed
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from penstock.errors import ConfigError
+from penstock.errors import AlteredError, ConfigError
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import check as check_weights
@@ -27,7 +28,7 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
 from penstock.train.check.before_training import Reference, check_split
-from penstock.train.checkpoints import Start, find_start
+from penstock.train.checkpoints import NEWEST, Start, find_start
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data
 from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
@@ -127,7 +128,7 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     config = for_world(config, world)
     named, auto = named_model(config.model), make_auto(config)
     source, flash = open_without_flash(named, auto.dtype, auto.attention)
-    # of the model itself: of a folder that penstock wrote, every byte would be hashed
+    # of the model itself, which is opened by now
     plan = replace(replace(auto, dtype=None, attention=None).build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
     return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
@@ -183,13 +184,13 @@ def _make_folder(output: Path) -> None:
 
 def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight returned."""
-    config, start, output = prepared.config, prepared.start, prepared.config.output.path
-    common = {"config": config.model_dump(mode="json"), "steps done": start.done}
+    config, output = prepared.config, prepared.config.output.path
+    common = {"config": config.model_dump(mode="json"), "steps done": prepared.start.done}
     auto = _balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
     pipe = replace(auto, common=common).build(prepared.model)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
-    if start.checkpoint is not None:
-        load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
+    prepared = _resumed(prepared, pipe, optimizers)
+    start = prepared.start
     _make_folder(output)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
@@ -211,6 +212,26 @@ def run(prepared: Prepared) -> None:
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
+    """Load the checkpoint of `prepared.start`. Collective.
+
+    Where it is altered and only the newest was asked for, it is the one before; the result starts there.
+    """
+    config, model, start = prepared.config, prepared.plan.source.model, prepared.start
+    if start.checkpoint is None:
+        return prepared
+    try:
+        load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
+        return prepared
+    except AlteredError as error:
+        if not start.is_newest:
+            raise
+        passed = f"penstock: warning: passed over {error}"
+        older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
+    notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
+    return _resumed(replace(prepared, start=older, notes=tuple(notes)), pipe, optimizers)
 
 
 def _balanced(prepared: Prepared) -> AutoPipeline:

@@ -17,13 +17,12 @@ import pytest
 from penstock.errors import CheckpointError, RunError
 from penstock.models.weights.folder import (
     MANIFEST,
-    check_folder,
-    check_folder_together,
     remove_folder,
     unfinished,
     write_folder,
 )
 from penstock.runtime.transport.groups import OneProcess, Processes
+from support.folders import check_folder
 
 
 class Threads:
@@ -242,20 +241,6 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
     assert str(tmp_path / "checkpoint") in caught.value.value
     assert caught.value.exit_code == 2
     assert caught.value.remedy
-
-
-@pytest.mark.parametrize("how", ["missing", "altered", "no manifest"])
-def test_processes_check_a_folder_together_and_all_raise_an_error(tmp_path: Path, how: str) -> None:
-    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
-
-    def check() -> list[BaseException | None]:
-        return on_threads(3, lambda processes: check_folder_together(tmp_path / "checkpoint", processes))
-
-    assert check() == [None] * 3
-    damage(tmp_path / "checkpoint", how)
-    raised = check()
-    assert all(isinstance(error, CheckpointError | RunError) for error in raised)
-    assert any(isinstance(error, CheckpointError) for error in raised)
 
 
 def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Atomic folders: a folder is complete or absent.
 
-    .name.writing-1a2b      1. write all files into a hidden folder, hash them into a manifest, flush the disk
+    .name.writing-1a2b      1. write all files into a hidden folder, their hashes into a manifest, and flush
     .name.replaced-3c4d     2. rename an older folder out of the way
     name                    3. rename the hidden folder onto its name; remove the older one
 
@@ -15,9 +15,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from penstock.errors import CheckpointError, RunError
 
@@ -27,14 +27,26 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.json"
 _REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
+_AT_ONCE = 2**20  # bytes: each read takes Python's lock, for which other threads wait
 
 
-def write_folder(target: Path, write: Callable[[Path], None], processes: Processes) -> None:
+class Entry(TypedDict):
+    """A file in the manifest: its bytes and their hash."""
+
+    size: int
+    sha256: str
+
+
+Hashed = dict[str, Entry]  # by the file's name in the folder
+
+
+def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes: Processes) -> None:
     """Make `target` hold the files of `write` from all processes, or leave it as it was. Collective.
 
     Args:
         target: the same on all processes, on a file system that they share. An older checkpoint is replaced.
         write: called with a temporary folder. Each process writes files of its own names; may be collective.
+            It returns the entries of those that it hashed on the way. Others are read once more.
 
     Raises:
         CheckpointError: anything but a checkpoint stands at `target`, or nothing can be written.
@@ -42,14 +54,23 @@ def write_folder(target: Path, write: Callable[[Path], None], processes: Process
     """
     target = Path(os.path.abspath(target))
     temporary = target.parent / processes.gather(f".{target.name}.{_WRITING}-{secrets.token_hex(4)}")[0]
+
+    def write_and_flush() -> Hashed:
+        entries = write(temporary) or {}
+        for name in entries:  # not file by file: the disk writes one while the next is hashed
+            _flush(temporary / name)
+        return entries
+
     try:
         together(processes, "make the folder", lambda: _prepare(temporary, target))
-        together(processes, "write its part of the folder", lambda: write(temporary))
-        names = _agreed_names(temporary, processes)[processes.index :: processes.count]
-        entries = together(
-            processes, "hash its part of the folder", lambda: {n: _describe(temporary / n) for n in names}
+        written = together(processes, "write its part of the folder", write_and_flush)
+        files = {name: entry for of_process in written for name, entry in of_process.items()}
+        rest = [name for name in _agreed_names(temporary, processes) if name not in files]
+        mine = rest[processes.index :: processes.count]
+        described = together(
+            processes, "hash its part of the folder", lambda: {n: _describe(temporary / n) for n in mine}
         )
-        files = {name: entry for of_process in entries for name, entry in of_process.items()}
+        files |= {name: entry for of_process in described for name, entry in of_process.items()}
 
         def publish() -> None:
             if processes.index == 0:
@@ -61,43 +82,18 @@ def write_folder(target: Path, write: Callable[[Path], None], processes: Process
         raise
 
 
-def check_folder(path: str | Path) -> None:
-    """Raise CheckpointError unless `path` holds every file of its manifest, unaltered.
-
-    Other files may lie there.
-    """
-    check_lengths(Path(path))  # of all first: that takes no time
-    _check_files(Path(path), _read_manifest(Path(path)))
-
-
 def check_lengths(path: Path) -> None:
-    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none."""
-    _check_files(path, _read_manifest(path), hashed=False)
+    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none.
 
-
-def check_folder_together(path: Path, processes: Processes) -> None:
-    """`check_folder` where each process reads some of the files; the error is raised on all. Collective."""
-
-    def check() -> None:
-        files = _read_manifest(path)
-        if processes.index == 0:
-            check_lengths(path)
-        mine = sorted(files)[processes.index :: processes.count]
-        _check_files(path, {name: files[name] for name in mine})
-
-    together(processes, f"check checkpoint {path}", check)
-
-
-def _check_files(path: Path, files: dict[str, dict[str, Any]], *, hashed: bool = True) -> None:
-    for name, entry in files.items():
+    Other files may lie there. For their contents see `hashed_meanwhile`.
+    """
+    for name, entry in read_manifest(path).items():
         file = path / name
         if not file.is_file():
-            raise _broken(path, name, "the manifest lists this file and it is missing")
+            raise broken(path, name, "the manifest lists this file and it is missing")
         size = file.stat().st_size
         if size != entry["size"]:
-            raise _broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
-        if hashed and _sha256(file) != entry["sha256"]:
-            raise _broken(path, name, "its contents differ from what was written (sha256)")
+            raise broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
 
 
 def remove_folder(path: Path) -> None:
@@ -178,7 +174,7 @@ def _check_replaceable(target: Path) -> None:
     held = {str(file.relative_to(target)) for file in target.rglob("*") if not file.is_dir()}
     if not target.is_dir():
         held = {target.name}
-    listed = {MANIFEST, *_read_manifest(target)} if MANIFEST in held else set()
+    listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
     if foreign := sorted(held - listed):
         raise CheckpointError(
             f"folder {target}",
@@ -199,13 +195,13 @@ def _agreed_names(folder: Path, processes: Processes) -> list[str]:
     return names
 
 
-def _describe(file: Path) -> dict[str, Any]:
-    """The file's entry in the manifest."""
+def _describe(file: Path) -> Entry:
+    """Flush a file, and read it for its entry."""
     _flush(file)
-    return {"size": file.stat().st_size, "sha256": _sha256(file)}
+    return {"size": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def _publish(temporary: Path, target: Path, files: dict[str, dict[str, Any]]) -> None:
+def _publish(temporary: Path, target: Path, files: Mapping[str, Entry]) -> None:
     manifest = temporary / MANIFEST
     manifest.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
     _flush(manifest)
@@ -233,28 +229,35 @@ def remove_hidden(path: Path) -> None:
         path.unlink()
 
 
-def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+def read_manifest(path: Path) -> Hashed:
+    """Raises CheckpointError where `path` has no manifest that can be read."""
     file = path / MANIFEST
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
         )
     if not file.is_file():
-        raise _broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
+        raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
     try:
         files = json.loads(file.read_text(encoding="utf-8"))["files"]
         return {str(name): {"size": int(e["size"]), "sha256": str(e["sha256"])} for name, e in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(path, MANIFEST, "the manifest itself is damaged") from error
+        raise broken(path, MANIFEST, "the manifest itself is damaged") from error
 
 
-def _broken(path: Path, name: str, rule: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path}: {name}", rule, "Take another checkpoint, or copy it again")
+def broken(
+    path: Path, name: str, rule: str, kind: type[CheckpointError] = CheckpointError
+) -> CheckpointError:
+    return kind(f"checkpoint {path}: {name}", rule, "Take another checkpoint, or copy it again")
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
+def sha256_of(file: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """The hash of a file, or of its beginning where `stopped` says so."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))
+    with file.open("rb", buffering=0) as opened:
+        while not stopped() and (count := opened.readinto(buffer)):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -19,7 +18,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights import files as weights
-from penstock.models.weights.files import DTYPES, INDEX, SINGLE, Ties
+from penstock.models.weights.files import INDEX, SINGLE, Ties
+from penstock.models.weights.folder import Entry, Hashed
+from penstock.models.weights.tensor_file import widest_first, write_tensors
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
@@ -81,22 +82,24 @@ class SavedModel:
         layouts: Mapping[int, FileLayout],
         processes: Processes,
         max_shard_size: int | str = MAX_SHARD_SIZE,
-    ) -> None:
+    ) -> Hashed:
         """Write this process's stages into `folder`; process 0 adds everything else. Collective.
+
+        Returns the entries of this process's weights in the manifest.
 
         A stage is in one file, or in several of `max_shard_size` at most (bytes, or text such as "5GB"; a
         single weight may be larger). Peak memory is the stage plus the converted weights of a layer.
         """
         limit = _parsed_size(max_shard_size)
-        mine = [(index, layout.sizes) for index, layout in layouts.items()]
-        gathered = processes.gather(mine)  # before anything that can fail on one process alone
-        sizes = {int(index): held for each in gathered for index, held in each}
+        held = [(index, layout.sizes) for index, layout in layouts.items()]
+        gathered = processes.gather(held)  # before anything that can fail on one process alone
+        sizes = {int(index): names for each in gathered for index, names in each}
         shards = make_shards(sizes, limit)
-        for file, shard in shards.items():
-            if shard.stage in layouts:
-                layouts[shard.stage].write(folder / file, shard.names)
+        mine = {file: shard for file, shard in shards.items() if shard.stage in layouts}
+        entries = {f: layouts[shard.stage].write(folder / f, shard.names) for f, shard in mine.items()}
         if processes.index == 0:
             self._write_rest(folder, shards, sizes)
+        return entries
 
     def _write_rest(
         self, folder: Path, shards: Mapping[str, Shard], sizes: Mapping[int, Mapping[str, int]]
@@ -205,23 +208,20 @@ class FileLayout:
         """Bytes by the names in the files."""
         return {name: value.nbytes for file in self.files for name, value in file.items()}
 
-    def write(self, file: Path, names: Collection[str]) -> None:
+    def write(self, file: Path, names: Collection[str]) -> Entry:
         """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
         chosen = {name: value for held in self.files for name, value in held.items() if name in names}
-        header, begins = _header(chosen)
-        with file.open("wb") as opened:
-            opened.write(header)
-            for name, value in self._converted(chosen):
-                flat = value.detach().cpu().contiguous().reshape(-1)
-                opened.seek(begins[name])
-                opened.write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        layout = widest_first(chosen)
+        return write_tensors(file, layout, self._converted(layout))
 
-    def _converted(self, chosen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for group, held in zip(self.groups, self.files, strict=True):
-            if chosen.keys().isdisjoint(held):
-                continue
-            made = revert_weight_conversion(self.stage, {name: self.state[name] for name in group})
-            yield from ((name, value) for name, value in made.items() if name in chosen)
+    def _converted(self, layout: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a file in its order. A group of several widths is converted once for each."""
+        for width in dict.fromkeys(value.itemsize for value in layout.values()):
+            for group, held in zip(self.groups, self.files, strict=True):
+                due = [name for name, value in held.items() if name in layout and value.itemsize == width]
+                if due:
+                    made = revert_weight_conversion(self.stage, {name: self.state[name] for name in group})
+                    yield from ((name, made[name]) for name in due)
 
 
 def _layer(name: str) -> str:
@@ -233,26 +233,3 @@ def _layer(name: str) -> str:
 
 def _shapes(*files: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (value.shape, value.dtype) for file in files for name, value in file.items()}
-
-
-def _header(held: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
-    """A safetensors file's header, and where in the file each tensor begins.
-
-    Wider dtypes first, so that each tensor begins at a multiple of its width.
-    """
-    dtypes = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in sorted(held, key=lambda name: (-held[name].itemsize, name)):
-        value = held[name]
-        if value.dtype not in dtypes:
-            raise CheckpointError(
-                f"{name} of {value.dtype}", "safetensors has no such dtype", "Convert it to another first"
-            )
-        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape),
-                        "data_offsets": [end, end + value.nbytes]}  # fmt: skip
-        end += value.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    begins = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in held}
-    return struct.pack("<Q", len(text)) + text, begins

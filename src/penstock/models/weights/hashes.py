@@ -1,0 +1,81 @@
+"""Hash a folder's files while they are read: each file once a job, by one process, in a thread.
+
+    process 0   reads its stages' tensors -------|
+      thread    hashes model-1, optimizer-1 ---| |  all raise one error,
+    process 1   reads its stages' tensors -----| |  or none does
+      thread    hashes model-2, optimizer-2 -----|
+
+Files of one kind, such as weights, are in the order of the stages that wrote them. Each process takes the
+next range of their bytes: at the same number of stages that is what it reads itself, from the same disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from threading import Event
+
+from penstock.errors import AlteredError, PeerError
+from penstock.models.weights.folder import Entry, broken, read_manifest, sha256_of
+from penstock.runtime.health.agreement import shared_errors
+from penstock.runtime.transport.groups import Processes
+
+
+@contextmanager
+def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
+    """Hash the files of `path` while the block reads them. Collective.
+
+    The block raises an error on all processes or on none. An altered file may be why: that error comes first.
+
+    Raises, at the end of the block and on all processes, AlteredError where the contents of a file are not
+    what its manifest says; CheckpointError where it cannot be read.
+    """
+    stopped = Event()
+    with ThreadPoolExecutor(1, "penstock-hash") as threads:
+        hashing = threads.submit(_hash_share, path, processes.index, processes.count, stopped)
+        try:
+            yield
+        except PeerError:  # some processes are gone, and would be waited for
+            stopped.set()
+            raise
+        except Exception:
+            with shared_errors(processes):
+                hashing.result()
+            raise
+        except BaseException:  # Ctrl-C
+            stopped.set()
+            raise
+        with shared_errors(processes):
+            hashing.result()
+
+
+def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
+    files = read_manifest(path)
+    for name in share(files, index, count):
+        try:
+            found = sha256_of(path / name, stopped.is_set)
+        except OSError as error:
+            rule = f"it cannot be read ({error.strerror})"
+            raise broken(path, name, rule) from error
+        if stopped.is_set():
+            return
+        if found != files[name]["sha256"]:
+            rule = "its contents differ from what was written (sha256)"
+            raise broken(path, name, rule, AlteredError)
+
+
+def share(files: Mapping[str, Entry], index: int, count: int) -> list[str]:
+    """The files that process `index` of `count` hashes: of each kind, those in its range of the bytes."""
+    names = []
+    for _, kind in groupby(sorted(files), key=lambda name: name.partition("-")[0]):
+        sizes = {name: max(1, files[name]["size"]) for name in kind}
+        total, begin = sum(sizes.values()), 0
+        for name, size in sizes.items():
+            middle = begin + size / 2
+            begin += size
+            if int(middle * count / total) == index:
+                names.append(name)
+    return names

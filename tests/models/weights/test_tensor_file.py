@@ -1,0 +1,56 @@
+"""A file is what safetensors writes, and its entry is what is in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.errors import CheckpointError
+from penstock.models.weights.tensor_file import widest_first, write_tensors
+
+HELD = {
+    "flags": torch.tensor([True, False, True]),
+    "half": torch.arange(3, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "long": torch.arange(5),
+}
+
+
+def assert_written(file: Path, held: Mapping[str, Tensor]) -> None:
+    read = load_file(file)
+    assert read.keys() == held.keys()
+    for name, value in held.items():
+        torch.testing.assert_close(read[name], value, rtol=0, atol=0)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("held", [HELD, {}], ids=["tensors", "none"])
+def test_safetensors_reads_the_file_that_the_entry_describes(tmp_path: Path, held: dict[str, Tensor]) -> None:
+    entry = write_tensors(tmp_path / "file", widest_first(held))
+    content = (tmp_path / "file").read_bytes()
+    assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert_written(tmp_path / "file", held)
+
+
+def test_values_are_made_one_after_the_other(tmp_path: Path) -> None:
+    layout = widest_first({name: value.to("meta") for name, value in HELD.items()})
+    assert [value.itemsize for value in layout.values()] == [8, 4, 4, 4, 2, 1]
+    write_tensors(tmp_path / "file", layout, ((name, HELD[name]) for name in layout))
+    assert_written(tmp_path / "file", HELD)
+    with pytest.raises(AssertionError, match="in the place of long"):
+        write_tensors(tmp_path / "file", layout, HELD.items())
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="safetensors has no such dtype"):
+        write_tensors(tmp_path / "file", {"odd": torch.zeros(2, dtype=torch.complex128)})
