@@ -20,6 +20,7 @@ from penstock import Axes, Pipeline
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, RunError
 from penstock.models.weights import hashes
+from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
 from support.folders import check_folder, flip
@@ -213,7 +214,6 @@ def hashed_on_a_mesh(path: str) -> list[str]:
     pipe, optimizers = mesh()
     save_checkpoint(path, pipe, optimizers, {"step": 1})
     names: list[str] = []
-    sha256_of = hashes.sha256_of
 
     def noted(file: Path, stopped: Callable[[], bool]) -> str:
         names.append(file.name)

@@ -18,7 +18,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.loss import NextToken
 from penstock.errors import AlteredError, BatchError
 from penstock.models.weights import hashes
-from penstock.models.weights.folder import MANIFEST
+from penstock.models.weights.folder import MANIFEST, sha256_of
 from penstock.pipeline.compare import whole_backward
 from support import jobs
 from support.families import pipeline, ragged_batch, tiny_config, tiny_model
@@ -68,7 +68,6 @@ def test_a_saved_folder_that_was_altered_is_refused(tmp_path: Path) -> None:
 def hashed(path: Path, ranks: int) -> tuple[list[str], str]:
     """The files that this rank hashes as it builds, and its error."""
     names: list[str] = []
-    sha256_of = hashes.sha256_of
 
     def noted(file: Path, stopped: Callable[[], bool]) -> str:
         names.append(file.name)

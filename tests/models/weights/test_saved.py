@@ -124,6 +124,23 @@ def test_weights_come_back_in_place(model_type: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, expected, held))
 
 
+def test_layers_of_several_widths_are_written_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Wider dtypes come first, from all layers, so each layer is converted twice: experts to pieces here."""
+    model = zoo.tiny_model("mixtral", torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "gate.weight" in name:
+            parameter.data = parameter.data.float()
+    model.save_pretrained(tmp_path / "theirs")
+    AutoPipeline(ranks=2, microbatches=2).build(model).save_pretrained(tmp_path / "ours")
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    found: dict[str, Tensor] = {}
+    for file in (tmp_path / "ours").glob("*.safetensors"):
+        found |= load_file(file)
+    assert {value.dtype for value in found.values()} == {torch.bfloat16, torch.float32}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def test_other_files_of_the_folder_are_kept(tmp_path: Path) -> None:
     """A tokenizer's files, chat templates and generation config are those of the folder, byte for byte."""
     model = zoo.tiny_model("llama")
