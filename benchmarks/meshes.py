@@ -28,7 +28,7 @@ from benchmarks.networks import SLOW
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import interval
-from benchmarks.steptime import SECONDS
+from benchmarks.sleeping import SECONDS
 from penstock import AutoPipeline, Axes, Pipeline
 
 KIB = 1024

@@ -17,8 +17,7 @@ from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import ours
 from benchmarks.rounds import Numbers, Rounds, interval, rounds_of, summary
-from benchmarks.steptime import (
-    FORMS,
+from benchmarks.sleeping import (
     HIDDEN,
     MICROBATCHES,
     RANKS,
@@ -31,6 +30,7 @@ from benchmarks.steptime import (
     step,
     wake_at_once,
 )
+from benchmarks.steptime import FORMS
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.schedule.choose import chosen_schedule

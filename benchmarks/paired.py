@@ -22,7 +22,7 @@ from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import Work, ours
 from benchmarks.rounds import Rounds, in_turn, summary
-from benchmarks.steptime import HIDDEN, Timed, finish, first, timed, wake_at_once
+from benchmarks.sleeping import HIDDEN, Timed, finish, first, timed, wake_at_once
 from penstock.schedule import Costs, Schedule, simulate
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
-from benchmarks.rounds import Numbers, Rounds, rounds_of, summary
+from benchmarks.rounds import Numbers, Rounds, interval, rounds_of, summary
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.microbatches import fingerprint
 from penstock.batch.padding import Padding
@@ -246,17 +246,18 @@ def _recording(case: str, rounds: Rounds) -> list[Row]:
 
 
 def _agreements(raw: dict[str, list[Any]], step: float) -> list[Row]:
-    middle = {name: median(times) for name, times in raw.items()}
-    negotiated = middle["padding longest"] - middle["padding fixed"]
+    found = {name: interval(times) for name, times in raw.items()}
+    each, ragged = "each step, P=2", "ragged step, P=2"
+    share = (found["fingerprint"].middle + found["agreement"].middle) / step
+    negotiated = (found["padding longest"].middle - found["padding fixed"].middle) / step
     return [
-        *(Row(f"P={ranks}", "handshake, once a pipeline", middle[f"handshake {ranks}"] * 1e3, "ms")
+        *(measured(f"P={ranks}", "handshake, once a pipeline", found[f"handshake {ranks}"].scaled(1e3), "ms")
           for ranks in (2, 4)),
-        Row("each step, P=2", "fingerprint of the batch", middle["fingerprint"] * 1e6, "µs"),
-        Row("each step, P=2", "agreement, if waited for at once", middle["agreement"] * 1e6, "µs"),
-        Row("each step, P=2", "both, of the step",
-            (middle["fingerprint"] + middle["agreement"]) / step * 100, "%"),
-        Row("ragged step, P=2", "microbatches made ready, unpadded", middle["padding none"] * 1e6, "µs"),
-        Row("ragged step, P=2", "padded to a fixed length", middle["padding fixed"] * 1e6, "µs"),
-        Row("ragged step, P=2", "padded to the longest of all ranks", middle["padding longest"] * 1e6, "µs"),
-        Row("ragged step, P=2", "negotiation, of the step", negotiated / step * 100, "%"),
+        measured(each, "fingerprint of the batch", found["fingerprint"].scaled(1e6), "µs"),
+        measured(each, "agreement, if waited for at once", found["agreement"].scaled(1e6), "µs"),
+        Row(each, "both, of the step, by their medians", share * 100, "%"),
+        measured(ragged, "microbatches made ready, unpadded", found["padding none"].scaled(1e6), "µs"),
+        measured(ragged, "padded to a fixed length", found["padding fixed"].scaled(1e6), "µs"),
+        measured(ragged, "padded to the longest of all ranks", found["padding longest"].scaled(1e6), "µs"),
+        Row(ragged, "negotiation, of the step, by medians", negotiated * 100, "%"),
     ]  # fmt: skip
