@@ -184,7 +184,7 @@ def peak(rank: Rank, library: str, schedule: str, kind: str, again: bool) -> Pea
     with Watch() as watch:
         watch.skip(work.batch)
         if library == "penstock":
-            pipe, step = ours(work, schedule, rank.count, activation_checkpointing=again)
+            pipe, step = ours(work, schedule, rank.count, activation_checkpointing=again, transport="gloo")
             step()
             step()
         else:

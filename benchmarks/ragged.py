@@ -2,7 +2,7 @@
 
 Lengths are drawn from a lognormal distribution with a fixed seed and clipped, as those of text are. All
 ways go through the same documents, in steps of 16 microbatches: of one document each, or of one row packed
-with several, so that packed ones take fewer steps. P = 2 over gloo, 1f1b, a small Qwen3. The ways take turns,
+with several, so that packed ones take fewer steps. P = 2, 1f1b, a small Qwen3. The ways take turns,
 so that what else the machine does hits all alike.
 """
 

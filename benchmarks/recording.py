@@ -5,7 +5,7 @@ of a step. The same pipeline runs steps with all that and, in turn with them, st
 nothing, the ledger is off and ranks tell each other their share of the loss and no more.
 
 A Qwen3 model of 4 layers, each rank with one thread; in process, where the time is the processor's, so that
-other programs count less, and over gloo on two processes, where it is the clock's.
+other programs count less, and on two processes, where it is the clock's.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def measure(repeats: int) -> Found:
         recorded["in process"] = rounds_of(partial(_pairs, pool, False), repeats, warm_up=0)
     with Pool(RANKS) as pool:
         pool.run(prepare)
-        recorded["over gloo"] = rounds_of(partial(_pairs, pool, True), repeats, warm_up=0)
+        recorded["two processes"] = rounds_of(partial(_pairs, pool, True), repeats, warm_up=0)
         for _ in range(repeats):
             prints, agreements = zip(*pool.run(agreement), strict=True)
             raw.setdefault("fingerprint", []).extend(_slowest(prints))
@@ -203,13 +203,13 @@ def measure(repeats: int) -> Found:
             for _ in range(repeats):
                 raw.setdefault(f"handshake {ranks}", []).extend(_slowest(pool.run(handshake)))
     rows = [row for case, rounds in recorded.items() for row in _recording(case, rounds)]
-    rows += _agreements(raw, recorded["over gloo"]["recorded"].middle)
+    rows += _agreements(raw, recorded["two processes"]["recorded"].middle)
     notes = [
         f"Qwen3, {CONFIG.num_hidden_layers} layers of {CONFIG.hidden_size}, {ROWS} rows of {SEQUENCE} "
         f"tokens, 1f1b, P={RANKS}, m={MICROBATCHES}; {repeats * ROUNDS} pairs of a step with and one without",
         "recording: what the step with it took longer, median over the pairs of a round, as a share of the "
         f"median step without; {summary(list(recorded.values()))}",
-        "in process: processor time of both ranks in one thread; over gloo: the clock, of the slower rank",
+        "in process: processor time of both ranks in one thread; two processes: the clock, of the slower rank",
         "without: Recorder.now, add and waited do nothing, no ledger, no bytes of buffers summed, and one "
         "number a rank is exchanged at the step's end in place of the report",
         "handshake, agreement, negotiation: of the slower rank after a barrier; a step hides its agreement "
@@ -240,7 +240,7 @@ def _recording(case: str, rounds: Rounds) -> list[Row]:
         measured(case, "step without recording", rounds["plain"].scaled(1e3), "ms"),
         measured(case, "recording, of the step", rounds.ratio("more", "plain").scaled(100), "%", at_most=BAR,
                  quiet=rounds.quiet),
-        measured(case, "recording, per op of a rank" if case == "over gloo" else "recording, per op",
+        measured(case, "recording, per op of a rank" if case == "two processes" else "recording, per op",
                  rounds["more"].scaled(1e6 / ops), "µs"),
     ]  # fmt: skip
 

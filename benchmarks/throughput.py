@@ -38,7 +38,7 @@ from benchmarks.memory import peak_rss, rss
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import TORCH, Mean, placement
-from benchmarks.rounds import Numbers, Rounds, in_turn
+from benchmarks.rounds import Numbers, Rounds, in_turn, rounds_of
 from penstock import Pipeline
 from penstock.schedule import Costs, Schedule, build, simulate
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
@@ -89,6 +89,7 @@ FEW = (ALONE, APART, "DDP", *THEIRS, *MINE)
 ALL = (ALONE, WHOLE, TWO_THREADS, APART, "DDP", "FSDP2", *THEIRS, *OURS, GLOO)
 MORE_OF_MEMORY = ("FSDP2", "penstock, zb_h1", "penstock, zb_v", "penstock, searched")
 PAIRS = (*THEIRS, "DDP", "FSDP2", TWO_THREADS)  # whom ours is compared with
+PEAKS = 2  # measurements of each peak
 SIMULATED = (2, 4, 8, 16, 32)  # ranks
 
 
@@ -298,10 +299,11 @@ def measure(repeats: int) -> Found:
         if case == CENTRE:
             rows += _simulated()
     for case in MEMORY:
-        names = (*FEW, *MORE_OF_MEMORY)
-        held = {way: held_by(case, way, schedule) for way, schedule in schedules(case, names).items()}
-        raw[f"peak RSS, {case}"] = held
-        rows += _memory(case, held)
+        built = schedules(case, (*FEW, *MORE_OF_MEMORY) if case == CENTRE else FEW)
+        # memory does not depend on what else runs
+        held = rounds_of(partial(held_by, case, built), PEAKS, warm_up=0, others=None)
+        raw[f"peak RSS, {case}"] = held.found
+        rows += _memory(case, list(built), held)
     notes = [
         f"grid: around {CENTRE}, one factor at a time: m = 4, 8, 16, 32; 1, 2, 4 rows of {SEQUENCE} tokens a "
         "microbatch; and 4 layers of 512. Every way at the centre, some at the side points",
@@ -309,17 +311,22 @@ def measure(repeats: int) -> Found:
         *counted,
         f"limit: {APART}, each with the work of one rank, less 1f1b's bubble with ops of equal length",
         "peak RSS: VmHWM of processes of their own after three steps, less what they held before, with what "
-        "they had imported; sum and most over the processes; one measurement",
+        "they had imported; sum and most over the processes; "
+        f"{PEAKS} measurements",
         "by simulation: speed over one rank, messages not counted, m = 4 P",
     ]
     return Found("throughput", "Real compute: a training step on two cores", rows, notes, raw)
 
 
-def held_by(case: Case, way: str, schedule: Schedule | None) -> list[float]:
-    """MiB at the peak, by process."""
-    with Pool(RANKS) as pool:
-        found = pool.run(peak, case, way, schedule, on=ranks_of(way), timeout=180)
-    return [most - before for most, before in found]
+def held_by(case: Case, built: dict[str, Schedule | None], _: int) -> Numbers:
+    """MiB at the peak of each way, summed over its processes, and the most of one."""
+    found: dict[str, float] = {}
+    for way, schedule in built.items():
+        with Pool(RANKS) as pool:
+            ranks = pool.run(peak, case, way, schedule, on=ranks_of(way), timeout=180)
+        above = [most - before for most, before in ranks]
+        found |= {f"{way}: sum": sum(above), f"{way}: most of a process": max(above)}
+    return found
 
 
 def _rows(case: Case, rounds: Rounds) -> list[Row]:
@@ -364,13 +371,16 @@ def _simulated() -> list[Row]:
     ]  # fmt: skip
 
 
-def _memory(case: Case, held: dict[str, list[float]]) -> list[Row]:
+def _memory(case: Case, ways: Sequence[str], held: Rounds) -> list[Row]:
     rows = []
-    for way, of_ranks in held.items():
-        other = held.get(way.replace("penstock", "torch")) if way in OURS else None
-        theirs = (sum(other), max(other)) if other else (None, None)
-        rows += [
-            Row(f"{case}: {way}", "peak RSS, sum", sum(of_ranks), "MiB", theirs[0]),
-            Row(f"{case}: {way}", "peak RSS, most of a process", max(of_ranks), "MiB", theirs[1]),
-        ]
+    for way in ways:
+        rival = way.replace("penstock", "torch")
+        for what in ("sum", "most of a process"):
+            mine, other = f"{way}: {what}", f"{rival}: {what}"
+            if way in OURS and rival in ways:
+                found, ours, theirs = held.ratio(mine, other), held[mine].middle, held[other].middle
+                row = measured(f"{case}: {way}", f"peak RSS, {what}", found, "MiB", ours=ours, torch=theirs)
+            else:
+                row = measured(f"{case}: {way}", f"peak RSS, {what}", held[mine], "MiB")
+            rows.append(row)
     return rows
