@@ -4,7 +4,7 @@ Every op computes for a while, a backward twice as long as a forward, and spends
 other ranks, as a mixture does whose tokens travel to their experts: in each layer a forward computes
 attention, exchanges, computes experts and exchanges, and a backward does the same from the end. Both are
 emulated by sleeping; computing holds a lock, so that the two ops of a pair never compute at the same time.
-P = 4 over gloo, one process a rank.
+P = 4, one process a rank.
 """
 
 from __future__ import annotations

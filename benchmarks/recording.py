@@ -209,7 +209,7 @@ def measure(repeats: int) -> Found:
         f"tokens, 1f1b, P={RANKS}, m={MICROBATCHES}; {repeats * ROUNDS} pairs of a step with and one without",
         "recording: what the step with it took longer, median over the pairs of a round, as a share of the "
         f"median step without; {summary(list(recorded.values()))}",
-        "in process: processor time of both ranks in one thread; two processes: the clock, of the slower rank",
+        "in process: processor time of both ranks in one thread; two processes: the clock of the slower",
         "without: Recorder.now, add and waited do nothing, no ledger, no bytes of buffers summed, and one "
         "number a rank is exchanged at the step's end in place of the report",
         "handshake, agreement, negotiation: of the slower rank after a barrier; a step hides its agreement "
