@@ -52,7 +52,7 @@ sweep: env  ## The whole equivalence matrix over real processes: some minutes
 parallel: env  ## The pipeline beside every other axis, on eight processes: some minutes
 	$(BIN)/pytest -m parallel --timeout 600
 
-bench: env  ## Measure, beside torch.distributed.pipelining, into benchmarks/results/
+bench: env  ## Measure penstock and others into benchmarks/results/; an hour and a half, quiet
 	$(BIN)/python -m benchmarks
 
 docs: env  ## Write the pages that come from the source, then build the site into site/, strictly

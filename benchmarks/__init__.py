@@ -1,1 +1,1 @@
-"""The numbers that the project lives by, beside torch.distributed.pipelining on the same work."""
+"""The numbers that the project lives by, and those of others on the same work."""

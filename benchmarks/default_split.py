@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations_with_replacement
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import Rounds, in_turn, summary
 from penstock import AutoPipeline
 from penstock.models.balanced_split import LayerCosts, ranges
 from penstock.models.multiply_adds import SEQUENCE, multiply_adds
@@ -142,38 +143,40 @@ def timed(rank: Rank, layout: str) -> float:
     return time.perf_counter() - start
 
 
-def run(pool: Pool, name: str, repeats: int) -> tuple[list[Row], dict[str, list[float]]]:
+def run(pool: Pool, name: str, repeats: int) -> tuple[list[Row], Rounds]:
     layouts: list[str] = pool.run(prepare, name, timeout=240)[0]
-    times: dict[str, list[float]] = {layout: [] for layout in layouts}
-    for number in range(repeats + 1):  # the first is thrown away: it measures shapes
-        for layout in layouts:
-            took = max(pool.run(timed, layout))
-            times[layout] += [took] if number else []
-    steps = {layout: median(found) for layout, found in times.items()}
-    best = min(steps, key=steps.__getitem__)
-    ratio = steps[layouts[0]] / steps[best]
+
+    def seconds(layout: str) -> float:
+        slowest: float = max(pool.run(timed, layout))
+        return slowest
+
+    rounds = in_turn({layout: partial(seconds, layout) for layout in layouts}, repeats)
+    default, best = layouts[0], min(layouts, key=lambda layout: rounds[layout].middle)
     rows = [
-        Row(f"{name}, run", f"default {layouts[0]}, over the best split, {best}", ratio, "", None,
-            f"at most {BAR}", ratio <= BAR),
-        Row(f"{name}, run", "default", steps[layouts[0]] * 1e3, "ms"),
+        measured(f"{name}, run", f"default {default}, over the best split, {best}",
+                 rounds.ratio(default, best), at_most=BAR, quiet=rounds.quiet),
+        measured(f"{name}, run", "default", rounds[default].scaled(1e3), "ms"),
     ]  # fmt: skip
-    return rows, times
+    return rows, rounds
 
 
 def measure(repeats: int) -> Found:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
+    counted: list[Rounds] = []
     for name in CONFIGS:
         found, raw[name] = simulated(name)
         rows += found
     with Pool(RUN_RANKS) as pool:
         for name in RUN:
-            found, raw[name] = run(pool, name, repeats)
+            found, rounds = run(pool, name, repeats)
             rows += found
+            raw[name] = rounds.found
+            counted.append(rounds)
     notes = [
         f"simulated: {RANKS} ranks, 1f1b, m={MICROBATCHES}, {SEQUENCE} tokens, by multiply-adds; no weights",
         f"run: {RUN_RANKS} ranks with a thread each, 1f1b, m={RUN_MICROBATCHES} of {RUN_SEQUENCE} tokens; "
-        f"forward and backward; the median of {repeats} for each split, in turn; the best is the best of "
-        "these medians, and so has the noise of the machine in its favour",
+        "forward and backward; the splits in turn; the best has the best median, and so has the noise of the "
+        f"machine in its favour; {summary(counted)}",
     ]
     return Found("default_split", "The default split against the best of all splits", rows, notes, raw)

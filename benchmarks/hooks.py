@@ -8,7 +8,7 @@ each in turn.
 from __future__ import annotations
 
 import time
-from statistics import median
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, measured
+from benchmarks.rounds import Rounds, in_turn
 from penstock import AutoPipeline, Pipeline
 from penstock.models.stage import StageInfo
 
 RANKS, MICROBATCHES, ROWS = 4, 4, 1
-BAR = 0.01
+BAR = 1.01
+AUTO, HAND = "AutoPipeline", "by hand"
 # width, layers, sequence
 CASES = ((512, 8, 256), (1024, 4, 512))
 STEPS = 2  # of each, in turn, for one repeat
@@ -60,8 +62,8 @@ class ByHand(nn.Module):
         return hidden
 
 
-def compare(_: Rank, width: int, layers: int, sequence: int, steps: int) -> list[tuple[float, float]]:
-    """Processor seconds of one step: AutoPipeline's, and by hand."""
+def compare(_: Rank, width: int, layers: int, sequence: int, repeats: int) -> Rounds:
+    """Processor seconds of one step, in turn: AutoPipeline's, and by hand."""
     config = LlamaConfig(
         hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
         num_attention_heads=width // 64, num_key_value_heads=width // 64, vocab_size=1024,
@@ -75,39 +77,34 @@ def compare(_: Rank, width: int, layers: int, sequence: int, steps: int) -> list
     batch = {"input_ids": ids, "labels": ids}
     losses = [pipe.step(batch).loss for pipe in (auto, hand)]
     assert losses[0] == losses[1], losses
-    pairs = []
-    for number in range(steps + 1):
-        pair = {}
-        # the first of two finds the caches as the other left them
-        for name, pipe in (("auto", auto), ("hand", hand))[:: 1 if number % 2 else -1]:
-            pipe.zero_grad()
-            start = time.thread_time()
-            pipe.step(batch)
-            pair[name] = time.thread_time() - start
-        if number:
-            pairs.append((pair["auto"], pair["hand"]))
+
+    def seconds(pipe: Pipeline) -> float:
+        pipe.zero_grad()
+        start = time.thread_time()
+        pipe.step(batch)
+        return time.thread_time() - start
+
+    # programs outside are not looked for: the processor's time leaves them out
+    rounds = in_turn({AUTO: partial(seconds, auto), HAND: partial(seconds, hand)}, repeats, others=None)
     auto.close()
     hand.close()
-    return pairs
+    return rounds
 
 
 def measure(repeats: int) -> Found:
     rows, raw = [], {}
     with Pool(1, join=False) as pool:
         for width, layers, sequence in CASES:
-            pairs = pool.run(compare, width, layers, sequence, STEPS * repeats, timeout=1800)[0]
-            auto, hand = (median(column) for column in zip(*pairs, strict=True))
-            price = median(a / h - 1 for a, h in pairs)
+            rounds: Rounds = pool.run(compare, width, layers, sequence, STEPS * repeats, timeout=1800)[0]
             case = f"width {width}, sequence {sequence}"
-            rows += [
-                Row(case, "step of AutoPipeline, beside one by hand", 1000 * auto, "ms", 1000 * hand),
-                Row(case, "price, of a step", price, bar="below 0.01", met=price < BAR),
-            ]
-            raw[case] = pairs
+            rows.append(measured(
+                case, "step of AutoPipeline, and by hand", rounds.ratio(AUTO, HAND), "ms",
+                ours=1e3 * rounds[AUTO].middle, torch=1e3 * rounds[HAND].middle, at_most=BAR,
+            ))  # fmt: skip
+            raw[case] = rounds.found
     notes = (
         f"Llama, P={RANKS} in process, one or two layers a stage, m={MICROBATCHES} of one row, float32, "
-        f"one thread, processor time; {STEPS * repeats} pairs of steps, in turn; price: median of the "
-        "pairs' ratios",
-        "under torch: the stage by hand, a loop over the same layers; same executor, weights and loss",
+        f"one thread, processor time; {STEPS * repeats} pairs of steps, in turn",
+        "other: the stage by hand, a loop over the same layers; same executor, weights and loss",
     )
     return Found("hooks", "Cost of placeholders and boundaries", rows, notes, raw)

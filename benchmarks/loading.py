@@ -1,27 +1,29 @@
-"""A model's folder, read and written by four ranks, beside the whole model in one process.
+"""A model's folder, read and written by penstock, and by transformers.
 
-Time and peak of host memory. The ranks run at the same time, each in a process of its own, on as many cores
-as there are; the files are in the page cache. transformers maps the files and reads a weight when it is first
-looked at, so that its time and memory are taken with every weight looked at once.
+Like with like: one process that loads the whole model, by each library; and four ranks at the same time, on
+as many cores as there are, whose peaks are added up and whose slowest counts. A peak is what a process held
+at most less what it held before it loaded. Its excess is what it held beyond the weights that it keeps.
+
+The files are in the page cache. transformers maps the files and reads a weight when it is first looked at, so
+that its time and memory are taken with every weight looked at once.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import hashlib
 import shutil
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import NamedTuple
 
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.memory import peak_rss, reset_peak
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import Numbers, Rounds, rounds_of
 from penstock import AutoPipeline, Axes
 from penstock.runtime.sharded_weights import local_shard
 
@@ -29,53 +31,41 @@ RANKS, MIB = 4, 2**20
 SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
          "num_key_value_heads": 16, "vocab_size": 16000, "tie_word_embeddings": False}  # fmt: skip
 SHARD = "100MB"
-AT_MOST = 16  # MiB beside stage and one tensor: Python's own, and messages
-
-
-def held(what: str) -> float:
-    """A line of /proc/self/status, in MiB: VmRSS, or VmHWM for its peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{what}:"))
-
-
-def reset_peak() -> float:
-    """What is held now, without what the repeat before has freed and the allocator keeps."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return held("VmRSS")
+AT_MOST = 16  # MiB over stage and one tensor: Python's own, and messages
 
 
 def make(_: Rank, folder: str) -> None:
     AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(folder, max_shard_size=SHARD)
 
 
-def load_stage(rank: Rank, folder: str) -> tuple[float, float, float, float]:
-    """Seconds, and MiB of the peak, of the stage and of its largest weight."""
-    auto = AutoPipeline(ranks=rank.count, microbatches=rank.count)
-    rank.kept.pop("pipe", None)
-    auto.build_plan(folder)  # what is imported by it does not count
-    dist.barrier()
-    before, start = reset_peak(), time.perf_counter()
-    pipe = rank.kept["pipe"] = auto.build(folder)
-    took = time.perf_counter() - start
-    sizes = [parameter.nbytes / MIB for parameter in pipe.parameters()]
-    return took, held("VmHWM") - before, sum(sizes), max(sizes)
+class Loaded(NamedTuple):
+    """Seconds, and MiB: of the peak, of the weights that are kept, and of the largest of them."""
+
+    seconds: float
+    peak: float
+    kept: float
+    largest: float
+
+    @property
+    def excess(self) -> float:
+        return self.peak - self.kept
 
 
-def load_spread(rank: Rank, folder: str) -> tuple[float, float, float, float]:
-    """The same of one stage that FSDP2 spreads over all ranks: with MiB of this rank's part of it."""
-    auto = AutoPipeline(ranks=1, microbatches=rank.count, axes=Axes(dp_shard=rank.count))
+def load(rank: Rank, folder: str, sharded: bool = False) -> Loaded:
+    """This rank's stage; or, sharded, its share of the one stage, which FSDP2 divides among all ranks."""
+    axes = Axes(dp_shard=rank.count) if sharded else None
+    auto = AutoPipeline(ranks=1 if sharded else rank.count, microbatches=rank.count, axes=axes)
     rank.kept.pop("pipe", None)
-    auto.build_plan(folder)
-    dist.barrier()
+    auto.build_plan(folder)  # what it imports does not count
+    if rank.count > 1:
+        dist.barrier()
     before, start = reset_peak(), time.perf_counter()
     pipe = rank.kept["pipe"] = auto.build(folder)
-    took = time.perf_counter() - start
+    took, most = time.perf_counter() - start, peak_rss() - before
     weights = [parameter.detach() for parameter in pipe.parameters()]
-    part = sum(local_shard(weight).nbytes for weight in weights)
+    kept = sum(local_shard(weight).nbytes for weight in weights)
     largest = max(weight.numel() * weight.itemsize for weight in weights)
-    return took, held("VmHWM") - before, part / MIB, largest / MIB
+    return Loaded(took, most, kept / MIB, largest / MIB)
 
 
 def read_share(rank: Rank, folder: str) -> float:
@@ -89,13 +79,15 @@ def read_share(rank: Rank, folder: str) -> float:
     return time.perf_counter() - start
 
 
-def load_whole(rank: Rank, folder: str) -> tuple[float, float]:
+def load_by_transformers(rank: Rank, folder: str) -> Loaded:
     rank.kept.pop("model", None)
     before, start = reset_peak(), time.perf_counter()
     model = rank.kept["model"] = AutoModelForCausalLM.from_pretrained(folder)
     for parameter in model.parameters():
         parameter.data.view(-1)[::1024].sum()
-    return time.perf_counter() - start, held("VmHWM") - before
+    took, most = time.perf_counter() - start, peak_rss() - before
+    sizes = [parameter.nbytes / MIB for parameter in model.parameters()]
+    return Loaded(took, most, sum(sizes), max(sizes))
 
 
 def save(rank: Rank, what: str, folder: str) -> float:
@@ -104,83 +96,109 @@ def save(rank: Rank, what: str, folder: str) -> float:
     return time.perf_counter() - start
 
 
+class Turn(NamedTuple):
+    """One round. Lists: by rank."""
+
+    one: Loaded
+    whole: Loaded
+    stages: list[Loaded]
+    shares: list[Loaded]
+    again: list[Loaded]
+    read: float
+    save_one: float
+    save_ranks: float
+    save_whole: float
+
+
+def turn(mine: Pool, other: Pool, pool: Pool, source: str, target: Path) -> Turn:
+    """mine, other: a process each for the whole model by penstock and by transformers; pool: the ranks"""
+
+    def saved(by: Pool, what: str) -> float:
+        took: float = max(by.run(save, what, str(target)))
+        if by is not pool:
+            shutil.rmtree(target)
+        return took
+
+    one, whole = mine.run(load, source)[0], other.run(load_by_transformers, source)[0]
+    shares, stages = pool.run(load, source, True), pool.run(load, source)
+    by_ranks = saved(pool, "pipe")
+    again, read = pool.run(load, str(target)), max(pool.run(read_share, str(target)))
+    shutil.rmtree(target)
+    return Turn(one, whole, stages, shares, again, read, saved(mine, "pipe"), by_ranks, saved(other, "model"))
+
+
 def measure(repeats: int) -> Found:
-    with tempfile.TemporaryDirectory() as scratch:
-        source, target = f"{scratch}/source", Path(scratch, "target")
-        parts: list[list[tuple[float, float, float, float]]] = []
-        shares: list[list[tuple[float, float, float, float]]] = []
-        wholes, ours, theirs = [], [], []
-        written: list[float] = []
-        reads: list[float] = []
-        with Pool(1, join=False) as one, Pool(RANKS) as pool:
-            one.run(make, source)
-            for number in range(repeats + 1):
-                spread = pool.run(load_spread, source)
-                part, whole = pool.run(load_stage, source), one.run(load_whole, source)[0]
-                saved = max(pool.run(save, "pipe", str(target)))
-                own = max(entry[0] for entry in pool.run(load_stage, str(target)))
-                read = max(pool.run(read_share, str(target)))
-                shutil.rmtree(target)
-                other = one.run(save, "model", str(target))[0]
-                shutil.rmtree(target)
-                if number:  # the first one warms up
-                    parts.append(part)
-                    shares.append(spread)
-                    wholes.append(whole)
-                    ours.append(saved)
-                    written.append(own)
-                    reads.append(read)
-                    theirs.append(other)
-        return _found(parts, shares, wholes, ours, theirs, written, reads)
+    turns: list[Turn] = []
+    with (
+        tempfile.TemporaryDirectory() as scratch, Pool(1, join=False) as mine, Pool(1, join=False) as other,
+        Pool(RANKS) as pool,
+    ):  # fmt: skip
+        source = f"{scratch}/source"
+        other.run(make, source)
 
+        def take(_: int) -> Numbers:
+            turns.append(turn(mine, other, pool, source, Path(scratch, "target")))
+            return numbers(turns[-1])
 
-def _found(
-    parts: Any, shares: Any, wholes: Any, ours: list[float], theirs: list[float],
-    written: list[float], reads: list[float],
-) -> Found:  # fmt: skip
-    rows = []
-    for rank in range(RANKS):
-        of_rank = [part[rank] for part in parts]
-        peak, stage, largest = (median(entry[place] for entry in of_rank) for place in (1, 2, 3))
-        rows += [
-            Row(f"rank {rank}", "its stage", stage, "MiB"),
-            Row(f"rank {rank}", "peak while loading", peak, "MiB", median(w[1] for w in wholes),
-                f"at most its stage, one tensor and {AT_MOST} MiB", peak <= stage + largest + AT_MOST),
-        ]  # fmt: skip
-    most = max(range(RANKS), key=lambda rank: median(entry[rank][1] for entry in shares))
-    took, peak, share, largest = (median(entry[most][place] for entry in shares) for place in range(4))
-    rows += [
-        Row(f"dp_shard={RANKS}", "a rank's part of the one stage", share, "MiB"),
-        Row(f"dp_shard={RANKS}", "peak while loading, of the rank with most", peak, "MiB",
-            median(w[1] for w in wholes), f"at most its part, one tensor and {AT_MOST} MiB",
-            peak <= share + largest + AT_MOST),
-        Row(f"dp_shard={RANKS}", "load, that rank", took, "s", median(w[0] for w in wholes)),
-    ]  # fmt: skip
-    slowest = median(max(entry[0] for entry in part) for part in parts)
-    rows += [
-        Row("slowest rank", "load", slowest, "s", median(w[0] for w in wholes)),
-        Row("slowest rank", "load a folder that penstock wrote, with its files hashed", median(written), "s"),
-        Row("slowest rank", "read its share of the bytes, and hash them", median(reads), "s"),
-        Row("all ranks", "save", median(ours), "s", median(theirs)),
-    ]
-    return Found(
-        "loading",
-        f"Loading and saving, P={RANKS}, and the whole model in one process by transformers",
-        rows,
-        (
-            "Llama, 8 layers of 1024, float32, in shards of 100 MB; ranks at the same time, one thread each; "
-            f"median of {len(ours)}",
-            "under torch: transformers' from_pretrained, with every weight looked at, and save_pretrained",
-            "peak: VmHWM above VmRSS before, files mapped into the process included",
-            "penstock's save also hashes each file and waits until the disk has it; transformers' does not",
-        ),
-        {
-            "loads": parts,
-            "spread loads": shares,
-            "wholes": wholes,
-            "saves": ours,
-            "whole saves": theirs,
-            "loads of our own": written,
-            "reads": reads,
-        },
+        rounds = rounds_of(take, repeats)
+    last = turns[-1]
+    rows = [_compared(*names, rounds) for names in COMPARED]
+    for case, found in (("its stage", last.stages), (f"its share, dp_shard={RANKS}", last.shares)):
+        for rank, loaded in enumerate(found):
+            name = f"{'rank' if found is last.stages else 'share'} {rank}"
+            limit = loaded.kept + loaded.largest + AT_MOST
+            rows += [
+                Row(f"rank {rank}, {case}", "weights kept", loaded.kept, "MiB"),
+                measured(f"rank {rank}, {case}", "peak, over its weights, one tensor and "
+                         f"{AT_MOST} MiB", rounds[f"{name}: peak"].scaled(1 / limit), at_most=1.0),
+            ]  # fmt: skip
+    rows.append(measured("read by ranks, and hash", "a share of the bytes", rounds["read"], "s"))
+    rows.append(
+        measured("ranks, of a folder that penstock wrote", "load, its files hashed", rounds["again"], "s")
     )
+    notes = (
+        f"Llama, 8 layers of 1024, float32, {last.whole.kept:.0f} MiB, in shards of {SHARD[:-2]} MB; one "
+        f"thread a process; {rounds}",
+        "other: transformers' from_pretrained in one process, with every weight looked at, and "
+        "save_pretrained",
+        "peak: VmHWM less VmRSS before, files mapped into the process included; excess: less the weights "
+        "that are kept; of ranks: the sum over them, or the slowest",
+        "penstock's save also hashes each file and waits until the disk has it; transformers' does not",
+    )
+    title = f"Loading and saving: one process, and P={RANKS}"
+    return Found("loading", title, rows, notes, {"turns": [turn._asdict() for turn in turns]})
+
+
+# case, quantity, unit, penstock's number, transformers'
+COMPARED = (
+    ("one process, the whole model", "peak", "MiB", "one: peak", "whole: peak"),
+    ("one process, the whole model", "excess", "MiB", "one: excess", "whole: excess"),
+    ("one process, the whole model", "load", "s", "one: load", "whole: load"),
+    ("one process, the whole model", "save", "s", "one: save", "whole: save"),
+    (f"{RANKS} ranks, a stage each", "peak, sum", "MiB", "stages: peak", "whole: peak"),
+    (f"{RANKS} ranks, a stage each", "excess, sum", "MiB", "stages: excess", "whole: excess"),
+    (f"{RANKS} ranks, a stage each", "load, slowest", "s", "stages: load", "whole: load"),
+    (f"{RANKS} ranks, a stage each", "save", "s", "stages: save", "whole: save"),
+    (f"dp_shard={RANKS}, a share of the one stage each", "peak, sum", "MiB", "shares: peak", "whole: peak"),
+    (f"dp_shard={RANKS}, a share of the one stage each", "load, slowest", "s", "shares: load", "whole: load"),
+)
+
+
+def _compared(case: str, what: str, unit: str, mine: str, other: str, rounds: Rounds) -> Row:
+    return measured(case, what, rounds.ratio(mine, other), unit, ours=rounds[mine].middle,
+                    torch=rounds[other].middle)  # fmt: skip
+
+
+def numbers(turn: Turn) -> Numbers:
+    found = {
+        "read": turn.read, "again": max(each.seconds for each in turn.again),
+        "one: save": turn.save_one, "stages: save": turn.save_ranks, "whole: save": turn.save_whole,
+    }  # fmt: skip
+    groups = {"one": [turn.one], "whole": [turn.whole], "stages": turn.stages, "shares": turn.shares}
+    for name, of in groups.items():
+        found[f"{name}: peak"] = sum(each.peak for each in of)
+        found[f"{name}: excess"] = sum(each.excess for each in of)
+        found[f"{name}: load"] = max(each.seconds for each in of)
+    for name, of in (("rank", turn.stages), ("share", turn.shares)):
+        found |= {f"{name} {rank}: peak": each.peak for rank, each in enumerate(of)}
+    return found

@@ -11,9 +11,11 @@ P = 4 over gloo, m = 8.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,24 @@ STATE = {"curve": (1, 1024, 1024), "layers": (1, 512, 256)}  # rows, sequence, w
 AIM, CLOSE = 0.7, 0.05
 LAYERS = 2  # of a stage
 LIMIT = 150.0  # seconds: more than a pipeline waits before it says what for
+
+
+def rss(line: str = "VmRSS") -> float:
+    """A line of /proc/self/status, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(each.split()[1]) / 1024 for each in lines if each.startswith(f"{line}:"))
+
+
+def peak_rss() -> float:
+    return rss("VmHWM")
+
+
+def reset_peak() -> float:
+    """What is held now, without what was freed before and the allocator keeps. The peak starts from it."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return rss()
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -164,7 +184,7 @@ def peak(rank: Rank, library: str, schedule: str, kind: str, again: bool) -> Pea
     with Watch() as watch:
         watch.skip(work.batch)
         if library == "penstock":
-            pipe, step = ours(work, schedule, rank.count, activation_checkpointing=again)
+            pipe, step = ours(work, schedule, rank.count, activation_checkpointing=again, transport="gloo")
             step()
             step()
         else:
@@ -219,7 +239,7 @@ def measure(repeats: int) -> Found:
         "bytes: every tensor made while the pipeline is built and two steps run, without the batch, weights "
         "and gradients; beside live activations: receive buffers, results on their way, and what one op "
         "needs while it runs, which neither Pipeline.memory nor `simulate` counts",
-        "full activation checkpointing: penstock's, beside torch without, which has none of its own",
+        "full activation checkpointing: penstock's; torch.distributed.pipelining has none of its own",
         "torch is told not to keep outputs (return_outputs=False); orders of the ops differ between the "
         "libraries but for gpipe and 1f1b",
         f"simulate: of Pipeline.costs(), peak of the rank that is furthest from what was measured; aim: the "
@@ -253,7 +273,7 @@ def _rows(
                             "states", its.held / size - its.live * each))  # fmt: skip
         if again is not None:
             rows.append(Row(case, "the same with full activation checkpointing", again[rank].held / 2**20,
-                            "MiB", its.held / 2**20))  # fmt: skip
+                            "MiB"))  # fmt: skip
     case = f"{kind}: {schedule}"
     ratios = [own.held / its.held for own, its in zip(mine, other, strict=True)]
     rows.append(Row(case, f"ranks at {AIM} of torch's bytes or less", sum(r <= AIM for r in ratios), "",

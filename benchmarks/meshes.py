@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.networks import SLOW
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
-from benchmarks.steptime import SECONDS
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import interval
+from benchmarks.sleeping import SECONDS
 from penstock import AutoPipeline, Axes, Pipeline
 
 KIB = 1024
@@ -224,16 +225,18 @@ def measure(repeats: int) -> Found:
         spread = pool.run(time_emulated, Axes(dp_shard=2), repeats, timeout=300)[0]
         case = f"sleeping ops of {1000 * SECONDS:.0f} ms, messages of {1000 * SLOW.latency:.0f} ms"
         rows += [
-            Row(case, "step, pp=2", 1000 * median(alone), "ms"),
-            Row(case, "step, pp=2 x dp_shard=2", 1000 * median(spread), "ms"),
+            measured(case, "step, pp=2", interval(alone).scaled(1e3), "ms"),
+            measured(case, "step, pp=2 x dp_shard=2", interval(spread).scaled(1e3), "ms"),
             Row(case, "pp=2 x dp_shard=2 over pp=2", median(spread) / median(alone)),
         ]
         raw["emulated"] = [alone, spread]
         for sequence in LENGTHS:
             times = pool.run(time_context, sequence, repeats, timeout=600)[0]
-            ulysses, ring = (median(times[how]) for how in ("ulysses", "ring"))
-            rows.append(Row(f"llama pp=2 x cp=2, {sequence} tokens", "step by ulysses", 1000 * ulysses, "ms"))
-            rows.append(Row(f"llama pp=2 x cp=2, {sequence} tokens", "step by ring", 1000 * ring, "ms"))
+            case = f"llama pp=2 x cp=2, {sequence} tokens"
+            rows += [
+                measured(case, f"step by {how}", interval(found).scaled(1e3), "ms")
+                for how, found in times.items()
+            ]
             raw[f"context {sequence}"] = times
     return Found(
         "meshes",
@@ -244,9 +247,9 @@ def measure(repeats: int) -> Found:
             "mixtral: 4 layers of 64, m=4 of one row of 64 tokens",
             "KiB: the largest tensor of each call, added up; send and recv are the pipeline's messages and "
             "the ring's hops",
-            "under torch: torch.distributed.pipelining with fully_shard around each block and the stage, "
+            "other: torch.distributed.pipelining with fully_shard around each block and the stage, "
             "reshard_after_forward=False",
-            f"steps by ulysses and ring: four processes on {RANKS} cores, in turn, median of {repeats}",
+            f"steps by ulysses and ring: four processes on {RANKS} cores, in turn, {repeats} of each",
         ),
         raw,
     )

@@ -9,24 +9,28 @@ for another rank's compute, what for the wire, and what is left.
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import ours
-from benchmarks.steptime import (
-    FORMS,
+from benchmarks.rounds import Numbers, Rounds, interval, rounds_of, summary
+from benchmarks.sleeping import (
     HIDDEN,
     MICROBATCHES,
     RANKS,
     SECONDS,
+    Step,
     emulated,
     finish,
     latency,
-    oversleep,
-    timed,
+    predicted,
+    step,
+    wake_at_once,
 )
+from benchmarks.steptime import FORMS
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.schedule.choose import chosen_schedule
@@ -54,70 +58,66 @@ CASES = {
 }
 
 
-class Step(NamedTuple):
-    wall: float
-    timeline: Timeline
-
-
 def prepare(rank: Rank, name: str, case: Case, program: Schedule) -> None:
     """Make one pipeline, the only one of its process, and run it once."""
-    pipe, step = ours(emulated(), program, rank.count, network=case.network, exchange=case.exchange)
+    pipe, step = ours(
+        emulated(), program, rank.count, network=case.network, exchange=case.exchange, transport="gloo"
+    )
     rank.kept["pipe", name], rank.kept[name] = pipe, step
     step()
 
 
 def measure(repeats: int) -> Found:
-    programs = {form: chosen_schedule(FORMS[form], RANKS, MICROBATCHES) for form in FORMS}
-    steps: dict[str, list[Step]] = {name: [] for name in CASES}
-    latencies = []
+    rows: list[Row] = []
+    raw: dict[str, Any] = {"latency": []}
+    counted: list[Rounds] = []
     with Pool(RANKS) as pool:
+        pool.run(wake_at_once)
         for name, case in CASES.items():
-            pool.run(prepare, name, case, programs[case.form])
-            for _ in range(repeats):
-                results = pool.run(timed, name)
-                wall = max(end for _, end, _ in results) - min(start for start, _, _ in results)
-                steps[name].append(Step(wall, results[0][2]))
-            latencies.append(latency(pool, SECONDS))
+            program = chosen_schedule(FORMS[case.form], RANKS, MICROBATCHES)
+            pool.run(prepare, name, case, program)
+            steps: list[Step] = []
+            rounds = rounds_of(partial(_round, pool, name, program, steps), repeats)
+            link = latency(pool, SECONDS)
             pool.run(finish, name)
-        late = median(pool.run(oversleep))
-    link = median(latencies)
-    rows = [row for name, case in CASES.items() for row in _rows(name, case, programs, link, steps[name])]
+            rows += _rows(name, case, program, link, rounds, steps)
+            raw[name] = rounds.found
+            raw["latency"].append(link)
+            counted.append(rounds)
     notes = [
-        f"a step's time: as in steptime; median of {repeats}; `simulate` is given the emulated delay and the "
-        f"link's own {link * 1e6:.0f} µs; they run side by side, so that it is given up to so much too much "
-        "for each message",
-        f"a sleep of {SECONDS * 1e3:.0f} ms takes {late * 1e6:.0f} µs longer than asked; nothing is "
-        "subtracted",
+        "a step's time, equal work and the sleeps' lengths: as in steptime; `simulate` is given the emulated "
+        f"delay and the link's own {median(raw['latency']) * 1e6:.0f} µs; they run side by side, so that it "
+        f"is given up to so much too much for each message; {summary(counted)}",
         "peer, wire, runtime: shares of the ranks' time from the step's first op to its last: waiting for "
         "another rank's compute, for the way from there, and gaps of no wait; in brackets as predicted",
-        "ops as long as they really were: `simulate` is given the medians of the ops' recorded times",
         "batched: exchanges hold up ops that `simulate` lets go on, so no bar",
     ]
-    raw = {name: [step.wall for step in found] for name, found in steps.items()} | {"latency": latencies}
     title = f"Step time over emulated networks, P={RANKS}, m={MICROBATCHES}, ops of {SECONDS * 1e3:.0f} ms"
     return Found("networks", title, rows, notes, raw)
 
 
-def _rows(name: str, case: Case, programs: dict[str, Schedule], link: float, steps: list[Step]) -> list[Row]:
-    program, delay = programs[case.form], case.network.delay(NBYTES) + link
-    predicted = simulate(program, Costs(SECONDS, SECONDS, SECONDS, communication=delay))
-    wall = median(step.wall for step in steps)
-    recorded = median(step.timeline.makespan for step in steps)
-    real = median(
-        step.timeline.makespan / simulate(program, Costs.measured(step.timeline, delay)).makespan
-        for step in steps
-    )
-    ratio = wall / predicted.makespan
-    expected = idle(predicted)
-    found = [median(column) for column in zip(*(idle(step.timeline) for step in steps), strict=True)]
+def _round(pool: Pool, name: str, program: Schedule, steps: list[Step], _: int) -> Numbers:
+    steps.append(step(pool, name, program))
+    return {"step": steps[-1].wall}
+
+
+def _rows(
+    name: str, case: Case, program: Schedule, link: float, rounds: Rounds, steps: list[Step]
+) -> list[Row]:
+    delay = case.network.delay(NBYTES) + link
+    expected = simulate(program, Costs(SECONDS, SECONDS, SECONDS, communication=delay))
+    over = interval([each.wall / predicted(program, delay, each.sleep) for each in steps])
+    found = [
+        interval(column)
+        for column in zip(*(idle(each.timeline) for each in steps if each.timeline), strict=True)
+    ]
     return [
-        Row(name, "step", wall * 1e3, "ms"),
-        Row(name, "step / simulate", ratio, "", None, f"at most {BAR}" if case.bar else "",
-            ratio <= BAR if case.bar else None),
-        Row(name, "recorded / simulate", recorded / predicted.makespan),
-        Row(name, "recorded / simulate, ops as long as they really were", real),
-        *(Row(name, f"{what} (simulate: {abs(of):.1f} %)", share, "%")
-          for what, of, share in zip(("peer", "wire", "runtime"), expected, found, strict=True)),
+        measured(name, "step", rounds["step"].scaled(1e3), "ms"),
+        measured(name, "step / simulate", rounds["step"].scaled(1 / expected.makespan),
+                 at_most=BAR if case.bar else None, quiet=rounds.quiet),
+        measured(name, "step / simulate, sleeps as long as they were", over),
+        *(measured(name, f"{what} (simulate: {abs(of):.1f} %)", share, "%")
+          for what, of, share in zip(("peer", "wire", "runtime"), idle(expected), found, strict=True)),
     ]  # fmt: skip
 
 

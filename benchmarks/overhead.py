@@ -1,36 +1,47 @@
 """What the library itself takes per op, where computing takes next to nothing.
 
-A stage multiplies four numbers by a parameter. What the same forwards and backwards take in a plain loop is
-subtracted; the rest, divided by the ops (F or B), is the cost of the library. In process that is time of
-the processor, so that other programs on the machine do not count.
+A stage multiplies four numbers by a parameter. The ops are F and B.
 
-- P=4 in process: no message leaves the process. penstock runs all four ranks in one process with its
-  in-process transport; torch, which has none, runs one rank after the other on its own fake process group,
-  whose sends and receives do nothing. The sum over the four ranks counts. The bar is on this one.
-- P=1: one stage, so that neither library sends anything at all.
-- P=2 over gloo: all of it, messages too, on two processes. For information: nothing is subtracted, and ranks
-  wait for each other.
+- In process, no message: neither library moves one. penstock runs all ranks in one process and hands tensors
+  over; torch, which has no such transport, runs one rank after the other on its fake process group, and its
+  calls of sends and receives are left out. What the same forwards and backwards take in a plain loop is
+  subtracted. The time is the processor's, so that other programs on the machine do not count, and torch's is
+  the sum over the ranks. The bar is on this one. It grows with m and with P as the table says.
+- Two processes: the whole step, messages and waiting too. Both libraries over gloo, and penstock over shared
+  memory, which it takes for ranks of one host.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import SCHEDULES, Work, ours, theirs
+from benchmarks.rounds import Numbers, rounds_of, summary
 
 RANKS, MICROBATCHES, WIDTH = 4, 64, 4
-BAR = 1 / 3
-ROUNDS = 15  # of each of the things compared, in turn, in one repeat
+BAR = 0.333
+STEPS = 15  # of each of the things compared, in turn, in one round
+# schedule, ranks, microbatches
+CASES = (
+    *((schedule, RANKS, MICROBATCHES) for schedule in SCHEDULES),
+    *(("1f1b", RANKS, count) for count in (8, 16, 32)),
+    *(("1f1b", ranks, MICROBATCHES) for ranks in (1, 2, 8)),
+)
+PROCESSES = 2
+GLOO, SHARED, TORCH = "penstock over gloo", "penstock over shared memory", "torch over gloo"
 
 
 class Scale(nn.Module):
@@ -46,15 +57,15 @@ def total(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def work() -> Work:
-    batch = torch.ones(MICROBATCHES, WIDTH)
-    return Work(Scale, total, batch, batch, MICROBATCHES)
+def work(microbatches: int) -> Work:
+    batch = torch.ones(microbatches, WIDTH)
+    return Work(Scale, total, batch, batch, microbatches)
 
 
-def bare(rank: int, ranks: int) -> Callable[[], object]:
+def bare(rank: int, ranks: int, microbatches: int) -> Callable[[], object]:
     """The forwards and backwards of one rank in a plain loop."""
     module, gradient = Scale(), torch.ones(1, WIDTH)
-    rows = torch.ones(MICROBATCHES, WIDTH).tensor_split(MICROBATCHES)
+    rows = torch.ones(microbatches, WIDTH).tensor_split(microbatches)
     inputs = [row.clone().requires_grad_(rank > 0) for row in rows]
 
     def loop() -> None:
@@ -62,17 +73,17 @@ def bare(rank: int, ranks: int) -> Callable[[], object]:
             x.grad = None
             output = module(x)
             if rank == ranks - 1:
-                (total(output, x) / MICROBATCHES).backward()  # type: ignore[no-untyped-call]
+                (total(output, x) / microbatches).backward()  # type: ignore[no-untyped-call]
             else:
                 output.backward(gradient)
 
     return loop
 
 
-def in_turn(steps: Sequence[Callable[[], object]], rounds: int, clock: Callable[[], float]) -> list[float]:
+def medians(steps: Sequence[Callable[[], object]], clock: Callable[[], float]) -> list[float]:
     """The median time of each of `steps` on `clock`, run in turn."""
     times: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds + 3):
+    for number in range(STEPS + 3):
         for step, taken in zip(steps, times, strict=True):
             start = clock()
             step()
@@ -81,66 +92,94 @@ def in_turn(steps: Sequence[Callable[[], object]], rounds: int, clock: Callable[
     return [median(taken) for taken in times]
 
 
-def in_process(_: Rank, schedule: str, ranks: int) -> tuple[float, float]:
-    """Cost per op in seconds, of penstock and of torch. Runs in a process that has no process group yet."""
-    mine = ours(work(), schedule, ranks)[1]
+def in_process(_: Rank, schedule: str, ranks: int, microbatches: int) -> Numbers:
+    """Cost per op in seconds, by library. Runs in a process that has no process group yet."""
+    one = work(microbatches)
+    pipe, mine = ours(one, schedule, ranks)
     spent, other = [], 0.0
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-        (stage,), _, step = theirs(work(), schedule, rank, ranks)
+        (stage,), _, step = theirs(one, schedule, rank, ranks)
         # the ranks' vote on how shapes are learnt, which the fake group does not deliver
         stage._warmup_backward_result = _static  # type: ignore[method-assign]
-        loops = [bare(r, ranks) for r in range(ranks)]
-        step_all, step_one, *plain = in_turn([mine, step, *loops], ROUNDS, time.thread_time)
+        loops = [bare(r, ranks, microbatches) for r in range(ranks)]
+        with patch.object(schedules, "_batch_p2p", _no_calls):
+            step_all, step_one, *plain = medians([mine, step, *loops], time.thread_time)
         dist.destroy_process_group()
         spent.append(step_all - sum(plain))
         other += step_one - plain[rank]
-    ops = ranks * MICROBATCHES * 2
-    return median(spent) / ops, other / ops
+    pipe.close()
+    ops = ranks * microbatches * 2
+    return {"penstock": median(spent) / ops, "torch": other / ops}
 
 
 def _static(received_result: Any = None) -> Tensor:
     return torch.ones(1, dtype=torch.int32)
 
 
+def _no_calls(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+    """In place of torch's sends and receives."""
+    return []
+
+
 def prepare(rank: Rank) -> None:
+    one = work(MICROBATCHES)
     for schedule in SCHEDULES:
-        rank.kept["penstock", schedule] = ours(work(), schedule, rank.count)[1]
-        rank.kept["torch", schedule] = theirs(work(), schedule, rank.index, rank.count).step
+        for way, transport in ((GLOO, "gloo"), (SHARED, None)):
+            rank.kept[way, schedule] = ours(one, schedule, rank.count, transport=transport)[1]
+        rank.kept[TORCH, schedule] = theirs(one, schedule, rank.index, rank.count).step
 
 
-def over_gloo(rank: Rank, schedule: str) -> list[float]:
-    """Time per op in seconds, of penstock and of torch."""
-    steps = [rank.kept["penstock", schedule], rank.kept["torch", schedule]]
-    return [taken / (MICROBATCHES * 2) for taken in in_turn(steps, ROUNDS, time.perf_counter)]
+def in_processes(rank: Rank, schedule: str) -> list[float]:
+    """Time per op in seconds, by way."""
+    steps = [rank.kept[way, schedule] for way in (GLOO, SHARED, TORCH)]
+    return [taken / (MICROBATCHES * 2) for taken in medians(steps, time.perf_counter)]
 
 
 def measure(repeats: int) -> Found:
-    raw: dict[str, list[Any]] = {}
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    counted = []
     with Pool(1, join=False) as pool:
-        for _ in range(repeats):
-            for schedule in SCHEDULES:
-                for ranks in (RANKS, 1):
-                    case = f"{schedule}, P={ranks} in process"
-                    raw.setdefault(case, []).append(pool.run(in_process, schedule, ranks)[0])
-    with Pool(2) as pool:
+        for schedule, ranks, count in CASES:
+            take = partial(_one_process, pool, schedule, ranks, count)
+            rounds = rounds_of(take, repeats, warm_up=0, others=None)
+            raw[f"{schedule}, P={ranks}, m={count}"] = rounds.found
+            mine, other = rounds["penstock"].middle * 1e6, rounds["torch"].middle * 1e6
+            judged = BAR if (ranks, count) == (RANKS, MICROBATCHES) else None
+            rows.append(measured(
+                f"{schedule}, P={ranks}, m={count}, in process, no message", "cost per op",
+                rounds.ratio("penstock", "torch"), "µs", ours=mine, torch=other, at_most=judged,
+                quiet=rounds.quiet,
+            ))  # fmt: skip
+    with Pool(PROCESSES) as pool:
         pool.run(prepare)
-        for _ in range(repeats):
-            for schedule in SCHEDULES:
-                slowest = [max(times) for times in zip(*pool.run(over_gloo, schedule), strict=True)]
-                raw.setdefault(f"{schedule}, P=2 over gloo", []).append(slowest)
-    rows = []
-    for case, costs in raw.items():
-        mine, other = (median(column) for column in zip(*costs, strict=True))
-        judged = f"P={RANKS} in process" in case
-        rows.append(Row(
-            case, "time per op" if "gloo" in case else "cost per op", mine * 1e6, "µs", other * 1e6,
-            "below a third of torch's" if judged else "", mine < BAR * other if judged else None,
-        ))  # fmt: skip
+        for schedule in SCHEDULES:
+            rounds = rounds_of(partial(_processes, pool, schedule), repeats)
+            raw[f"{schedule}, {PROCESSES} processes"] = rounds.found
+            counted.append(rounds)
+            case, other = f"{schedule}, {PROCESSES} processes", rounds[TORCH].middle * 1e6
+            rows += [
+                measured(case, f"{way} / {TORCH}: time per op", rounds.ratio(way, TORCH), "µs",
+                         ours=rounds[way].middle * 1e6, torch=other)
+                for way in (GLOO, SHARED)
+            ]  # fmt: skip
     notes = [
-        f"m={MICROBATCHES}; cost: the step less the same forwards and backwards in a plain loop, per F or B",
-        "P=4 in process: penstock's in-process transport with all ranks, beside the sum of torch's four "
-        "ranks on its fake process group (sends and receives do nothing)",
-        "P=1: one stage, no message; P=2 over gloo: whole step per op of one rank, with messages and waiting",
+        "in process: the step less the same forwards and backwards in a plain loop, per F or B, in the "
+        "processor's time; penstock's ranks in one process, and the sum of torch's ranks, one after the "
+        "other, whose sends and receives are left out",
+        f"{PROCESSES} processes: the step per op of one rank, m={MICROBATCHES}, with messages and waiting",
+        summary(counted),
     ]
     return Found("overhead", "Cost of the runtime per op, empty compute", rows, notes, raw)
+
+
+def _one_process(pool: Pool, schedule: str, ranks: int, microbatches: int, _: int) -> Numbers:
+    found: Numbers = pool.run(in_process, schedule, ranks, microbatches)[0]
+    return found
+
+
+def _processes(pool: Pool, schedule: str, _: int) -> Numbers:
+    """Of the slower rank."""
+    slowest = map(max, zip(*pool.run(in_processes, schedule), strict=True))
+    return dict(zip((GLOO, SHARED, TORCH), slowest, strict=True))

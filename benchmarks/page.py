@@ -1,7 +1,8 @@
 """docs/benchmarks.md from benchmarks/results/*.json: ``python -m benchmarks.page [--check]``.
 
-Every number of the page comes from those files. ``--check`` writes nothing and exits with 1 where the page is
-not what the files say.
+Every number of the page comes from those files. One run is one version and one commit on one machine: results
+of another run than the newest are marked, and count neither as bars nor as losses. ``--check`` writes nothing
+and exits with 1 where the page is not what the files say.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import HEADER, RESULTS, Row
+from benchmarks.report import HEADER, RESULTS, Row, losses_first
 
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 MOST_ROWS = 25  # of a table that stands open
@@ -65,6 +66,7 @@ class Result:
     machine: dict[str, str]
     rows: Sequence[Row]
     notes: Sequence[str]
+    took: float = 0.0  # seconds; 0 in results of 0.5.0 and before
 
     @classmethod
     def read(cls, file: Path) -> Result:
@@ -81,13 +83,29 @@ class Result:
     def missed(self) -> int:
         return sum(row.met is False for row in self.bars)
 
+    @property
+    def open(self) -> int:
+        """Bars that are not resolved."""
+        return sum(not row.resolved for row in self.rows)
+
+    @property
+    def lost(self) -> list[Row]:
+        return [row for row in self.rows if row.lost]
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """What the results of one run have in common."""
+        where = (self.machine[name] for name in ("cpu", "cores", "memory", "python", "torch"))
+        return self.version, self.commit, *where
+
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page. Raises KeyError for a benchmark without a text in `ABOUT`."""
     results = [Result.read(file) for file in sorted(folder.glob("*.json"))]
-    lines = [*_opening(results)]
+    newest = max(results, key=lambda result: result.machine["date"])
+    lines = [*_opening(results, newest)]
     for result in results:
-        lines += _section(result)
+        lines += _section(result, newest)
     return "\n".join(lines)
 
 
@@ -95,68 +113,91 @@ def write() -> None:
     PAGE.write_text(page(), encoding="utf-8")
 
 
-def _opening(results: Sequence[Result]) -> Iterator[str]:
-    bars = sum(len(result.bars) for result in results)
-    missed = sum(result.missed for result in results)
+def _opening(results: Sequence[Result], newest: Result) -> Iterator[str]:
+    this = [result for result in results if result.run == newest.run]
+    bars, missed, still_open, lost = (
+        sum(counts)
+        for counts in zip(*((len(r.bars), r.missed, r.open, len(r.lost)) for r in this), strict=True)
+    )
+    machine = newest.machine
     yield from (
         "# Benchmarks",
         "",
-        "`make bench` measures penstock and, in the same run, `torch.distributed.pipelining` on the"
-        " same work. It then writes this page. Ratios are of medians within one run, unless a note "
-        "says otherwise. A bar is a limit that the project has set for itself: a missed one is "
-        "printed in bold.",
+        "`make bench` measures penstock and others on the same work, in one run, and then writes this page. "
+        "In brackets are quartiles. A ratio is made of two measurements of the same round. A bar is a limit "
+        "that the project has set for itself. Where the quartiles include it, it is not resolved. What is "
+        "lost to another library stands first.",
         "",
-        f"Bars: {bars}. Met: {bars - missed}. **Missed: {missed}.**",
+        f"- Run: {_commit_of(newest)}; torch {machine['torch']}; Python {machine['python']}; "
+        f"{len(this)} of {len(results)} benchmarks, which took {sum(r.took for r in this) / 60:.0f} minutes",
+        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']} of memory",
+        f"- Bars: {bars + still_open}. Met: {bars - missed}. **Missed: {missed}.** Not resolved: "
+        f"{still_open}. **Lost to another library: {lost}.**",
         "",
     )
-    versions = sorted({result.version for result in results})
-    if len(versions) > 1:
+    if len(this) < len(results):
         yield from (
-            f'!!! warning "Results of {len(versions)} versions: {", ".join(versions)}"',
+            f'!!! danger "{len(results) - len(this)} results are of another run"',
             "",
-            "    Each benchmark was last run with the version in its row. Later versions may be faster or "
-            "slower. The commit in its section is the one measured, or the one that added the result.",
+            "    Another version or commit, or another machine, gave the numbers of the sections that say "
+            "so. They do not compare with the others, and are in none of the counts.",
             "",
         )
-    yield "| benchmark | version | date | bars met | bars missed |"
-    yield "| --- | --- | --- | ---: | ---: |"
-    for result in results:
-        met = len(result.bars) - result.missed
-        bold = f"**{result.missed}**" if result.missed else str(result.missed)
-        counts = f"{met} | {bold}" if result.bars else " | "
+    if "dirty" in newest.commit or not newest.commit:
+        yield from ('!!! danger "The code that was measured is not a commit"', "")
+    yield from _lost(this)
+    yield "| benchmark | run | lost | bars missed | not resolved | bars met |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for result in sorted(results, key=lambda result: (-len(result.lost), -result.missed, -result.open)):
         date = result.machine["date"].replace("-", "&#8209;")  # hyphens where no line breaks
-        yield f"| [{result.title}](#{result.name}) | {result.version} | {date} | {counts} |"
+        run = date if result in this else f"**another run**: {_commit_of(result)}, {date}"
+        numbers = (len(result.lost), result.missed, result.open)
+        counts = " | ".join(f"**{number}**" if number else "0" for number in numbers)
+        yield f"| [{result.title}](#{result.name}) | {run} | {counts} | {len(result.bars) - result.missed} |"
     yield ""
 
 
-def _section(result: Result) -> Iterator[str]:
-    machine = result.machine
+def _lost(results: Sequence[Result]) -> Iterator[str]:
+    """The table of what is lost, of all benchmarks of a run."""
+    if not any(result.lost for result in results):
+        return
+    yield from ("## Lost to another library { #lost }", "")
+    yield from _table([replace(row, case=f"{r.name}: {row.case}") for r in results for row in r.lost])
+
+
+def _commit_of(result: Result) -> str:
     commit = f", commit {result.commit}" if result.commit else ""
-    yield from (
-        f"## {result.title} {{ #{result.name} }}",
-        "",
-        ABOUT[result.name],
-        "",
-        f"- Version: penstock {result.version}{commit}; torch {machine['torch']}; Python {machine['python']}",
-        f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']} of memory",
-        f"- Date: {machine['date']}",
-        f"- Command: `{result.command}`",
-        "",
-    )
-    if len(result.rows) <= MOST_ROWS:
-        yield from _table(result.rows)
+    return f"penstock {result.version}{commit}"
+
+
+def _section(result: Result, newest: Result) -> Iterator[str]:
+    machine = result.machine
+    yield from (f"## {result.title} {{ #{result.name} }}", "", ABOUT[result.name], "")
+    if result.run != newest.run:
+        yield from (
+            '!!! danger "Of another run"',
+            "",
+            f"    {_commit_of(result)}; torch {machine['torch']}; Python {machine['python']}; "
+            f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']} of memory",
+            "",
+        )
+    yield from (f"- Measured: {machine['date']}, `{result.command}`", "")
+    rows = losses_first(result.rows)
+    if len(rows) <= MOST_ROWS:
+        yield from _table(rows)
     else:
-        shown = result.bars
+        shown = [row for row in rows if row.lost or row.met is not None or not row.resolved]
         if len(shown) > MOST_ROWS:
-            shown = [row for row in shown if not row.met]
-            yield f"Met: {len(result.bars) - result.missed} of {len(result.bars)} bars. The missed ones:"
+            shown = [row for row in shown if row.lost or not row.met]
+            bars = len(result.bars)
+            yield f"Met: {bars - result.missed} of {bars + result.open} bars. The rest:"
             yield ""
         if shown:
             yield from _table(shown)
         yield '<details markdown="1">'
-        yield f"<summary>All {len(result.rows)} numbers</summary>"
+        yield f"<summary>All {len(rows)} numbers</summary>"
         yield ""
-        yield from _table(result.rows)
+        yield from _table(rows)
         yield "</details>"
         yield ""
     yield from (f"- {_escaped(note)}" for note in result.notes)
@@ -168,7 +209,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
     cells = [row.cells() for row in rows]
     used = [column for column in range(len(HEADER)) if any(row[column] for row in cells)]
     yield "| " + " | ".join(HEADER[column] for column in used) + " |"
-    right = {"penstock", "torch", "penstock / torch"}
+    right = {"penstock", "other", "penstock / other"}
     yield "| " + " | ".join("---:" if HEADER[column] in right else "---" for column in used) + " |"
     for row in cells:
         values = [_escaped(row[column]) for column in used]

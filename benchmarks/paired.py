@@ -4,7 +4,7 @@ Every op computes for a while, a backward twice as long as a forward, and spends
 other ranks, as a mixture does whose tokens travel to their experts: in each layer a forward computes
 attention, exchanges, computes experts and exchanges, and a backward does the same from the end. Both are
 emulated by sleeping; computing holds a lock, so that the two ops of a pair never compute at the same time.
-P = 4 over gloo, one process a rank.
+P = 4, one process a rank.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import Work, ours
-from benchmarks.steptime import HIDDEN, finish, first, timed
+from benchmarks.rounds import Rounds, in_turn, summary
+from benchmarks.sleeping import HIDDEN, Timed, finish, first, timed, wake_at_once
 from penstock.schedule import Costs, Schedule, simulate
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
 
 RANKS, LAYERS, SECONDS = 4, 2, 0.02  # a forward's compute
-MOST_REPEATS = 2  # a step takes up to 33 s
+MOST_REPEATS = 3  # a step takes up to 33 s
 BAR = 0.7
-PAIRED = "side by side"
+PAIRED, APART = "side by side", "one after the other"
 # with pairs and without
 FORMS: dict[str, tuple[ScheduleLike, ScheduleLike]] = {
     "1f1b": ({"schedule": "1f1b", "paired": True}, "1f1b"),
@@ -96,34 +98,39 @@ def prepare(rank: Rank, name: str, program: Schedule, exchange: float, overlap: 
     rank.kept[name]()  # the first step makes what later ones reuse
 
 
-def steps(pool: Pool, built: dict[str, Schedule], exchange: float, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each of `repeats` steps of each, in turn; pairs side by side where the name says so."""
+def compare(pool: Pool, built: dict[str, Schedule], exchange: float, repeats: int) -> Rounds:
+    """Seconds of a step of each, in turn; pairs side by side where the name says so."""
     for name, program in built.items():
-        pool.run(prepare, name, program, exchange, name.endswith(PAIRED), timeout=180)
-    walls: dict[str, list[float]] = {name: [] for name in built}
-    for _ in range(repeats):
-        for name, found in walls.items():
-            results = pool.run(timed, name)
-            found.append(max(r[1] for r in results) - min(r[0] for r in results))
+        pool.run(prepare, name, program, exchange, name == PAIRED, timeout=180)
+
+    def seconds(name: str) -> float:
+        ranks: list[Timed] = pool.run(timed, name, timeout=120)
+        return max(rank.end for rank in ranks) - min(rank.start for rank in ranks)
+
+    rounds = in_turn({name: partial(seconds, name) for name in built}, repeats, warm_up=0)
     for name in built:
         pool.run(finish, name)
-    return walls
+    return rounds
 
 
 def measure(repeats: int) -> Found:
     repeats = min(repeats, MOST_REPEATS)
     rows: list[Row] = []
-    raw: dict[str, list[float]] = {}
+    raw: dict[str, Any] = {}
+    counted: list[Rounds] = []
     with Pool(RANKS) as pool:
+        pool.run(wake_at_once)
         for case in CASES:
             for form, both in FORMS.items():
                 name = f"{form}, m={case.microbatches}, {case.name}"
                 built = {
-                    f"{name}, {how}": chosen_schedule(schedule, RANKS, case.microbatches)
-                    for how, schedule in zip((PAIRED, "one after the other"), both, strict=True)
+                    how: chosen_schedule(schedule, RANKS, case.microbatches)
+                    for how, schedule in zip((PAIRED, APART), both, strict=True)
                 }
-                raw |= steps(pool, built, case.backward * SECONDS, repeats)
-                rows += _rows(name, case, built, raw)
+                rounds = compare(pool, built, case.backward * SECONDS, repeats)
+                rows += _rows(name, case, built, rounds)
+                raw[name] = rounds.found
+                counted.append(rounds)
     notes = [
         f"{LAYERS} layers a stage; a forward computes for {SECONDS * 1e3:.0f} ms in all and exchanges as "
         "long; a backward computes for twice as long, and exchanges for as long as it computes, or as a "
@@ -133,25 +140,23 @@ def measure(repeats: int) -> Found:
         "where a backward exchanges for as long as it computes, it alone takes two thirds of what the ops of "
         "a pair take one after the other: no schedule of pairs can come below 0.667. Warm-up and drain pair "
         "nothing: the more microbatches, the nearer to that",
-        f"the least of {repeats}, the two in turn: what else runs can only add to what is slept",
+        f"the two in turn; {summary(counted)}",
     ]
     return Found("paired", f"Overlapped pairs, P={RANKS}, exchanges within ops emulated", rows, notes, raw)
 
 
-def _rows(name: str, case: Case, built: dict[str, Schedule], raw: dict[str, list[float]]) -> list[Row]:
-    beside, after = [min(raw[key]) for key in built]
+def _rows(name: str, case: Case, built: dict[str, Schedule], rounds: Rounds) -> list[Row]:
     paired, plain = built.values()
     exchange = case.backward * SECONDS
     costs = Costs(2 * SECONDS, 2 * SECONDS + exchange, 0.0, exchange=SECONDS, exchange_in_backward=exchange)
     alone = simulate(plain, replace(costs, exchange=0.0, exchange_in_backward=0.0)).makespan
     predicted = simulate(paired, costs).makespan
-    ratio = beside / after
-    bar, met = (f"at most {BAR}", ratio <= BAR) if case.bar else ("", None)
     return [
-        Row(name, "side by side", beside * 1e3, "ms"),
-        Row(name, "one after the other", after * 1e3, "ms"),
-        Row(name, "ratio", ratio, "", None, bar, met),
+        measured(name, PAIRED, rounds[PAIRED].scaled(1e3), "ms"),
+        measured(name, APART, rounds[APART].scaled(1e3), "ms"),
+        measured(name, "ratio", rounds.ratio(PAIRED, APART), at_most=BAR if case.bar else None,
+                 quiet=rounds.quiet),
         Row(name, "ratio predicted", predicted / alone),
-        Row(name, "side by side / simulate", beside / predicted),
-        Row(name, "one after the other / simulate", after / alone),
-    ]
+        measured(name, f"{PAIRED} / simulate", rounds[PAIRED].scaled(1 / predicted)),
+        measured(name, f"{APART} / simulate", rounds[APART].scaled(1 / alone)),
+    ]  # fmt: skip

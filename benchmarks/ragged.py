@@ -9,7 +9,7 @@ so that what else the machine does hits all alike.
 from __future__ import annotations
 
 import time
-from statistics import median
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.memory import Watch, weights
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import Rounds, in_turn
 from penstock import AutoPipeline
 from penstock.batch.padding import Padding
 from penstock.pipeline.options import Shapes
@@ -72,11 +73,12 @@ def prepare(rank: Rank, way: str) -> int:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG)
     batches = steps(way)
+    # over gloo: `Watch` would count the whole segment of shared memory, used or not
     with Watch() as watch:
         # weights of 0: with 256 entries, embedding and head take less than a tenth of a layer's time
         pipe = AutoPipeline(
             ranks=RANKS, schedule="1f1b", microbatches=MICROBATCHES, embedding_weight=0, head_weight=0,
-            device="cpu", timeout=60, shapes=WAYS[way],
+            device="cpu", timeout=60, shapes=WAYS[way], transport="gloo",
         ).build(model)  # fmt: skip
         for batch in batches:
             pipe.step(batch)
@@ -98,18 +100,19 @@ def timed(rank: Rank, way: str) -> Turn:
 
 def measure(repeats: int) -> Found:
     outside: dict[str, list[int]] = {}
-    turns: dict[str, list[float]] = {way: [] for way in WAYS}
     held: dict[str, tuple[int, ...]] = {}
     with Pool(RANKS) as pool:
         for way in WAYS:
             outside[way] = pool.run(prepare, way, timeout=180)
-        for number in range(repeats):
-            for way in (*list(WAYS)[number % len(WAYS) :], *list(WAYS)[: number % len(WAYS)]):
-                ranks = pool.run(timed, way, timeout=180)
-                turns[way].append(max(of.end for of in ranks) - min(of.start for of in ranks))
-                held[way] = ranks[0].held
+
+        def seconds(way: str) -> float:
+            ranks: list[Turn] = pool.run(timed, way, timeout=180)
+            held[way] = ranks[0].held
+            return max(of.end for of in ranks) - min(of.start for of in ranks)
+
+        rounds = in_turn({way: partial(seconds, way) for way in WAYS}, repeats, warm_up=0)
     tokens = int(lengths().sum())
-    rows = [row for way in WAYS for row in _rows(way, tokens, turns, held, outside)]
+    rows = [row for way in WAYS for row in _rows(way, tokens, rounds, held, outside)]
     drawn, counts = lengths(), {way: list(map(len, steps(way))) for way in ("ragged", "packed")}
     notes = [
         f"{len(drawn)} documents of {drawn.min()} to {drawn.max()} tokens, {tokens} in all: lognormal, "
@@ -117,12 +120,11 @@ def measure(repeats: int) -> Found:
         f"{CONFIG.num_hidden_layers} layers of {CONFIG.hidden_size}, fp32, no optimizer",
         "a turn: forward and backward of all documents, "
         + ", ".join(f"{way}: {len(each)} steps of {each[0]} microbatches" for way, each in counts.items()),
-        f"beside '{BASE}': the median over {repeats} repeats of the quotient within one, in which the ways "
-        "take turns",
+        f"over '{BASE}': within rounds; {rounds}",
         "bytes: Pipeline.memory of the rank that holds most, in its fullest step; counted from outside: "
         "every tensor made from building to the end of the first turn, less weights and gradients",
     ]
-    raw = {"seconds a turn": turns, "Pipeline.memory": held, "counted from outside": outside,
+    raw = {"seconds a turn": rounds.found, "Pipeline.memory": held, "counted from outside": outside,
            "lengths": drawn.tolist()}  # fmt: skip
     return Found("ragged", f"Documents of many lengths, P={RANKS}, m={MICROBATCHES}", rows, notes, raw)
 
@@ -141,24 +143,23 @@ def places(way: str) -> int:
 def _rows(
     way: str,
     tokens: int,
-    turns: dict[str, list[float]],
+    rounds: Rounds,
     held: dict[str, tuple[int, ...]],
     outside: dict[str, list[int]],
 ) -> list[Row]:
-    quicker = median(base / own for own, base in zip(turns[way], turns[BASE], strict=True))
     counted = max(outside[way]) / max(outside[BASE])
     less = max(held[way]) / max(held[BASE])
     judged, where = way == "ragged", f" / {BASE}" if way != BASE else ""
     rows = [
-        Row(way, "real tokens per second", tokens / median(turns[way])),
+        measured(way, "real tokens per second", rounds.of(lambda seconds: tokens / seconds[way])),
         Row(way, "of the tokens computed, real", tokens / places(way) * 100, "%"),
         Row(way, "bytes at the peak, Pipeline.memory", max(held[way]) / 2**20, "MiB"),
         Row(way, "bytes at the peak, counted from outside", max(outside[way]) / 2**20, "MiB"),
     ]
     if way != BASE:
         rows += [
-            Row(way, f"tokens per second{where}", quicker, "", None, "at least 1" if judged else "",
-                quicker >= 1 if judged else None),
+            measured(way, f"tokens per second{where}", rounds.ratio(BASE, way),
+                     at_least=1.0 if judged else None, quiet=rounds.quiet),
             Row(way, f"Pipeline.memory{where}", less, "", None, "at most 1" if judged else "",
                 less <= 1 if judged else None),
             Row(way, f"counted from outside{where}", counted),

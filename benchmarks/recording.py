@@ -5,7 +5,7 @@ of a step. The same pipeline runs steps with all that and, in turn with them, st
 nothing, the ledger is off and ranks tell each other their share of the loss and no more.
 
 A Qwen3 model of 4 layers, each rank with one thread; in process, where the time is the processor's, so that
-other programs count less, and over gloo on two processes, where it is the clock's.
+other programs count less, and on two processes, where it is the clock's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import Numbers, Rounds, interval, rounds_of, summary
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.microbatches import fingerprint
 from penstock.batch.padding import Padding
@@ -38,7 +40,7 @@ from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Schedule
 
 RANKS, MICROBATCHES, ROWS, SEQUENCE = 2, 8, 16, 64
-BAR = 0.01
+BAR = 1.0  # percent
 ROUNDS = 15  # of a step with and one without, in one repeat
 CALLS = 30  # of each agreement, in one repeat
 CONFIG = Qwen3Config(
@@ -178,16 +180,13 @@ def _each(call: Callable[[], object], joined: bool = True) -> list[float]:
 
 def measure(repeats: int) -> Found:
     raw: dict[str, list[Any]] = {}
-    with Pool(1, join=False) as alone:
-        alone.run(prepare)
-        for _ in range(repeats):
-            raw.setdefault("in process", []).extend(alone.run(steps, False)[0])
+    recorded = {}
+    with Pool(1, join=False) as pool:
+        pool.run(prepare)
+        recorded["in process"] = rounds_of(partial(_pairs, pool, False), repeats, warm_up=0)
     with Pool(RANKS) as pool:
         pool.run(prepare)
-        for _ in range(repeats):
-            slowest = [tuple(map(max, zip(*pairs, strict=True)))
-                       for pairs in zip(*pool.run(steps, True), strict=True)]  # fmt: skip
-            raw.setdefault("over gloo", []).extend(slowest)
+        recorded["two processes"] = rounds_of(partial(_pairs, pool, True), repeats, warm_up=0)
         for _ in range(repeats):
             prints, agreements = zip(*pool.run(agreement), strict=True)
             raw.setdefault("fingerprint", []).extend(_slowest(prints))
@@ -203,21 +202,21 @@ def measure(repeats: int) -> Found:
             pool.run(prepare_handshake)
             for _ in range(repeats):
                 raw.setdefault(f"handshake {ranks}", []).extend(_slowest(pool.run(handshake)))
-    rows = [row for case in ("in process", "over gloo") for row in _recording(case, raw[case])]
-    rows += _agreements(raw, median(full for full, _ in raw["over gloo"]))
+    rows = [row for case, rounds in recorded.items() for row in _recording(case, rounds)]
+    rows += _agreements(raw, recorded["two processes"]["recorded"].middle)
     notes = [
         f"Qwen3, {CONFIG.num_hidden_layers} layers of {CONFIG.hidden_size}, {ROWS} rows of {SEQUENCE} "
         f"tokens, 1f1b, P={RANKS}, m={MICROBATCHES}; {repeats * ROUNDS} pairs of a step with and one without",
-        "recording: median over the pairs of what the step with it took longer, as a share of the median "
-        "step without; in process: processor time of both ranks in one thread; over gloo: the clock, of the "
-        "slower rank",
-        "half of the pairs: the middle half of the differences lies within so much of the median",
+        "recording: what the step with it took longer, median over the pairs of a round, as a share of the "
+        f"median step without; {summary(list(recorded.values()))}",
+        "in process: processor time of both ranks in one thread; two processes: the clock of the slower",
         "without: Recorder.now, add and waited do nothing, no ledger, no bytes of buffers summed, and one "
         "number a rank is exchanged at the step's end in place of the report",
         "handshake, agreement, negotiation: of the slower rank after a barrier; a step hides its agreement "
         "behind what it does before its first message",
         f"padding: a list of {MICROBATCHES} ragged microbatches made ready; to the longest asks all ranks",
     ]
+    raw |= {case: list(rounds.found) for case, rounds in recorded.items()}
     return Found("recording", "Cost of recording and of the handshake", rows, notes, raw)
 
 
@@ -226,33 +225,39 @@ def _slowest(times: Any) -> list[float]:
     return [max(each) for each in zip(*times, strict=True)]
 
 
-def _recording(case: str, pairs: list[tuple[float, float]]) -> list[Row]:
-    apart = sorted(with_it - without for with_it, without in pairs)
-    base, more = median(without for _, without in pairs), median(apart)
-    spread = (apart[3 * len(apart) // 4] - apart[len(apart) // 4]) / 2
+def _pairs(pool: Pool, joined: bool, _: int) -> Numbers:
+    """Medians over the pairs of a round: seconds of a step with recording, without, and what it took
+    longer."""
+    pairs = [[max(each) for each in zip(*of_ranks, strict=True)]
+             for of_ranks in zip(*pool.run(steps, joined), strict=True)]  # fmt: skip
+    recorded, plain = (median(column) for column in zip(*pairs, strict=True))
+    return {"recorded": recorded, "plain": plain, "more": median(full - bare for full, bare in pairs)}
+
+
+def _recording(case: str, rounds: Rounds) -> list[Row]:
     ops = 2 * MICROBATCHES * (RANKS if case == "in process" else 1)
     return [
-        Row(case, "step without recording", base * 1e3, "ms"),
-        Row(case, "recording, of the step", more / base * 100, "%", None, f"below {BAR:.0%}",
-            more / base < BAR),
-        Row(case, "half of the pairs, plus or minus", spread / base * 100, "%"),
-        Row(case, "recording, per op of a rank" if case == "over gloo" else "recording, per op",
-            more / ops * 1e6, "µs"),
+        measured(case, "step without recording", rounds["plain"].scaled(1e3), "ms"),
+        measured(case, "recording, of the step", rounds.ratio("more", "plain").scaled(100), "%", at_most=BAR,
+                 quiet=rounds.quiet),
+        measured(case, "recording, per op of a rank" if case == "two processes" else "recording, per op",
+                 rounds["more"].scaled(1e6 / ops), "µs"),
     ]  # fmt: skip
 
 
 def _agreements(raw: dict[str, list[Any]], step: float) -> list[Row]:
-    middle = {name: median(raw[name]) for name in raw if name not in ("in process", "over gloo")}
-    negotiated = middle["padding longest"] - middle["padding fixed"]
+    found = {name: interval(times) for name, times in raw.items()}
+    each, ragged = "each step, P=2", "ragged step, P=2"
+    share = (found["fingerprint"].middle + found["agreement"].middle) / step
+    negotiated = (found["padding longest"].middle - found["padding fixed"].middle) / step
     return [
-        *(Row(f"P={ranks}", "handshake, once a pipeline", middle[f"handshake {ranks}"] * 1e3, "ms")
+        *(measured(f"P={ranks}", "handshake, once a pipeline", found[f"handshake {ranks}"].scaled(1e3), "ms")
           for ranks in (2, 4)),
-        Row("each step, P=2", "fingerprint of the batch", middle["fingerprint"] * 1e6, "µs"),
-        Row("each step, P=2", "agreement, if waited for at once", middle["agreement"] * 1e6, "µs"),
-        Row("each step, P=2", "both, of the step",
-            (middle["fingerprint"] + middle["agreement"]) / step * 100, "%"),
-        Row("ragged step, P=2", "microbatches made ready, unpadded", middle["padding none"] * 1e6, "µs"),
-        Row("ragged step, P=2", "padded to a fixed length", middle["padding fixed"] * 1e6, "µs"),
-        Row("ragged step, P=2", "padded to the longest of all ranks", middle["padding longest"] * 1e6, "µs"),
-        Row("ragged step, P=2", "negotiation, of the step", negotiated / step * 100, "%"),
+        measured(each, "fingerprint of the batch", found["fingerprint"].scaled(1e6), "µs"),
+        measured(each, "agreement, if waited for at once", found["agreement"].scaled(1e6), "µs"),
+        Row(each, "both, of the step, by their medians", share * 100, "%"),
+        measured(ragged, "microbatches made ready, unpadded", found["padding none"].scaled(1e6), "µs"),
+        measured(ragged, "padded to a fixed length", found["padding fixed"].scaled(1e6), "µs"),
+        measured(ragged, "padded to the longest of all ranks", found["padding longest"].scaled(1e6), "µs"),
+        Row(ragged, "negotiation, of the step, by medians", negotiated * 100, "%"),
     ]  # fmt: skip

@@ -20,14 +20,25 @@ from rich.console import Console
 from rich.table import Table
 
 import penstock
+from benchmarks.rounds import Interval
 
 RESULTS = Path(__file__).parent / "results"
-HEADER = ("case", "quantity", "penstock", "torch", "penstock / torch", "bar", "")
+HEADER = ("case", "quantity", "penstock", "other", "penstock / other", "bar", "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number. torch: its own, where there is one; met: whether `bar` holds, None without one."""
+    """One number.
+
+    Attributes:
+        torch: the other's number: torch's, or what the notes name
+        met: whether `bar` holds; None without a bar, and where it is not resolved
+        paired: the ratio to the other's number, where it was measured in rounds
+        low, high: quartiles of the number that is judged: of the ratio to the other's, else of `ours`
+        rival: whom `ours`, a ratio, is a comparison with, where the other's own number is not in the row
+        better: "low" or "high", which of two numbers is the better one
+        resolved: False where the quartiles include the bar, or the machine was not quiet
+    """
 
     case: str
     what: str
@@ -36,14 +47,69 @@ class Row:
     torch: float | None = None
     bar: str = ""
     met: bool | None = None
+    paired: float | None = None
+    low: float | None = None
+    high: float | None = None
+    rival: str = ""
+    better: str = "low"
+    resolved: bool = True
+
+    @property
+    def ratio(self) -> float | None:
+        """To the other's number."""
+        if self.rival or self.paired is not None:
+            return self.ours if self.paired is None else self.paired
+        return self.ours / self.torch if self.torch else None
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other's number is the better one, over the whole interval."""
+        if self.ratio is None or not self.resolved:
+            return False
+        if self.better == "high":
+            return (self.ratio if self.high is None else self.high) < 1
+        return (self.ratio if self.low is None else self.low) > 1
+
+    @property
+    def verdict(self) -> str:
+        if not self.resolved:
+            return "not resolved"
+        return "" if self.met is None else ("met" if self.met else "MISSED")
 
     def cells(self) -> tuple[str, ...]:
-        ratio = self.ours / self.torch if self.torch else None
-        verdict = "" if self.met is None else ("met" if self.met else "MISSED")
+        ours, ratio = _number(self.ours, self.unit), "" if self.rival else _number(self.ratio, "")
+        if self.low is not None and self.high is not None:
+            spread = f" [{_number(self.low, '')}, {_number(self.high, '')}]"
+            ratio, ours = (ratio + spread, ours) if ratio else (ratio, ours + spread)
         return (
-            self.case, self.what, _number(self.ours, self.unit), _number(self.torch, self.unit),
-            _number(ratio, ""), self.bar, verdict,
+            self.case, self.what, ours, _number(self.torch, self.unit), ratio, self.bar, self.verdict,
         )  # fmt: skip
+
+
+def measured(
+    case: str, what: str, found: Interval, unit: str = "", *, torch: float | None = None,
+    ours: float | None = None, rival: str = "", at_most: float | None = None, at_least: float | None = None,
+    quiet: bool = True,
+) -> Row:  # fmt: skip
+    """A row of something measured in rounds: with its quartiles, and judged where there is a bar.
+
+    Args:
+        found: what is judged: the ratio, where `torch` gives the other's number, and `ours` ours
+        quiet: whether the rounds were, without which no bar is resolved
+    """
+    bar = at_least if at_most is None else at_most
+    words = "" if bar is None else f"at {'least' if at_most is None else 'most'} {bar:g}"
+    met, resolved = None, True
+    if bar is not None:
+        resolved = quiet and not found.low < bar < found.high
+        if resolved:
+            met = found.middle >= bar if at_most is None else found.middle <= bar
+    better = "high" if at_least is not None else "low"
+    number = found.middle if ours is None else ours
+    paired = None if torch is None else found.middle
+    return Row(
+        case, what, number, unit, torch, words, met, paired, found.low, found.high, rival, better, resolved
+    )
 
 
 @dataclass(frozen=True)
@@ -61,11 +127,16 @@ class Found:
         return sum(row.met is False for row in self.rows)
 
 
+def losses_first(rows: Sequence[Row]) -> list[Row]:
+    """What is lost to someone, what misses its bar, what is not resolved, and the rest, each in its order."""
+    return sorted(rows, key=lambda row: (not row.lost, row.met is not False, row.resolved))
+
+
 def show(found: Found, console: Console) -> None:
     table = Table(title=found.title, title_justify="left")
     for column in HEADER:
         table.add_column(column, justify="left" if column in ("case", "quantity", "bar", "") else "right")
-    for row in found.rows:
+    for row in losses_first(found.rows):
         style = {True: "green", False: "bold red", None: None}[row.met]
         table.add_row(*row.cells(), style=style)
     console.print(table)
@@ -73,12 +144,16 @@ def show(found: Found, console: Console) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def write(found: Found, repeats: int, folder: Path = RESULTS) -> None:
-    """Write `found` with what a reader needs to repeat it: machine, version, commit and command."""
+def write(found: Found, repeats: int, took: float, folder: Path = RESULTS) -> None:
+    """Write `found` with what a reader needs to repeat it: machine, version, commit and command.
+
+    took: seconds
+    """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
         "name": found.name, "title": found.title, "version": penstock.__version__, "commit": _commit(),
         "command": f"python -m benchmarks --only {found.name} --repeats {repeats}", "machine": machine(),
+        "took": took,
         "rows": [vars(row) for row in found.rows], "notes": list(found.notes), "raw": dict(found.raw),
     }  # fmt: skip
     (folder / f"{found.name}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -93,17 +168,27 @@ def machine() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
+        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}",
     }
 
 
 def _commit() -> str:
-    """The commit that is checked out, with "-dirty" where files differ from it; "" without git."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    """The commit that last changed what is measured or measures, "-dirty" with changes since; "" without git.
+
+    Results themselves do not count: those of one run are of one commit, also where some are committed
+    between.
+    """
+    code = ("--", "src", "benchmarks", ":(exclude)benchmarks/results")
     try:
-        ran = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
+        commit = _git("log", "-1", "--format=%h", *code)
+        return f"{commit}-dirty" if _git("status", "--porcelain", *code) else commit
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def _git(*words: str) -> str:
+    command = ["git", *words]
+    ran = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, text=True, check=True)
     return ran.stdout.strip()
 
 

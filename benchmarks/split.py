@@ -14,15 +14,13 @@ Held: what W gives back, by torch's own count of its allocations.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node
@@ -31,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from benchmarks.report import Found, Row, show, write
+from benchmarks.report import Found, Row, measured
+from benchmarks.rounds import Numbers, Rounds, rounds_of
 from penstock.runtime.split_backward.backward import hold, input_backward, whole_backward
 from penstock.runtime.split_backward.recording import deferring
 
@@ -207,56 +206,46 @@ def measure(repeats: int) -> Found:
     for width, sequence in SIZES:
         layer = Layer(width, sequence)
         check(layer)
-        taken: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
-        for number in range(repeats * ROUNDS):
-            order = list(WAYS)[number % len(WAYS) :] + list(WAYS)[: number % len(WAYS)]
-            for way in order:
-                taken[way].append(timed(layer, WAYS[way]))
-        bytes_held = {way: held(layer, parts) for way, parts in WAYS.items()}
+        # programs outside are not looked for: the processor's time leaves them out
+        rounds = rounds_of(partial(_round, layer), repeats * ROUNDS, others=None)
+        bytes_held = {way: held(layer, stages) for way, stages in WAYS.items()}
         case = f"width {width}, sequence {sequence}"
-        raw[case] = {"seconds of F, I, W": taken, "bytes held": bytes_held}
-        rows += judge(case, taken, bytes_held)
+        raw[case] = {"seconds": rounds.found, "bytes held": bytes_held}
+        rows += judge(case, rounds, bytes_held)
     notes = [
-        f"one Qwen3 decoder layer, float32, one thread, processor time; medians of {repeats * ROUNDS} rounds "
-        f"in turn; bar: penstock's I + W at most {BAR} of one whole backward",
-        "walk: a walk over autograd's graph at I, which needs nothing in the forward; torch: "
+        f"one Qwen3 decoder layer, float32, one thread, processor time; {repeats * ROUNDS} rounds in turn",
+        "walk: a walk over autograd's graph at I, which needs nothing in the forward; other: "
         "stage_backward_input and stage_backward_weight of torch.distributed.pipelining",
     ]
     return Found("split", "Split backward: I and W", rows, notes, raw)
 
 
-def judge(
-    case: str, taken: dict[str, list[tuple[float, float, float]]], bytes_held: dict[str, int]
-) -> list[Row]:
-    middle = {way: [median(column) for column in zip(*times, strict=True)] for way, times in taken.items()}
-    base_forward, base, _ = middle["whole"]
-    # of each round by itself, since other programs slow whole rounds down
-    ratio = {way: median([(i + w) / b for (_, i, w), (_, b, _) in zip(times, taken["whole"], strict=True)])
-             for way, times in taken.items()}  # fmt: skip
-    rows = [Row(case, "whole backward", base * 1e3, "ms"),
-            Row(case, "forward that defers / plain forward", middle["penstock"][0] / base_forward),
-            Row(case, "whole after it / whole backward", ratio["whole, could be split"])]  # fmt: skip
-    theirs = middle["torch"]
+def _round(layer: Layer, number: int) -> Numbers:
+    """F, I and W of each way, and I + W; the whole backward counts as an I."""
+    found: dict[str, float] = {}
+    start = number % len(WAYS)
+    for way in [*list(WAYS)[start:], *list(WAYS)[:start]]:
+        forward, first, late = timed(layer, WAYS[way])
+        found |= {f"{way}: F": forward, f"{way}: I": first, f"{way}: W": late, f"{way}: I + W": first + late}
+    return found
+
+
+def judge(case: str, rounds: Rounds, bytes_held: dict[str, int]) -> list[Row]:
+    base = "whole: I + W"
+    rows = [
+        measured(case, "whole backward", rounds[base].scaled(1e3), "ms"),
+        measured(case, "forward that defers / plain forward", rounds.ratio("penstock: F", "whole: F")),
+        measured(case, "whole after it / whole backward", rounds.ratio("whole, could be split: I + W", base)),
+    ]
     for way in ("penstock", "walk"):
-        mine, bar = middle[way], f"at most {BAR}" if way == "penstock" else ""
         rows += [
-            Row(case, f"{way}: I", mine[1] * 1e3, "ms", theirs[1] * 1e3),
-            Row(case, f"{way}: W", mine[2] * 1e3, "ms", theirs[2] * 1e3),
-            Row(case, f"{way}: (I + W) / whole", ratio[way], "", ratio["torch"], bar,
-                ratio[way] <= BAR if bar else None),
+            measured(case, f"{way}: {what}", rounds.ratio(f"{way}: {what}", f"torch: {what}"), "ms",
+                     ours=rounds[f"{way}: {what}"].middle * 1e3, torch=rounds[f"torch: {what}"].middle * 1e3)
+            for what in ("I", "W", "I + W")
+        ]  # fmt: skip
+        rows += [
+            measured(case, f"{way}: (I + W) / whole", rounds.ratio(f"{way}: I + W", base),
+                     at_most=BAR if way == "penstock" else None),
             Row(case, f"{way}: held for W", bytes_held[way] / 2**20, "MiB", bytes_held["torch"] / 2**20),
         ]  # fmt: skip
     return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.split", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7, help=f"times {ROUNDS} rounds of each way")
-    repeats = parser.parse_args().repeats
-    found = measure(repeats)
-    show(found, Console(width=150))
-    write(found, repeats)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,16 +9,19 @@ have a thread each. All ways take turns, a round holds one step of each, and rat
 - DDP and FSDP2: each process has half of the microbatches
 - torch.distributed.pipelining and penstock: the same modules as stages
 
-A round counts where programs outside of the benchmark took less than `OTHERS` of the cores' time in it.
+The grid varies one factor at a time around a centre: 8 layers of 256, microbatches of 2 rows, m = 8. At the
+centre all ways run: every builder but dualpipe, which holds the model twice, and a searched schedule. At the
+side points those that users choose between. Peak memory is that of processes of their own, one way in each,
+at three points.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from statistics import median, quantiles
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +34,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from benchmarks.memory import peak_rss, rss
 from benchmarks.pool import Pool, Rank
-from benchmarks.report import Found, Row
+from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import TORCH, Mean, placement
+from benchmarks.rounds import Numbers, Rounds, in_turn, rounds_of
 from penstock import Pipeline
-from penstock.schedule import build, simulate
+from penstock.schedule import Costs, Schedule, build, simulate
+from penstock.schedule.choose import ScheduleLike, chosen_schedule
 
 RANKS, CORES, SEQUENCE, VOCABULARY = 2, 2, 128, 256
-OTHERS = 0.05  # share of the cores' time
 LIMIT = 0.97
 
 
@@ -60,13 +65,32 @@ class Case(NamedTuple):
         return self.rows * self.microbatches * SEQUENCE
 
 
-CASES = (Case(256, 8, 1, 8), Case(256, 8, 1, 16))
+CENTRE = Case(256, 8, 2, 8)
+SIDES = (
+    *(CENTRE._replace(microbatches=count) for count in (4, 16, 32)),
+    *(CENTRE._replace(rows=rows) for rows in (1, 4)),
+    CENTRE._replace(hidden=512, layers=4),
+)
+MEMORY = (CENTRE, CENTRE._replace(microbatches=32), CENTRE._replace(hidden=512, layers=4))
 TWO_THREADS = "one process, two threads, whole batch"
+WHOLE = "one process, one thread, whole batch"
 ALONE = "one process, one thread, microbatches"
 APART = "two processes apart"
 THEIRS = {f"torch, {name}": name for name in ("1f1b", "interleaved_1f1b")}
-OURS = {f"penstock, {name}": name for name in ("1f1b", "interleaved_1f1b", "zb_h1")}
+OURS: Mapping[str, ScheduleLike] = {
+    f"penstock, {name}": name for name in (
+        "1f1b", "interleaved_1f1b", "zb_h1", "gpipe", "looped_bfs", "interleaved_zero_bubble", "zb_h2",
+        "zb_v", "v_half", "v_min", "dualpipe_v", "hanayo",
+    )
+} | {"penstock, searched": {"schedule": "searched", "memory_limit": 2, "seconds": 5}}  # fmt: skip
 GLOO = "penstock, 1f1b over gloo"
+MINE = ("penstock, 1f1b", "penstock, interleaved_1f1b")  # those of the side points
+FEW = (ALONE, APART, "DDP", *THEIRS, *MINE)
+ALL = (ALONE, WHOLE, TWO_THREADS, APART, "DDP", "FSDP2", *THEIRS, *OURS, GLOO)
+MORE_OF_MEMORY = ("FSDP2", "penstock, zb_h1", "penstock, zb_v", "penstock, searched")
+PAIRS = (*THEIRS, "DDP", "FSDP2", TWO_THREADS)  # whom ours is compared with
+PEAKS = 2  # measurements of each peak
+SIMULATED = (2, 4, 8, 16, 32)  # ranks
 
 
 class Part(nn.Module):
@@ -195,7 +219,7 @@ def torch_pipeline(case: Case, rank: Rank, schedule: str) -> Step:
     )
 
 
-def penstock_pipeline(case: Case, rank: Rank, schedule: str, transport: str | None = None) -> Step:
+def penstock_pipeline(case: Case, rank: Rank, schedule: Schedule, transport: str | None = None) -> Step:
     ids = ids_of(case)
     pipe = Pipeline.from_provider(
         lambda info: Part(case, info.stage, info.stages), schedule=schedule, ranks=rank.count,
@@ -205,107 +229,158 @@ def penstock_pipeline(case: Case, rank: Rank, schedule: str, transport: str | No
     return optimized(list(pipe.modules.values()), lambda: pipe.step(batch))
 
 
-def prepare(rank: Rank, case: Case) -> None:
-    """All ways of taking the step, warmed up."""
+def made(case: Case, rank: Rank, way: str, schedule: Schedule | None) -> Step:
     ids, count = ids_of(case), case.microbatches
-    ways = {
-        ALONE: alone(case, ids, count),
-        "one process, one thread, whole batch": alone(case, ids, 1),
-        TWO_THREADS: alone(case, ids, 1, threads=CORES),
-        APART: apart(case, rank),
-        "DDP": data_parallel(case, rank, sharded=False),
-        "FSDP2": data_parallel(case, rank, sharded=True),
-        **{way: torch_pipeline(case, rank, schedule) for way, schedule in THEIRS.items()},
-        **{way: penstock_pipeline(case, rank, schedule) for way, schedule in OURS.items()},
-        GLOO: penstock_pipeline(case, rank, "1f1b", "gloo"),
+    if schedule is not None:
+        return penstock_pipeline(case, rank, schedule, "gloo" if way == GLOO else None)
+    if way in THEIRS:
+        return torch_pipeline(case, rank, THEIRS[way])
+    if way in ("DDP", "FSDP2"):
+        return data_parallel(case, rank, sharded=way == "FSDP2")
+    if way == APART:
+        return apart(case, rank)
+    return alone(case, ids, count if way == ALONE else 1, CORES if way == TWO_THREADS else 1)
+
+
+def schedules(case: Case, ways: Sequence[str]) -> dict[str, Schedule | None]:
+    """penstock's, built once for all ranks; None for a way that has none of ours."""
+    forms: dict[str, ScheduleLike] = {**OURS, GLOO: "1f1b"}
+    return {
+        way: chosen_schedule(forms[way], RANKS, case.microbatches) if way in forms else None for way in ways
     }
-    rank.kept.update({(case, way): step for way, step in ways.items()})
 
 
-def timed(rank: Rank, case: Case, way: str, together: bool) -> tuple[float, float, float]:
-    """Start and end of one step, and the processor's time that it took."""
+def prepare(rank: Rank, case: Case, ways: dict[str, Schedule | None]) -> None:
+    for way, schedule in ways.items():
+        rank.kept[way] = made(case, rank, way, schedule)
+
+
+def timed(rank: Rank, way: str, together: bool) -> tuple[float, float]:
+    """Start and end of one step."""
     if together:
         dist.barrier()
-    used, start = time.process_time(), time.perf_counter()
-    rank.kept[case, way]()
-    return start, time.perf_counter(), time.process_time() - used
+    start = time.perf_counter()
+    rank.kept[way]()
+    return start, time.perf_counter()
 
 
-def ways(pool: Pool, case: Case) -> dict[str, float]:
-    """Seconds of one step of each way; empty where other programs took too much of the machine."""
-    found, mine = {}, 0.0
-    busy, began = _busy(), time.perf_counter()
-    for way in (ALONE, "one process, one thread, whole batch", TWO_THREADS, APART, "DDP", "FSDP2",
-                *THEIRS, *OURS, GLOO):  # fmt: skip
-        lone = way.startswith("one process")
-        ran = pool.run(timed, case, way, not lone, on=[0] if lone else None)
-        found[way] = max(end for _, end, _ in ran) - min(start for start, _, _ in ran)
-        mine += sum(used for *_, used in ran)
-    others = _busy() - busy - mine
-    return found if others < OTHERS * CORES * (time.perf_counter() - began) else {}
+def ranks_of(way: str) -> list[int] | None:
+    """None: all."""
+    return [0] if way.startswith("one process") else None
 
 
-def _busy() -> float:
-    """Seconds of processor time that all programs have taken, with what the host took from this machine."""
-    user, nice, system, _, _, *interrupts = map(
-        int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
-    )
-    return (user + nice + system + sum(interrupts)) / 100
+def seconds(pool: Pool, way: str) -> float:
+    """Of one step."""
+    ranks = ranks_of(way)
+    ran: list[tuple[float, float]] = pool.run(timed, way, ranks is None, on=ranks, timeout=180)
+    return max(end for _, end in ran) - min(start for start, _ in ran)
+
+
+def peak(rank: Rank, case: Case, way: str, schedule: Schedule | None) -> tuple[float, float]:
+    """MiB that a process has held at most over three steps, and what it held before, of its imports."""
+    before, step = rss(), made(case, rank, way, schedule)
+    for _ in range(3):
+        step()
+    return peak_rss(), before
 
 
 def measure(repeats: int) -> Found:
-    rounds: dict[Case, list[dict[str, float]]] = {case: [] for case in CASES}
-    tried = 0
-    with Pool(RANKS) as pool:
-        for case in CASES:
-            pool.run(prepare, case, timeout=120)
-            for _ in range(2):
-                ways(pool, case)
-        while min(map(len, rounds.values())) < repeats and tried < 3 * repeats:
-            tried += 1
-            for case in CASES:
-                if found := ways(pool, case):
-                    rounds[case].append(found)
-    rows = [row for case in CASES if rounds[case] for row in _rows(case, rounds[case])]
+    rows: list[Row] = []
+    raw: dict[str, Any] = {}
+    counted = []
+    for case in (CENTRE, *SIDES):
+        names = ALL if case == CENTRE else FEW
+        with Pool(RANKS) as pool:
+            pool.run(prepare, case, schedules(case, names), timeout=180)
+            rounds = in_turn({way: partial(seconds, pool, way) for way in names}, repeats)
+        raw[str(case)] = rounds.found
+        counted.append(f"{case}: {rounds}")
+        rows += _rows(case, rounds)
+        if case == CENTRE:
+            rows += _simulated()
+    for case in MEMORY:
+        built = schedules(case, (*FEW, *MORE_OF_MEMORY) if case == CENTRE else FEW)
+        # memory does not depend on what else runs
+        held = rounds_of(partial(held_by, case, built), PEAKS, warm_up=0, others=None)
+        raw[f"peak RSS, {case}"] = held.found
+        rows += _memory(case, list(built), held)
     notes = [
-        "fp32, AdamW; one thread a process, or two where the row says so",
-        f"{tried} rounds; of them count " + ", ".join(str(len(found)) for found in rounds.values())
-        + f": in the others programs outside took {OTHERS:.0%} of the cores' time or more",
-        "medians; in brackets the quartiles; a bar that they include is not resolved",
+        f"grid: around {CENTRE}, one factor at a time: m = 4, 8, 16, 32; 1, 2, 4 rows of {SEQUENCE} tokens a "
+        "microbatch; and 4 layers of 512. Every way at the centre, some at the side points",
+        "fp32, AdamW; one thread a process, or two where the row says so; medians, in brackets the quartiles",
+        *counted,
         f"limit: {APART}, each with the work of one rank, less 1f1b's bubble with ops of equal length",
-    ]  # fmt: skip
-    return Found("throughput", "Real compute: a training step on two cores", rows, notes,
-                 {str(case): found for case, found in rounds.items()})  # fmt: skip
+        "peak RSS: VmHWM of processes of their own after three steps, less what they held before, with what "
+        "they had imported; sum and most over the processes; "
+        f"{PEAKS} measurements",
+        "by simulation: speed over one rank, messages not counted, m = 4 P",
+    ]
+    return Found("throughput", "Real compute: a training step on two cores", rows, notes, raw)
 
 
-def _rows(case: Case, rounds: Sequence[dict[str, float]]) -> list[Row]:
+def held_by(case: Case, built: dict[str, Schedule | None], _: int) -> Numbers:
+    """MiB at the peak of each way, summed over its processes, and the most of one."""
+    found: dict[str, float] = {}
+    for way, schedule in built.items():
+        with Pool(RANKS) as pool:
+            ranks = pool.run(peak, case, way, schedule, on=ranks_of(way), timeout=180)
+        above = [most - before for most, before in ranks]
+        found |= {f"{way}: sum": sum(above), f"{way}: most of a process": max(above)}
+    return found
+
+
+def _rows(case: Case, rounds: Rounds) -> list[Row]:
+    ours, theirs = "penstock, 1f1b", "torch, 1f1b"
+    names = list(rounds.found[0])
     rows = [
-        Row(f"{case}: {way}", "tokens per second", case.tokens / median(found[way] for found in rounds))
-        for way in rounds[0]
+        measured(f"{case}: {way}", "tokens per second", rounds.of(lambda r, way=way: case.tokens / r[way]))  # type: ignore[misc]
+        for way in names
     ]
     bubble = simulate(build("1f1b", ranks=RANKS, microbatches=case.microbatches)).bubble
-    ours, torchs = "penstock, 1f1b", "torch, 1f1b"
-    rows.append(_ratio(case, rounds, f"{ours} / {torchs}", lambda r: r[torchs] / r[ours], 1.0))
-    best = min(OURS, key=lambda way: median(found[way] for found in rounds))
-    rows.append(_ratio(case, rounds, f"{best} / {ALONE}", lambda r: r[ALONE] / r[best], None))
-    rows.append(_ratio(case, rounds, f"{ours} / {GLOO}", lambda r: r[GLOO] / r[ours], None))
-    limit = f"{ours} / limit"
-    rows.append(_ratio(case, rounds, limit, lambda r: r[APART] / (1 - bubble) / r[ours], LIMIT))
-    return rows
+    mine = [way for way in names if way in OURS]
+    best = min(mine, key=lambda way: rounds[way].middle)
 
+    def ratio(way: str, other: str, at_least: float | None = None, rival: str = "") -> Row:
+        return measured(
+            f"{case}: {way} / {other}", "times as fast", rounds.ratio(other, way), at_least=at_least,
+            rival=rival, quiet=rounds.quiet,
+        )  # fmt: skip
 
-def _ratio(
-    case: Case, rounds: Sequence[dict[str, float]], name: str, of: Callable[[dict[str, float]], float],
-    bar: float | None,
-) -> Row:  # fmt: skip
-    """A ratio of speeds, paired within rounds."""
-    ratios = [of(found) for found in rounds]
-    low, _, high = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
-    what = f"times as fast [{low:.3f}, {high:.3f}]"
-    if bar is None:
-        return Row(f"{case}: {name}", what, median(ratios))
-    resolved = not low < bar < high
-    words = f"at least {bar}" + ("" if resolved else ", not resolved")
-    return Row(
-        f"{case}: {name}", what, median(ratios), "", None, words, median(ratios) >= bar if resolved else None
+    def of_limit(numbers: Numbers) -> float:
+        return numbers[APART] / (1 - bubble) / numbers[ours]
+
+    limit = measured(
+        f"{case}: {ours} / limit", "times as fast", rounds.of(of_limit), at_least=LIMIT, quiet=rounds.quiet
     )
+    rows += [ratio(ours, theirs, 1.0, theirs), limit, ratio(best, ALONE)]
+    rows += [
+        replace(ratio(best, other, rival=other), better="high")
+        for other in PAIRS
+        if other in names and (best, other) != (ours, theirs)
+    ]
+    return rows if GLOO not in names else [*rows, ratio(ours, GLOO)]
+
+
+def _simulated() -> list[Row]:
+    """How the speed grows with the ranks: forwards a third of a step, and each of I and W."""
+    costs = Costs(1, 1, 1)
+    return [
+        Row(f"by simulation: {name}, P={ranks}, m={4 * ranks}", "times one rank",
+            ranks * (1 - simulate(build(name, ranks=ranks, microbatches=4 * ranks), costs).bubble))
+        for ranks in SIMULATED for name in ("1f1b", "interleaved_1f1b", "zb_v")
+    ]  # fmt: skip
+
+
+def _memory(case: Case, ways: Sequence[str], held: Rounds) -> list[Row]:
+    rows = []
+    for way in ways:
+        rival = way.replace("penstock", "torch")
+        for what in ("sum", "most of a process"):
+            mine, other = f"{way}: {what}", f"{rival}: {what}"
+            if way in OURS and rival in ways:
+                found, ours, theirs = held.ratio(mine, other), held[mine].middle, held[other].middle
+                row = measured(f"{case}: {way}", f"peak RSS, {what}", found, "MiB", ours=ours, torch=theirs)
+            else:
+                row = measured(f"{case}: {way}", f"peak RSS, {what}", held[mine], "MiB")
+            rows.append(row)
+    return rows
