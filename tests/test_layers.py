@@ -177,12 +177,13 @@ def test_schedule_names_no_torch() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Import | ast.ImportFrom)
         and {n.split(".")[0] for n in [getattr(node, "module", None) or "", *(a.name for a in node.names)]}
-        & {"torch", "numpy", "transformers"}
+        & {"torch", "transformers"}
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_importing_schedule_does_not_import_torch() -> None:
+    """Nor numpy, which is imported when the first schedule is verified."""
     script = (
         "import sys, penstock.schedule, penstock.schedule.builders.conformance\n"
         "print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -21,7 +22,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.costs import Costs
 from penstock.schedule.files import load
-from penstock.schedule.ops import Schedule, check_numbers, check_size, not_a_count
+from penstock.schedule.ops import Schedule, check_numbers, check_size, collector_paused, not_a_count
 from penstock.schedule.search import search
 
 NEEDED = inspect.Parameter.empty  # the default of an option that has none
@@ -119,7 +120,8 @@ class ScheduleConfig:
         check_size(ranks, microbatches, stages)
         parameters = inspect.signature(MAKERS[self.schedule]).parameters
         options = {name: value for name, value in self.options.items() if name in parameters}
-        return MAKERS[self.schedule](ranks=ranks, microbatches=microbatches, **options)
+        with collector_paused() if self.schedule in BUILDERS else nullcontext():
+            return MAKERS[self.schedule](ranks=ranks, microbatches=microbatches, **options)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: object) -> Any:

@@ -3,12 +3,10 @@
 A rank runs its program in order; an op also waits for the result of the neighbouring stage. Receives are
 posted in the order in which the sender sends, so first in, first out on a channel pairs the right messages.
 
-    Walk             runs all ranks in an order that they can follow; `blocked` says who waits forever
+    Walk             runs all ranks as far as they can go; `blocked` says who waits forever
     posts            when a rank posts each receive, so that it lands before its use
     buffered_sends   how many sent results a channel must hold if a send blocks until its receive is posted
     exchanges        the same schedule where everything sent and received between two ops is one call
-
-A schedule may have half a million ops, so `OpNumbers` gives each op an integer and computes what it needs.
 """
 
 from __future__ import annotations
@@ -18,66 +16,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
+from penstock.schedule.op_arrays import NOTHING, OpArrays, OpNumbers, ends, possible_order
 from penstock.schedule.ops import Op, Schedule
-
-NOTHING = -1
-_SLOT = {"F": 0, "B": 1, "I": 1, "W": 2}
-
-
-class OpNumbers:
-    """An integer for each op: three per stage and microbatch, in slots F, B or I, and W.
-
-    B and I share a slot because a backward is either whole or split.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._depth = schedule, schedule.placement.depth
-        self.row = 3 * schedule.microbatches  # numbers per stage
-        self.count = self.row * schedule.stages
-
-    def of(self, op: Op) -> int:
-        return op.stage * self.row + 3 * op.microbatch + _SLOT[op.kind]
-
-    def places(self, number: int) -> tuple[int, int, int]:
-        """Stage, microbatch and slot."""
-        stage, within = divmod(number, self.row)
-        return stage, *divmod(within, 3)
-
-    def op(self, number: int) -> Op:
-        stage, microbatch, slot = self.places(number)
-        if slot == 1:
-            return self._schedule.gradient(stage, microbatch)
-        return Op(stage, "W" if slot else "F", microbatch)
-
-    def programs(self) -> tuple[list[list[int]], list[list[int]]]:
-        """By rank and position, the number of each op and of the op that it needs."""
-        row, programs = self.row, self._schedule.programs
-        numbers = [[s * row + 3 * m + _SLOT[kind] for s, kind, m in program] for program in programs]
-        return numbers, [self.needs(program) for program in numbers]
-
-    def needed(self, number: int) -> int:
-        """The op of the neighbouring stage whose result this op takes, or NOTHING.
-
-        What it needs from its own stage comes earlier in the same program; `verify` checks that separately.
-        """
-        slot, stage = number % 3, number // self.row
-        if slot == 0 and stage % self._depth:
-            return number - self.row
-        if slot == 1 and (stage + 1) % self._depth:
-            return number + self.row
-        return NOTHING
-
-    def needs(self, program: Iterable[int]) -> list[int]:
-        """`needed` for each op of a program."""
-        return list(map(self.needed, program))
 
 
 class Walk:
-    """Run all programs at once: iterate for (rank, position) in an order that the ranks can follow.
+    """Run all programs at once, each as far as the others let it.
 
     Afterwards `blocked` maps each rank that did not finish to the number it waits for, and `reached` has the
     position of every rank.
@@ -104,7 +52,8 @@ class Walk:
         self.reached = [0] * len(programs)
         self.blocked: dict[int, int] = {}
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def run(self) -> None:
+        """Go to the end."""
         done, reached, also_needs = self._done, self.reached, self._also_needs
         waiting: dict[int, list[int]] = {}  # number -> the ranks that wait for it
         ready = list(range(len(reached)))
@@ -120,17 +69,11 @@ class Walk:
                     reached[rank] = at
                     break
                 done[number] = 1
-                yield rank, at
                 if number in waiting:
                     ready += waiting.pop(number)
             else:
                 reached[rank] = len(program)
         self.blocked = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
-
-    def run(self) -> None:
-        """Go to the end."""
-        for _ in self:
-            pass
 
 
 Step = tuple[int, int]  # the number that it completes, and the one that it waits for
@@ -458,12 +401,12 @@ class _Grouped:
 
 def _arrivals(schedule: Schedule) -> list[list[float]]:
     """When each rank reaches each place, in unit times and with messages that take none."""
-    numbers = OpNumbers(schedule)
-    programs, needs = numbers.programs()
-    ended = [0.0] * (numbers.count + 1)
-    times = [[0.0] for _ in programs]
-    for rank, at in Walk(numbers.count, programs, needs):
-        start = max(times[rank][-1], ended[needs[rank][at]])
-        ended[programs[rank][at]] = end = start + _UNITS[schedule.programs[rank][at].kind]
-        times[rank].append(end)
-    return times
+    import numpy as np
+
+    arrays = OpArrays.of(schedule)
+    order = possible_order(arrays) if arrays else None
+    assert arrays is not None, "the schedule is verified"
+    assert order is not None, "the schedule is verified"
+    units = np.array([_UNITS[op.kind] for op in arrays.ops])
+    ended = ends(arrays, order, units, np.zeros_like(units), {}).tolist()
+    return [[0.0, *ended[start:stop]] for start, stop in pairwise(arrays.bounds)]

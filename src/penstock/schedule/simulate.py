@@ -15,15 +15,24 @@ Each op starts as soon as its rank has ended the one before and its input has ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
 from operator import itemgetter
+from typing import TYPE_CHECKING
 
 from penstock.schedule.costs import Costs
-from penstock.schedule.ops import Op, Pair, Schedule
-from penstock.schedule.order import NOTHING, OpNumbers, Walk, posts, received, taker
+from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, ends
+from penstock.schedule.ops import Op, Pair, Schedule, collector_paused
+from penstock.schedule.order import posts, received, taker
 from penstock.schedule.timeline import Curve, Span, Timeline, Wait, curve
-from penstock.schedule.verify import verify
+from penstock.schedule.verify import proven
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
 
 Change = tuple[float, float]  # when, and by how much what is held changes
 Times = list[tuple[float, float]]  # start and end of each op of a program
@@ -37,152 +46,173 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     inputs are there, and end together. Raises ScheduleError for a schedule that `verify` refuses.
     """
     costs = costs or Costs()
-    proof = verify(schedule)
-    run = _Run(schedule, costs)
-    spans = tuple(
-        Span(rank, op, *time)
-        for rank, program in enumerate(schedule.programs)
-        for op, time in zip(program, run.times[rank], strict=True)
-    )
-    return Timeline(
-        schedule.name,
-        schedule.ranks,
-        spans,
-        proof.peak_live,
-        _memory(schedule, costs, run.times),
-        run.critical_path(),
-        schedule.overlaps,
-        tuple(chain.from_iterable(run.waits)),
-    )
+    with collector_paused():
+        proof, arrays, order = proven(schedule)
+        found = _Run(arrays, order, costs)
+        return Timeline(
+            schedule.name,
+            schedule.ranks,
+            found.spans(),
+            proof.peak_live,
+            _memory(arrays, costs, found),
+            found.critical_path(),
+            schedule.overlaps,
+            found.waits(),
+        )
 
 
 class _Run:
-    """One run of all ranks. times, waits: by rank, in the order of its program."""
+    """One run of all ranks. Everything is by index of the op, as in `OpArrays`.
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._numbers = numbers = OpNumbers(schedule)
-        programs, needs = numbers.programs()
-        durations = _durations(schedule, costs)
-        delays = _delays(schedule, numbers, costs)
-        pairs = _pairs(schedule, costs)
-        self._ended = ended = [0.0] * (numbers.count + 1)  # at the last place: NOTHING, which is always there
-        self._held_up_by = held_up_by = [NOTHING] * numbers.count
-        self._last = last = [NOTHING] * schedule.ranks
-        self.times: list[Times] = [[] for _ in programs]
-        self.waits: list[list[Wait]] = [[] for _ in programs]
-        free_at = [0.0] * schedule.ranks
-        also_needs = {programs[rank][at]: needs[rank][at + 1] for rank, at in pairs}
-        for rank, at in Walk(numbers.count, programs, needs, also_needs=also_needs):
-            if at < len(self.times[rank]):  # the second of a pair, which ran with the first
-                continue
-            start, held_up = free_at[rank], last[rank]
-            together = pairs.get((rank, at)) if pairs else None
-            beyond = at + (1 if together is None else 2)
-            for place in range(at, beyond):
-                number, needed = programs[rank][place], needs[rank][place]
-                there = ended[needed]
-                if needed != NOTHING:
-                    there += delays[min(number, needed)]
-                if there > start:
-                    op = schedule.programs[rank][place]
-                    self.waits[rank].append(Wait(rank, op, start, there, ended[needed]))
-                    start, held_up = there, needed
-            end = start + (durations[rank][at] if together is None else together)
-            for number in programs[rank][at:beyond]:
-                ended[number], held_up_by[number] = end, held_up
-                self.times[rank].append((start, end))
-            free_at[rank], last[rank] = end, number
+    start, end: of each op
+    free_at: when its rank has ended the op before
+    sent, there: when the op that it needs has ended, and when that result is there; 0 if it needs none
+    """
+
+    def __init__(self, arrays: OpArrays, order: list[int], costs: Costs) -> None:
+        import numpy as np
+
+        self._arrays = arrays
+        delays, pairs = _delays(arrays, costs), _pairs(arrays, costs)
+        self.end = ends(arrays, order, _durations(arrays, costs), delays, pairs)
+        self.sent = np.where(arrays.needed == NOTHING, 0.0, self.end[arrays.needed])
+        self.there = self.sent + delays
+        self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before])
+        # the op whose end was waited for, on this rank or on another, or NOTHING
+        self._held_up_by = np.where(self.there > self.free_at, arrays.needed, arrays.before)
+        for one in pairs:
+            self._side_by_side(one)
+        self.start = np.maximum(self.there, self.free_at)
+        for one in pairs:
+            self.start[one] = self.start[one + 1]
+
+    def _side_by_side(self, one: int) -> None:
+        """The second op of a pair begins to wait when the input of the first is there."""
+        self.free_at[one + 1] = max(self.there[one], self.free_at[one])
+        if self.there[one + 1] > self.free_at[one + 1]:
+            self._held_up_by[one] = self._arrays.needed[one + 1]
+        self._held_up_by[one + 1] = self._held_up_by[one]
+
+    def spans(self) -> tuple[Span, ...]:
+        columns = (self._arrays.rank.tolist(), self._arrays.ops, self.start.tolist(), self.end.tolist())
+        return tuple(map(partial(tuple.__new__, Span), zip(*columns, strict=True)))  # in half of Span's time
+
+    def waits(self) -> tuple[Wait, ...]:
+        """By rank, in the order of its program."""
+        import numpy as np
+
+        waited = np.flatnonzero(self.there > self.free_at)
+        times = (column[waited].tolist() for column in (self.free_at, self.there, self.sent))
+        ops = [self._arrays.ops[at] for at in waited.tolist()]
+        return tuple(map(Wait, self._arrays.rank[waited].tolist(), ops, *times))
 
     def critical_path(self) -> tuple[Op, ...]:
         """The chain of ops, each held up by the one before, that ends with the last op of the step."""
-        ends = [number for number in self._last if number != NOTHING]
-        at = max(ends, key=self._ended.__getitem__, default=NOTHING)
+        ends = [stop - 1 for start, stop in pairwise(self._arrays.bounds) if stop > start]
+        at, held_up_by = max(ends, key=self.end.__getitem__), self._held_up_by.tolist()
         path: list[Op] = []
         while at != NOTHING:
-            path.append(self._numbers.op(at))
-            at = self._held_up_by[at]
+            path.append(self._arrays.ops[at])
+            at = held_up_by[at]
         return tuple(reversed(path))
 
+    def of_rank(self, rank: int) -> Times:
+        start, stop = self._arrays.bounds[rank : rank + 2]
+        return list(zip(self.start[start:stop].tolist(), self.end[start:stop].tolist(), strict=True))
 
-def _pairs(schedule: Schedule, costs: Costs) -> dict[tuple[int, int], float]:
-    """By rank and position of its first op, how long a pair takes side by side; empty if none does."""
-    if not costs.overlaps or not schedule.overlaps:
+
+def _pairs(arrays: OpArrays, costs: Costs) -> dict[int, float]:
+    """By the first op of each pair, how long it takes side by side; empty if none runs so."""
+    schedule, pairs = arrays.schedule, arrays.pairs() if costs.overlaps else []
+    if not pairs:
         return {}
     length = costs.side_by_side(schedule.placement, schedule.microbatches)
-    return {
-        (rank, at): length(Pair(*two))
-        for rank, program in enumerate(schedule.programs)
-        for at, two in enumerate(pairwise(program))
-        if two in schedule.overlaps
-    }
+    return {one: length(Pair(arrays.ops[one], arrays.ops[one + 1])) for one in pairs}
 
 
-def _durations(schedule: Schedule, costs: Costs) -> list[list[float]]:
-    """By rank and position."""
-    by_kind = {kind: costs.durations(kind, schedule.placement, schedule.microbatches)
-               for kind in ("F", "B", "I", "W")}  # fmt: skip
-    return [[by_kind[kind][stage][microbatch] for stage, kind, microbatch in program]
-            for program in schedule.programs]  # fmt: skip
+def _durations(arrays: OpArrays, costs: Costs) -> Floats:
+    import numpy as np
+
+    schedule = arrays.schedule
+    by_kind = [costs.durations(kind, schedule.placement, schedule.microbatches) for kind in KINDS]
+    return np.array(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
 
 
-def _delays(schedule: Schedule, numbers: OpNumbers, costs: Costs) -> list[float]:
-    """By number of the lower stage's op, F or B, how long a message takes across the edge behind it."""
-    hosts, delays = schedule.placement.rank_of, [0.0] * numbers.count
-    for stage, row in enumerate(costs.delays(schedule.placement, schedule.microbatches)):
-        if stage + 1 < schedule.stages and hosts[stage] != hosts[stage + 1]:
-            first = stage * numbers.row
-            delays[first : first + numbers.row : 3] = row
-            delays[first + 1 : first + numbers.row : 3] = row
-    return delays
+def _delays(arrays: OpArrays, costs: Costs) -> Floats:
+    """How long the result that each op needs takes from another rank."""
+    import numpy as np
+
+    schedule, edge = arrays.schedule, arrays.edge
+    hosts = np.array(schedule.placement.rank_of)
+    delays = np.array(costs.delays(schedule.placement, schedule.microbatches))
+    crosses = (edge != NOTHING) & (hosts[edge] != np.roll(hosts, -1)[edge])
+    return np.where(crosses, delays[edge, arrays.microbatch], 0.0)
 
 
 # ---- What each rank holds
 
 
-def _memory(schedule: Schedule, costs: Costs, times: Sequence[Times]) -> tuple[Curve, ...]:
+def _memory(arrays: OpArrays, costs: Costs, found: _Run) -> tuple[Curve, ...]:
     """By rank, what it holds over time."""
-    held = _Held(schedule, costs)
+    held, schedule = _Held(arrays, costs), arrays.schedule
     if not costs.counts_buffers:
-        return tuple(curve(held.activations(rank, row)) for rank, row in enumerate(times))
+        return held.activations(found)
+    times = [found.of_rank(rank) for rank in range(schedule.ranks)]
     all_posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
     posted_at = {op: reached for posted, row in zip(all_posts, times, strict=True)
                  for ops, reached in zip(posted, _reached(row), strict=True) for op in ops}  # fmt: skip
     in_time = itemgetter(0)  # changes at one time keep their order
-    changes = (held.with_messages(rank, times[rank], all_posts[rank], posted_at)
-               for rank in range(schedule.ranks))  # fmt: skip
-    return tuple(curve(sorted(of_rank, key=in_time)) for of_rank in changes)
+    curves = []
+    for rank, row in enumerate(times):
+        changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at), key=in_time)
+        curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
+    return tuple(curves)
 
 
 class _Held:
     """The sizes of activations and messages, and the changes that they make."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._schedule, self._trains = schedule, schedule.trains
-        placement, microbatches = schedule.placement, schedule.microbatches
-        names = ("activation", "held_in_backward", "held_for_weight", "buffer", "sent")
-        rows = (costs.rows(name, placement, microbatches) for name in names)
-        self._kept, self._in_backward, self._for_weight, self._buffer, self._sent = rows
+    def __init__(self, arrays: OpArrays, costs: Costs) -> None:
+        self._arrays, self._schedule = arrays, arrays.schedule
+        placement, microbatches = self._schedule.placement, self._schedule.microbatches
+        self._buffer, self._sent = (costs.rows(name, placement, microbatches) for name in ("buffer", "sent"))
         self._delays = costs.delays(placement, microbatches)
+        self._at_start, self._at_end = self._changes(costs)
 
-    def activations(self, rank: int, times: Times) -> Iterator[Change]:
-        """In the order of the program."""
-        for op, (start, end) in zip(self._schedule.programs[rank], times, strict=True):
-            at_start, at_end = self._change(op)
-            yield start, at_start
-            yield end, at_end
+    def _changes(self, costs: Costs) -> tuple[Floats, Floats]:
+        """By index of the op, what its start and its end change."""
+        import numpy as np
 
-    def _change(self, op: Op) -> tuple[float, float]:
-        """At the start of `op`, and at its end."""
-        stage, kind, microbatch = op
-        if not self._trains:
-            return 0.0, 0.0  # no backward needs it
-        if kind == "F":
-            return self._kept[stage][microbatch], 0.0
-        after = 0.0 if kind == "B" else self._for_weight[stage][microbatch]
-        if kind == "W":
-            return 0.0, -after
-        held = self._in_backward[stage][microbatch]
-        return held - self._kept[stage][microbatch], after - held
+        arrays, schedule = self._arrays, self._schedule
+        names = ("activation", "held_in_backward", "held_for_weight")
+        rows = (costs.rows(name, schedule.placement, schedule.microbatches) for name in names)
+        kept, in_backward, for_weight = (np.array(row)[arrays.stage, arrays.microbatch] for row in rows)
+        nothing = np.zeros_like(kept)
+        if not schedule.trains:  # no backward needs it
+            return nothing, nothing
+        is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(len(KINDS)))
+        at_start = np.select([is_f, is_b | is_i], [kept, in_backward - kept], nothing)
+        at_end = np.select(
+            [is_b, is_i, is_w], [nothing - in_backward, for_weight - in_backward, -for_weight], nothing
+        )
+        return at_start, at_end
+
+    def activations(self, found: _Run) -> tuple[Curve, ...]:
+        """By rank, what it holds over time, without messages."""
+        import numpy as np
+
+        times = np.stack([found.start, found.end], axis=1)
+        changes = np.stack([self._at_start, self._at_end], axis=1)
+        by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
+        return tuple(
+            curve(time[change != 0].tolist(), change[change != 0].tolist()) for time, change in by_rank
+        )
+
+    def of_rank(self, rank: int) -> list[Change]:
+        """By position, what the start and the end of the op change."""
+        start, stop = self._arrays.bounds[rank : rank + 2]
+        columns = (column[start:stop].tolist() for column in (self._at_start, self._at_end))
+        return list(zip(*columns, strict=True))
 
     def with_messages(
         self, rank: int, times: Times, posted: list[list[Op]], posted_at: dict[Op, float]
@@ -196,14 +226,13 @@ class _Held:
         """
         arrivals: list[Change] = []
         program = self._schedule.programs[rank]
-        for op, posts_here, reached, (start, end) in zip(
-            program, posted, _reached(times), times, strict=True
+        for op, posts_here, reached, (start, end), (at_start, at_end) in zip(
+            program, posted, _reached(times), times, self.of_rank(rank), strict=True
         ):
             for source in posts_here:
                 yield reached, self._message(source)
             needed = received(self._schedule, op)
             taken = 0.0 if needed is None else self._message(needed)
-            at_start, at_end = self._change(op)
             yield start, at_start - (taken if op.kind == "F" else 0.0)
             yield end, at_end - (0.0 if op.kind == "F" else taken)
             if taker(self._schedule, op) is not None:

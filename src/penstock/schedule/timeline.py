@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, compress, groupby
 from math import inf
 from typing import NamedTuple
 
@@ -158,7 +158,10 @@ class Timeline:
         trains = any(span.op.kind != "F" for span in self.spans)
         changes = _LIVE if trains else {}
         return tuple(
-            curve((s.start if s.op.kind == "F" else s.end, changes.get(s.op.kind, 0.0)) for s in spans)
+            curve(
+                [s.start if s.op.kind == "F" else s.end for s in spans],
+                [changes.get(s.op.kind, 0.0) for s in spans],
+            )
             for spans in self._by_rank
         )
 
@@ -223,16 +226,16 @@ def covered(times: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def curve(changes: Iterable[tuple[float, float]]) -> Curve:
-    """The amount held over time, from changes (time, amount) in order."""
-    held = 0.0
+def curve(times: Iterable[float], changes: Sequence[float]) -> Curve:
+    """The amount held over time, from the changes at these times, in order."""
     points: list[tuple[float, float]] = []
-    for time, change in changes:
-        if not change:
-            continue
-        held += change
-        before = points[-2][1] if len(points) > 1 else 0.0
-        if points and points[-1][0] == time and not points[-1][1] > max(before, held):
-            points.pop()
-        points.append((time, held))
+    before = last = 0.0  # what is held at the last two points
+    latest = -inf
+    for time, held in zip(compress(times, changes), accumulate(filter(None, changes)), strict=True):
+        if time == latest and (last <= before or last <= held):
+            points[-1] = time, held
+        else:
+            points.append((time, held))
+            before, latest = last, time
+        last = held
     return tuple(points)

@@ -21,14 +21,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import get_args
+from itertools import accumulate, chain, pairwise
 
 from penstock.errors import ScheduleError
-from penstock.schedule.ops import Kind, Op, Pair, Schedule, Violation
-from penstock.schedule.order import NOTHING, OpNumbers, Walk, buffered_sends, cycles
+from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, OpNumbers, possible_order
+from penstock.schedule.ops import Op, Pair, Schedule, Violation
+from penstock.schedule.order import Walk, buffered_sends, cycles
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+_LIVE = {"F": 1, "B": -1, "W": -1}
+_DEFERRED = {"I": 1, "W": -1}
 _COMPARED = 1000  # if this many ops are missing and nine in ten, they are not listed one by one
 
 
@@ -59,28 +60,102 @@ def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
 
     memory_limit: the most live activations that a rank may hold; None for no limit
     """
-    violations = [*_form(schedule)]
-    if not violations:  # only then do positions have a meaning
-        index = OpIndex(schedule)
-        order = [*_order(index)]
-        late = {index.numbers.of(violation.missing) for violation in order if violation.missing}
-        violations = [
-            *index.violations,
-            *_missing(index),
-            *order,
-            *_pairs(schedule),
-            *_deadlocks(index, late),
-        ]
+    return proven(schedule, memory_limit)[0]
+
+
+def proven(schedule: Schedule, memory_limit: int | None = None) -> tuple[Proof, OpArrays, list[int]]:
+    """The proof of `verify`, and what it was made with: the ops, and an order in which they can run."""
+    if valid := ordered(schedule):
+        arrays, order = valid
+        proof = Proof(schedule, *_peaks(arrays))
+        if memory_limit is None or max(proof.peak_live) <= memory_limit:
+            return proof, arrays, order
+    violations = all_violations(schedule)
     if not all(isinstance(op, Op) for program in schedule.programs for op in program):
         raise ScheduleError(schedule.name, violations)  # nothing can be counted
-    peaks = [_peaks(schedule, rank) for rank in range(len(schedule.programs))]
-    for rank, (peak, _) in enumerate(peaks):
-        if memory_limit is not None and peak > memory_limit:
-            rule = f"it holds {peak} live activations at its peak, and {memory_limit} are allowed"
-            violations.append(Violation(rule, rank))
-    if violations:
-        raise ScheduleError(schedule.name, violations)
-    return Proof(schedule, tuple(live for live, _ in peaks), tuple(deferred for _, deferred in peaks))
+    if memory_limit is not None:
+        for rank in range(len(schedule.programs)):
+            if (peak := _peak_live(schedule, rank)) > memory_limit:
+                rule = f"it holds {peak} live activations at its peak, and {memory_limit} are allowed"
+                violations.append(Violation(rule, rank))
+    assert violations, "a schedule is valid or breaks a rule"
+    raise ScheduleError(schedule.name, violations)
+
+
+def ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
+    """The ops of a valid schedule, and an order in which they can run; None if it breaks a rule.
+
+    This decides the same as `all_violations`, on arrays and without a word about what is wrong.
+    """
+    sized = type(schedule.microbatches) is int and schedule.microbatches > 0
+    if not sized or len(schedule.programs) != schedule.ranks:
+        return None
+    if schedule.overlaps and (any(map(_is_no_pair, schedule.overlaps)) or any(_pairs(schedule))):
+        return None
+    arrays = OpArrays.of(schedule)
+    if arrays is None or not _each_once(arrays) or not _in_order(arrays):
+        return None
+    order = possible_order(arrays)
+    return None if order is None else (arrays, order)
+
+
+def _each_once(arrays: OpArrays) -> bool:
+    """Each microbatch goes through one copy of the model and back; each op is there once, on its rank."""
+    import numpy as np
+
+    schedule, count = arrays.schedule, len(arrays.stage)
+    placement = schedule.placement
+    forwards = schedule.microbatches * placement.depth
+    if not forwards <= count <= 3 * forwards:  # before `index` takes memory for all of them
+        return False
+    there = arrays.index != NOTHING
+    forward, backward, weight = (there[:, :, slot] for slot in range(3))
+    used = forward.reshape(placement.replicas, placement.depth, schedule.microbatches)
+    split = np.zeros_like(forward)
+    is_half = arrays.kind == KINDS.index("I")
+    split[arrays.stage[is_half], arrays.microbatch[is_half]] = True
+    return bool(
+        (np.array(placement.rank_of)[arrays.stage] == arrays.rank).all()
+        and there.sum() == count  # no op twice
+        and (used.any(axis=1).sum(axis=0) == 1).all()
+        and (used.all(axis=1) == used.any(axis=1)).all()
+        and (backward == (forward & schedule.trains)).all()
+        and (weight == split).all()
+    )
+
+
+def _in_order(arrays: OpArrays) -> bool:
+    """No op comes before one of its rank that it needs. All ops are there."""
+    import numpy as np
+
+    ops, needed = np.arange(len(arrays.stage)), arrays.needed
+    too_late = (needed > ops) & (arrays.rank[needed] == arrays.rank)
+    own = np.where(arrays.slot > 0, arrays.index[arrays.stage, arrays.microbatch, arrays.slot - 1], NOTHING)
+    return not (too_late.any() or (own > ops).any())
+
+
+def _peaks(arrays: OpArrays) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By rank, the most live activations and the most that await their W; inference keeps none."""
+    import numpy as np
+
+    def highest(changes: dict[str, int]) -> tuple[int, ...]:
+        held = np.array([changes.get(kind, 0) for kind in KINDS])[arrays.kind].cumsum()
+        # every rank ends with nothing, so that one sum over all ranks is that of each
+        return tuple(int(held[start:stop].max(initial=0)) for start, stop in pairwise(arrays.bounds))
+
+    if not arrays.schedule.trains:
+        return (0,) * arrays.schedule.ranks, (0,) * arrays.schedule.ranks
+    return highest(_LIVE), highest(_DEFERRED)
+
+
+def all_violations(schedule: Schedule) -> list[Violation]:
+    """Every broken rule but the limit of memory."""
+    if violations := [*_form(schedule)]:
+        return violations  # without form, positions have no meaning
+    index = OpIndex(schedule)
+    order = [*_order(index)]
+    late = {index.numbers.of(violation.missing) for violation in order if violation.missing}
+    return [*index.violations, *_missing(index), *order, *_pairs(schedule), *_deadlocks(index, late)]
 
 
 def _form(schedule: Schedule) -> Iterator[Violation]:
@@ -99,13 +174,17 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
                 sound = False
                 yield Violation(f"{op!r} is no op", rank, position)
     for pair in schedule.overlaps:
-        if not isinstance(pair, Pair) or not all(isinstance(op, Op) for op in pair):
+        if _is_no_pair(pair):
             sound = False
             yield Violation(f"{pair!r} in overlaps is no Pair")
     least = schedule.microbatches * schedule.placement.depth * (2 if sound and schedule.trains else 1)
     if sound and least > 10 * found + _COMPARED:
         step = f"{schedule.microbatches} microbatches on {schedule.placement.depth} stages"
         yield Violation(f"{found} ops; {step} are {least} at least")
+
+
+def _is_no_pair(entry: object) -> bool:
+    return not isinstance(entry, Pair) or not all(isinstance(op, Op) for op in entry)
 
 
 class OpIndex:
@@ -133,8 +212,8 @@ class OpIndex:
         schedule = self.schedule
         if not 0 <= op.stage < schedule.stages:
             wrong = f"there are only stages 0 to {schedule.stages - 1}"
-        elif op.kind not in _KINDS:
-            wrong = f"there are only the kinds {', '.join(_KINDS[:-1])} and {_KINDS[-1]}"
+        elif op.kind not in KINDS:
+            wrong = f"there are only the kinds {', '.join(KINDS[:-1])} and {KINDS[-1]}"
         elif not 0 <= op.microbatch < schedule.microbatches:
             wrong = f"there are only microbatches 0 to {schedule.microbatches - 1}"
         else:
@@ -266,17 +345,8 @@ def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
         yield Violation(rule, ring[0], walk.reached[ring[0]], reached[0], awaited[0], each_once)
 
 
-_LIVE = {"F": 1, "B": -1, "W": -1}
-_DEFERRED = {"I": 1, "W": -1}
-
-
-def _peaks(schedule: Schedule, rank: int) -> tuple[int, int]:
-    """The most live activations of a rank, and the most that await their W; inference keeps none."""
+def _peak_live(schedule: Schedule, rank: int) -> int:
+    """The most live activations of a rank, in a schedule that may break rules."""
     if not schedule.trains:
-        return 0, 0
-    live = deferred = peak_live = peak_deferred = 0
-    for op in schedule.programs[rank]:
-        live += _LIVE.get(op.kind, 0)
-        deferred += _DEFERRED.get(op.kind, 0)
-        peak_live, peak_deferred = max(peak_live, live), max(peak_deferred, deferred)
-    return peak_live, peak_deferred
+        return 0
+    return max(accumulate((_LIVE.get(op.kind, 0) for op in schedule.programs[rank]), initial=0))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders.one_f_one_b import turns
-from penstock.schedule.ops import Kind, Op, Schedule, loop
+from penstock.schedule.ops import Kind, Op, Schedule, loop, row
 
 
 def interleaved_1f1b(
@@ -82,7 +82,7 @@ def microbatch_groups(ranks: int, microbatches: int, size: int | None) -> list[r
 
 def in_groups(kind: Kind, stages: Sequence[int], groups: Iterable[range]) -> list[Op]:
     """Depth first: each group through all of `stages` before the next group."""
-    return [Op(stage, kind, i) for group in groups for stage in stages for i in group]
+    return [op for group in groups for stage in stages for op in row(stage, kind, group)]
 
 
 def existing(ops: tuple[Op, ...], microbatches: int) -> tuple[Op, ...]:

@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from heapq import heappop, heappush
-from itertools import islice, product
+from itertools import count, islice, product
 from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
 from penstock.schedule.costs import Costs, Row
-from penstock.schedule.ops import Kind, Op, Schedule, wave
+from penstock.schedule.ops import Kind, Op, Schedule, row, wave
 
 Slots = list[tuple[int, int]]  # a program: (slot, microbatch)
 WAIT = -1
@@ -76,7 +76,7 @@ class Work:
         return max(sum(map(fmean, rows)) for rows in self.takes)
 
 
-@dataclass
+@dataclass(slots=True)
 class Rank:
     """The state of one rank.
 
@@ -94,8 +94,22 @@ class Rank:
     done: Slots = field(default_factory=list)
     free_at: float = 0.0
 
-    def has_room(self, leg: int) -> bool:
-        return leg > 1 or self.live < self.limit
+    def begin(self, slot: int) -> int:
+        """Note that the next op of `slot` runs. Returns its microbatch."""
+        if slot > 3:
+            _, microbatch = self.deferred.popleft()
+            self.live -= 1
+            self.outward -= slot == 5
+        else:
+            microbatch = self.reached[slot]
+            self.reached[slot] += 1
+            if slot > 1:
+                self.deferred.append((slot + 2, microbatch))
+            else:
+                self.live += 1
+                self.outward += slot == 0
+        self.done.append((slot, microbatch))
+        return microbatch
 
     def leaves_room(self, leg: int) -> bool:
         """Leg 0 may not take the last place, or no microbatch could come back through a full rank."""
@@ -116,10 +130,12 @@ def in_order(orders: Sequence[Sequence[int]]) -> Rule:
             return WAIT, inf
         slot = order[at]
         if slot < 4:
-            arrivals = rank.arrivals[slot]
-            expected = arrivals[rank.reached[slot]] if rank.reached[slot] < len(arrivals) else inf
-            if expected > time or not rank.has_room(slot):
-                return WAIT, expected if expected > time else inf
+            arrivals, i = rank.arrivals[slot], rank.reached[slot]
+            expected = arrivals[i] if i < len(arrivals) else inf
+            if expected > time:
+                return WAIT, expected
+            if slot < 2 and rank.live >= rank.limit:
+                return WAIT, inf
         reached[rank.number] += 1
         return slot, time
 
@@ -196,49 +212,32 @@ def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | Patienc
             shortest = by_rank[number][rank.reached[0] == work.microbatches]
             if expected - time < shortest * work.takes[number][slot][microbatch]:
                 continue
-        _begin(work, ranks, rank, slot, time, events)
+        microbatch = rank.begin(slot)
         left -= 1
+        rank.free_at = end = time + work.takes[number][slot][microbatch]
+        heappush(events, (end, number))
+        if slot > 3:
+            continue
+        taker = number + (-1 if slot % 2 else 1)
+        if 0 <= taker < work.ranks:
+            arrival = end + work.delays[number][slot][microbatch]
+            other = ranks[taker]
+            other.arrivals[slot].append(arrival)
+            if arrival > other.free_at or other.free_at <= time:  # else it looks when it is free
+                heappush(events, (max(arrival, other.free_at), taker))
+        elif slot < 3:  # the V turns here, or a new leg begins
+            rank.arrivals[slot + 1].append(end)
     makespan = inf if left else max(rank.free_at for rank in ranks)
     return Run(makespan, [rank.done for rank in ranks])
-
-
-def _begin(
-    work: Work, ranks: list[Rank], rank: Rank, slot: int, time: float, events: list[tuple[float, int]]
-) -> None:
-    """Begin `slot` on `rank` at `time`, and wake the rank that takes the result."""
-    if slot > 3:
-        _, microbatch = rank.deferred.popleft()
-        rank.live -= 1
-        rank.outward -= slot == 5
-    else:
-        microbatch = rank.reached[slot]
-        rank.reached[slot] += 1
-        if slot < 2:
-            rank.live += 1
-            rank.outward += slot == 0
-        else:
-            rank.deferred.append((slot + 2, microbatch))
-    rank.done.append((slot, microbatch))
-    rank.free_at = end = time + work.takes[rank.number][slot][microbatch]
-    heappush(events, (end, rank.number))
-    if slot > 3:
-        return
-    number = rank.number + (-1 if slot % 2 else 1)
-    if not 0 <= number < work.ranks:  # the V turns here, or a new leg begins
-        if slot < 3:
-            rank.arrivals[slot + 1].append(end)
-        return
-    arrival = end + work.delays[rank.number][slot][microbatch]
-    ranks[number].arrivals[slot].append(arrival)
-    heappush(events, (max(arrival, ranks[number].free_at), number))
 
 
 def schedule(name: str, work: Work, programs: Iterable[Slots]) -> Schedule:
     """The programs as ops."""
 
     def program(rank: int, slots: Slots) -> tuple[Op, ...]:
-        table = list(zip(_stages(work.ranks, rank), _KINDS, strict=True))
-        return tuple(Op(*table[slot], microbatch) for slot, microbatch in slots)
+        pairs = zip(_stages(work.ranks, rank), _KINDS, strict=True)
+        table = [row(stage, kind, range(work.microbatches)) for stage, kind in pairs]
+        return tuple(table[slot][microbatch] for slot, microbatch in slots)
 
     placement = wave(work.ranks)
     return Schedule(name, placement, work.microbatches, tuple(program(r, s) for r, s in enumerate(programs)))
@@ -299,7 +298,7 @@ def form(
     limits[r]: the most live activations of rank r, whatever the costs
     """
     unit = Work.of(ranks, microbatches, Costs())
-    chosen = usual(unit)
+    chosen = _repeated(usual, unit)
     if costs is not None:
         work = Work.of(ranks, microbatches, costs)
         slots = [[slot for slot, _ in program] for program in chosen.programs]
@@ -312,6 +311,36 @@ def form(
         refined = _refined(chosen, limits, sample, min(affordable, _WALK))(work)
         chosen = min(chosen, refined, key=lambda found: found.makespan)
     return schedule(name, unit, chosen.programs)
+
+
+_SETTLED = 3  # microbatches per rank after which the middle of every program is its steady state
+
+
+def _repeated(rule: Callable[[Work], Run], work: Work) -> Run:
+    """``rule(work)`` at unit times, from fewer microbatches and their steady state repeated.
+
+    A run is deterministic: once every rank does the same in each interval, it does so until the microbatches
+    run out. If some program shows no such interval in its middle, the rule runs on all microbatches.
+    """
+    few = work.first(_SETTLED * work.ranks)
+    found, more = rule(few), work.microbatches - few.microbatches
+    slots = [[slot for slot, _ in program] for program in found.programs]
+    middle = 3 * few.microbatches
+    intervals = [program[middle : middle + 6] for program in slots]
+    if not more:
+        return found
+    if any(program[middle - 6 : middle] != interval or len({*interval}) < 6
+           for program, interval in zip(slots, intervals, strict=True)):  # fmt: skip
+        return rule(work)
+    extended = [program[:middle] + interval * more + program[middle:]
+                for program, interval in zip(slots, intervals, strict=True)]  # fmt: skip
+    return Run(found.makespan + more * work.interval, [_numbered(program) for program in extended])
+
+
+def _numbered(slots: Iterable[int]) -> Slots:
+    """Each slot with its microbatches in order."""
+    reached = [count() for _ in _KINDS]
+    return [(slot, next(reached[slot])) for slot in slots]
 
 
 def _legs_in_order(usual: Run, limits: Sequence[int], patience: float | Patience, work: Work) -> Run:
