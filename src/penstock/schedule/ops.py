@@ -10,7 +10,7 @@ import gc
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from itertools import repeat, zip_longest
 from typing import Literal, NamedTuple
@@ -82,6 +82,10 @@ class Schedule:
     microbatches: int
     programs: tuple[tuple[Op, ...], ...]
     overlaps: frozenset[Pair] = field(default=frozenset())
+
+    def __getstate__(self) -> dict[str, object]:
+        """What is computed on demand is not sent to other processes."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
     @property
     def ranks(self) -> int:

@@ -85,8 +85,19 @@ def proven(schedule: Schedule, memory_limit: int | None = None) -> tuple[Proof, 
 def ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
     """The ops of a valid schedule, and an order in which they can run; None if it breaks a rule.
 
-    This decides the same as `all_violations`, on arrays and without a word about what is wrong.
+    This decides the same as `all_violations`, on arrays and without a word about what is wrong. The schedule
+    keeps the result, unless its programs are of a type that can change.
     """
+    if type(schedule.programs) is not tuple or {*map(type, schedule.programs)} != {tuple}:
+        return _ordered(schedule)
+    known = vars(schedule)
+    if "ordered" not in known:
+        known["ordered"] = _ordered(schedule)
+    found: tuple[OpArrays, list[int]] | None = known["ordered"]
+    return found
+
+
+def _ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
     sized = type(schedule.microbatches) is int and schedule.microbatches > 0
     if not sized or len(schedule.programs) != schedule.ranks:
         return None
