@@ -99,8 +99,12 @@ class OpArrays:
             return None
         if not _all_are(str, kinds) or not {*kinds} <= {*KINDS}:
             return None
-        for numbers, count in ((stages, schedule.stages), (microbatches, schedule.microbatches)):
-            if not 0 <= min(numbers) <= max(numbers) < count:
+        try:
+            stage, microbatch = (np.fromiter(each, np.intp, len(each)) for each in (stages, microbatches))
+        except OverflowError:
+            return None
+        for numbers, count in ((stage, schedule.stages), (microbatch, schedule.microbatches)):
+            if not 0 <= numbers.min() <= numbers.max() < count:
                 return None
         of_letter = np.zeros(128, np.intp)
         of_letter[[*map(ord, KINDS)]] = range(len(KINDS))
@@ -109,9 +113,9 @@ class OpArrays:
             schedule,
             entries,
             np.cumsum([0, *lengths]).tolist(),
-            np.array(stages, np.intp),
+            stage,
             of_letter[np.frombuffer("".join(kinds).encode(), np.uint8)],
-            np.array(microbatches, np.intp),
+            microbatch,
             np.repeat(np.arange(len(lengths)), lengths),
         )
 
@@ -180,7 +184,7 @@ def possible_order(arrays: OpArrays) -> list[int] | None:
     The ops of an overlapped pair wait together, and stay next to each other.
     """
     needed, pairs = arrays.needed.tolist(), frozenset(arrays.pairs())
-    done = bytearray(len(needed) + 1)
+    done, awaited = bytearray(len(needed) + 1), bytearray(len(needed))
     done[NOTHING] = 1  # the last place
     reached, stops = arrays.bounds[:-1], arrays.bounds[1:]
     waiting: dict[int, int] = {}  # by the op that it waits for, the rank: a result has one taker
@@ -191,14 +195,14 @@ def possible_order(arrays: OpArrays) -> list[int] | None:
         start, stop = reached[rank], stops[rank]
         for at in range(start, stop):
             source = needed[at]
-            if done[source] and at in pairs:
+            if pairs and done[source] and at in pairs:
                 source = needed[at + 1]
             if not done[source]:
-                waiting[source] = rank
+                waiting[source], awaited[source] = rank, 1
                 stop = at
                 break
             done[at] = 1
-            if at in waiting:
+            if awaited[at]:
                 ready.append(waiting.pop(at))
         order += range(start, stop)
         reached[rank] = stop
@@ -225,9 +229,10 @@ def ends(
     place[order] = np.arange(1, len(order) + 1)
     columns = (place[needed[order]], place[arrays.before[order]], delays[order], durations[order])
     ended = [0.0]
+    append = ended.append  # half a million calls
     for source, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
         there, free_at = ended[source] + delay, ended[before]
-        ended.append((there if there > free_at else free_at) + takes)
+        append((there if there > free_at else free_at) + takes)
     found = np.array(ended)[place[:-1]]
     for one in pairs:
         found[one] = found[one + 1]

@@ -134,8 +134,8 @@ def _durations(arrays: OpArrays, costs: Costs) -> Floats:
     import numpy as np
 
     schedule = arrays.schedule
-    by_kind = [costs.durations(kind, schedule.placement, schedule.microbatches) for kind in KINDS]
-    return np.array(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
+    by_kind = [np.array(costs.durations(kind, schedule.placement, schedule.microbatches)) for kind in KINDS]
+    return np.stack(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
 
 
 def _delays(arrays: OpArrays, costs: Costs) -> Floats:

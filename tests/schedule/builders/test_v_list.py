@@ -1,11 +1,14 @@
 """The list scheduler that zb_v, v_half and v_min share."""
 
+from collections.abc import Callable
 from math import inf
 
 import pytest
 
-from penstock.schedule import Costs, simulate, verify
-from penstock.schedule.builders.v_list import Rule, Work, by_block, in_order, run, schedule
+from penstock.schedule import Costs, Schedule, simulate, verify
+from penstock.schedule.builders import v_list
+from penstock.schedule.builders.v_list import Rule, Run, Work, _repeated, by_block, in_order, run, schedule
+from penstock.schedule.builders.v_schedules import v_half, v_min, zb_v
 
 RANKS, MICROBATCHES = 3, 5
 COSTS = Costs(
@@ -36,6 +39,27 @@ def test_a_program_run_again_is_the_same() -> None:
     found = run(WORK, LIMITS, rule())
     order = in_order([[slot for slot, _ in slots] for slots in found.programs])
     assert run(WORK, LIMITS, order, patience=None) == found
+
+
+@pytest.mark.parametrize("build", [zb_v, v_half, v_min])
+def test_a_steady_state_repeated_is_the_whole_run(
+    build: Callable[..., Schedule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [(ranks, count) for ranks in (*range(1, 8), 12) for count in (3 * ranks + 1, 5 * ranks)]
+    repeated = [build(*size) for size in sizes]
+    monkeypatch.setattr(v_list, "_repeated", lambda rule, work: rule(work))
+    assert repeated == [build(*size) for size in sizes]
+
+
+def test_without_a_steady_state_the_rule_runs_on_all_microbatches() -> None:
+    """All forwards first: the middle of no program has every op of an interval."""
+    work = Work.of(2, 20, Costs())
+
+    def all_forwards_first(work: Work) -> Run:
+        orders = [[slot] * work.microbatches for slot in range(4)]
+        return run(work, [99] * 2, in_order([[slot for order in orders for slot in order]] * 2))
+
+    assert _repeated(all_forwards_first, work) == all_forwards_first(work)
 
 
 def test_an_order_that_does_not_fit_in_memory_gets_stuck() -> None:
