@@ -37,10 +37,12 @@ EVERY = "test_every_schedule.py"
 EXECUTOR, PLAN = "runtime/executor.py", "runtime/plan.py"
 OPS, STAGE, SHARED = "runtime/ops.py", "runtime/stage.py", "runtime/shared_weights.py"
 VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulate.py"
+ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
 REDUCTIONS = "parallel/reductions.py"
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
+OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
@@ -73,7 +75,11 @@ MUTANTS = [
     # ---- verify
     Mutant(VERIFY, '{"F": 1, "B": -1, "W": -1}', '{"F": 1, "B": -1, "I": -1}', OF_VERIFY),
     Mutant(VERIFY, '{"I": 1, "W": -1}', '{"I": 1, "B": -1}', f"{OF_VERIFY} {EVERY}"),
-    Mutant(VERIFY, "peak > memory_limit", "peak >= memory_limit", OF_VERIFY),
+    Mutant(VERIFY, "max(proof.peak_live) <= memory_limit", "max(proof.peak_live) < memory_limit", OF_VERIFY),
+    Mutant(VERIFY, " and (weight == split).all()", "", OF_ARRAYS),
+    Mutant(VERIFY, " or (own > ops).any()", "", OF_ARRAYS),
+    Mutant(ARRAYS, "source = needed[at + 1]", "pass", f"{OF_ARRAYS} {OF_VERIFY}"),
+    Mutant(ARRAYS, "(there if there > free_at else free_at) + takes", "free_at + takes", OF_SIMULATE),
     Mutant(VERIFY, "if host != rank:", "if False:", OF_VERIFY),
     Mutant(VERIFY, "elif self.rank_at[number] != NOTHING:", "elif False:", OF_VERIFY),
     Mutant(VERIFY, "absent | late", "absent", OF_VERIFY),
@@ -87,8 +93,8 @@ MUTANTS = [
     Mutant(VERIFY, "elif kinds not in", "elif () and kinds not in", OF_VERIFY),
     Mutant(VERIFY, "if len(used) > 1:", "if len(used) > 2:", OF_VERIFY),
     # ---- simulate
-    Mutant(SIMULATE, " and hosts[stage] != hosts[stage + 1]:", ":", OF_SIMULATE),
-    Mutant(SIMULATE, "delays[first + 1 : first + numbers.row : 3] = row", "del first", OF_SIMULATE),
+    Mutant(SIMULATE, " & (hosts[edge] != np.roll(hosts, -1)[edge])", "", OF_SIMULATE),
+    Mutant(SIMULATE, "(edge != NOTHING) & ", "", OF_SIMULATE),
     # ---- split backward
     Mutant(
         BACKWARD,
