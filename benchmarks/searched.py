@@ -54,6 +54,12 @@ CASES = (
     Case("unequal stages", loop(8), 24, Costs(LONG_HEAD, LONG_HEAD, LONG_HEAD, 0.1), 1.5),
     Case("one stage a rank, 1 : 1.2 : 0.8", loop(8), 24, _UNEVEN, 0.5),
     Case("V, 1 : 1.2 : 0.8", wave(8), 24, _UNEVEN, 0.5),
+    *(
+        Case(f"{title}, a message takes {delay:g}", placement, 64, Costs(communication=delay), share)
+        for title, placement in (("two stages a rank", loop(8, 2)), ("V", wave(8)))
+        for delay in (0.0, 0.1)
+        for share in (1.0, 0.5)
+    ),
 )
 
 
@@ -92,6 +98,7 @@ def measure(repeats: int) -> Found:
             "published": known,
             "value": found.value,
             "lower_bound": found.lower_bound,
+            "gap": found.value / found.lower_bound - 1,
             "optimal": found.optimal,
             "makespan": found.makespan,
             "bubble": found.timeline.bubble,
