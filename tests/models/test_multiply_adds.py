@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.models.activation_sizes import layer_kind
 from penstock.models.balanced_split import LayerCosts
 from penstock.models.multiply_adds import SEQUENCE, multiply_adds
 from penstock.models.tracing.chain import find_chain
+from support import zoo
 from support.families import tiny_config
 
 
@@ -49,6 +52,22 @@ def test_layers_of_another_kind_are_counted_apart() -> None:
     dense, *sparse = costs_of(config, 64).layers
     assert len(set(sparse)) == 1
     assert dense != sparse[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [("gemma3_text", "layer_types"), ("qwen3_next", "layer_types"), ("glm4_moe_lite", "mlp_layer_types")],
+)
+def test_layers_that_the_config_tells_apart_are_of_two_kinds(family: str, field: str) -> None:
+    """Of a kind one layer is counted: windows, linear attention and mixtures are kinds of their own."""
+    config = zoo.tiny_config(family)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = [layer_kind(layer) for layer in model.get_submodule(find_chain(model).layers).children()]
+    named = getattr(config, field)
+    assert len(set(named)) > 1
+    for (kind, name), (other, its_name) in combinations(zip(found, named, strict=True), 2):
+        assert name == its_name or kind != other
 
 
 def test_a_layer_that_pads_short_rows_counts_its_parameters() -> None:

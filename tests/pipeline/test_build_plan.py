@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,20 @@ def plan_of(**changes: Any) -> BuildPlan:
 
 def counts(plan: BuildPlan) -> list[int]:
     return [len(stage.layers) for stage in plan.stages]
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_build_leaves_the_garbage_collector_as_it_was(on: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if on else gc.disable)()
+        plan_of()
+        assert gc.isenabled() == on
+        with pytest.raises(PartitionError):
+            AutoPipeline(ranks=9, microbatches=4).build_plan(tiny_config("llama", layers=8))
+        assert (gc.isenabled(), gc.get_freeze_count()) == (on, 0)
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_the_default_split_weighs_the_head() -> None:

@@ -72,8 +72,7 @@ def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
         if len(_known) >= _REMEMBERED:
             _known.pop(next(iter(_known)))
         try:
-            rows = [_counted(model, chain, kinds, tokens) for tokens in (_SHORT, 2 * _SHORT)]
-            _known[kind] = [*zip(*rows, strict=True)]
+            _known[kind] = [*zip(*_counted(model, chain, kinds, (_SHORT, 2 * _SHORT)), strict=True)]
         except Exception:  # whatever a forward that looks at values raises
             _known[kind] = []
     return _known[kind]
@@ -99,8 +98,10 @@ def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
     return [*(count([layer]) for layer in layers), *map(count, ends)]
 
 
-def _counted(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], tokens: int) -> list[int]:
-    """Multiply-adds of each layer, before the layers and after them, for a row of `tokens`.
+def _counted(
+    model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], rows: Sequence[int]
+) -> list[list[int]]:
+    """Multiply-adds of each layer, before the layers and after them, for each of `rows`, in tokens.
 
     kinds: of the layers
     """
@@ -109,22 +110,28 @@ def _counted(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], to
     alike = {id(layer): Identity(layer, chain.output_form)
              for index, layer in enumerate(layers) if index != first[kinds[index]]}  # fmt: skip
     marks: dict[int, list[int]] = {}  # of each layer that runs: what was counted until its start and its end
-    counter = FlopCounterMode(display=False, custom_mapping=_MORE)
+    counter = FlopCounterMode(display=False, custom_mapping=_MORE)  # entered again, it begins at 0
 
     def note(index: int) -> Any:
         return lambda *_: marks.setdefault(index, []).append(counter.get_total_flops())
 
-    with shadow(model, alike) as whole, torch.no_grad(), counter:
+    def count(whole: PreTrainedModel, tokens: int) -> list[int]:
+        marks.clear()
+        with counter:
+            whole(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+        flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
+        last = max(end for _, end in marks.values())
+        return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+
+    with shadow(model, alike) as whole, torch.no_grad():
         if whole._can_set_experts_implementation():
             whole.set_experts_implementation("batched_mm")  # its work depends on no value
         for index in first.values():
             layer = whole.get_submodule(f"{chain.layers}.{index}")
             layer.register_forward_pre_hook(note(index))
             layer.register_forward_hook(note(index))
-        whole.eval()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-    flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
-    last = max(end for _, end in marks.values())
-    return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+        whole.eval()
+        return [count(whole, tokens) for tokens in rows]
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:

@@ -24,7 +24,7 @@ from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
-from penstock.models.tracing.meta import without_values
+from penstock.models.tracing.meta import is_empty, without_values
 from penstock.runtime.transport.groups import Processes
 
 
@@ -238,11 +238,7 @@ class InferredEdges(CachedEdges):
                 "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
                 "(penstock.models.stage.DeclaresShapes)",
             ) from cause
-        return [ProvidedCall(module if _is_empty(module) else without_values(module)) for module in built]
-
-
-def _is_empty(module: nn.Module) -> bool:
-    return all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return [ProvidedCall(module if is_empty(module) else without_values(module)) for module in built]
 
 
 def _run_without_values(

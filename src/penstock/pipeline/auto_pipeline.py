@@ -8,8 +8,9 @@ Pipeline      the stages, ready to step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from penstock.models.multiply_adds import multiply_adds
 from penstock.models.partition import check_enough, check_one_description, partition
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.tracing.chain import Chain, find_chain
-from penstock.models.tracing.meta import placed, shadow, write_through
+from penstock.models.tracing.meta import is_empty, placed, shadow, write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.hashes import hashed_meanwhile
@@ -49,6 +50,21 @@ from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses, Processes
 from penstock.schedule import Costs, Schedule, verify
 from penstock.schedule.layout import parse_layout
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Pause the garbage collector, which would walk all objects of a deep model again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            if not gc.get_freeze_count():  # else the caller's would thaw with those of the build
+                gc.freeze()
+                gc.unfreeze()  # what was made is old now: the first step does not walk it either
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class AutoPipeline(Options):
     attention: str | None = None
     replay_routing: bool = False
 
+    @_without_collections()
     def build_plan(self, model: ModelLike) -> BuildPlan:
         """Plan the build: find everything that `build` would refuse, without weights or other processes.
 
@@ -239,7 +256,7 @@ def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) 
     """Give values to a stage's model on meta, or to its sharded weights through a `write_through` twin."""
     if source.files:
         weights.load(model, source.files, ties)
-    else:
+    elif not is_empty(source.model):
         weights.copy_values(model, source.model)
     initial.initialise(model, source.model, ties, seed)
 
@@ -267,6 +284,7 @@ class _Build:
         with hashed, shared_errors(everyone):  # of one stage, which only its ranks make
             return self._built()
 
+    @_without_collections()
     def _built(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source

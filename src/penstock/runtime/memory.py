@@ -119,7 +119,7 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     own_bytes: those at the end, without the memory that `others` finds then
 
-    It lives as long as any of these tensors, and so must hold nothing that holds one.
+    It must hold nothing that holds one of them.
     Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
     """
 
@@ -129,14 +129,24 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = self.own_bytes = 0
         self._others = others
-        self._known: dict[int, int] = {}  # by address, as long as the storage lives
+        mode = weakref.ref(self)
+
+        def forget(reference: Any) -> None:
+            if (alive := mode()) is not None:
+                alive.nbytes -= alive._known.pop(reference.key)[0]
+
+        self._forget = forget
+        # the bytes by address, as long as the storage lives, and a reference that removes them
+        self._known: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
         self._communicated = False
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if self._communicated:
             time.sleep(_GLOO_FREES)
-        self.own_bytes = self.nbytes - sum(self._known.get(s._cdata, 0) for s in self._others())
+        self.own_bytes = self.nbytes - sum(
+            self._known[s._cdata][0] for s in self._others() if s._cdata in self._known
+        )
         self._others = tuple
 
     @classmethod
@@ -147,23 +157,20 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         self._communicated |= getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
+        before = [_address(leaf) for leaf in _tensors((*args, *kwargs.values()) if kwargs else args)]
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and _address(leaf) not in before:
-                self._note(leaf.untyped_storage())
+        for leaf in (result,) if isinstance(result, Tensor) else _tensors(result):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._known and storage._cdata not in before:
+                self._note(storage)
         return result
 
     def _note(self, storage: UntypedStorage) -> None:
-        address = storage._cdata
-        if address not in self._known:
-            self._known[address] = storage.nbytes()
-            self.nbytes += storage.nbytes()
-            weakref.finalize(storage, self._forget, address)
-
-    def _forget(self, address: int) -> None:
-        self.nbytes -= self._known.pop(address)
+        nbytes = storage.nbytes()
+        reference = weakref.KeyedRef(storage, self._forget, storage._cdata)
+        self._known[storage._cdata] = nbytes, reference
+        self.nbytes += nbytes
 
 
 class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):
@@ -209,6 +216,17 @@ def is_held_elsewhere(tensor: Tensor) -> bool:
     """Whether anything but `tensor` itself keeps its memory, such as the graph that made it."""
     storage = tensor.untyped_storage()  # counts as one use
     return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors that an op takes or returns: mostly a flat sequence, for which a pytree is slow."""
+    found = []
+    for leaf in value if isinstance(value, tuple | list) else tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif not (leaf is None or isinstance(leaf, int | float)):
+            found += [inner for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
+    return found
 
 
 def _address(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
-from penstock.models.tracing.meta import bare
+from penstock.models.tracing.meta import bare, is_empty
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
 _SET_BY_PIPELINE = ("use_cache", "past_key_values", "cache_position", "return_dict", "output_router_logits")
@@ -128,7 +128,8 @@ class MicrobatchCompleter:
     def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
         """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
-        self._model, self._routed = bare(model), routed
+        self._model = model if is_empty(model) else bare(model)
+        self._routed = routed
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:

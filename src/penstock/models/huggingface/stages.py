@@ -7,7 +7,6 @@ from the model itself. A stage with nothing of the model passes on what it recei
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from penstock.models.huggingface.references import copy_gradient_hooks, refuse_r
 from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import hollow
+from penstock.models.tracing.meta import deep_copy, hollow
 
 
 def cut(
@@ -64,7 +63,7 @@ def cut(
     for value in kept:  # tensors that a module keeps of an earlier forward, such as a recurrent state
         if isinstance(value, Tensor) and value.grad_fn is not None:
             memo[id(value)] = value.detach().clone()
-    stage: PreTrainedModel = copy.deepcopy(model, memo)
+    stage = deep_copy(model, memo)
     copy_gradient_hooks(stage, model, memo)
     refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape

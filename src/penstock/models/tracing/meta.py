@@ -3,6 +3,7 @@
 write_through(stage)   a twin on the meta device: a tensor assigned to it is copied into `stage`, or into this
                        rank's shard
 bare(model)            a twin that outlives the weights of `model`: for its config, its signature, a dry run
+deep_copy(module)      copy.deepcopy, faster
 without_values(module) a deep copy on the meta device
 hollow(model)          the memo for a deep copy without values
 shadow(model)          a copy with fake tensors, whose forward takes neither memory nor time
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -81,7 +83,35 @@ def without_values(module: M) -> M:
     """A deep copy with all tensors on the meta device."""
     memo: dict[int, Any] = {id(buffer): meta_like(buffer) for buffer in module.buffers()}
     memo |= {id(parameter): _empty(parameter) for parameter in module.parameters()}
-    return copy.deepcopy(module, memo)
+    return deep_copy(module, memo)
+
+
+_UNCHANGING = frozenset({bool, int, float, str, type(None), torch.dtype})
+_TABLES = frozenset(nn.Module().__dict__)  # every module has its own
+_PICKLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattr__")
+
+
+def deep_copy(module: M, memo: dict[int, Any]) -> M:
+    """`copy.deepcopy` in a third of its time: most of what a module holds is plain, or an empty table."""
+    if id(module) in memo:
+        return cast(M, memo[id(module)])
+    kind, held = type(module), vars(module)
+    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in held
+    if copies_itself or any(getattr(kind, n, None) is not getattr(nn.Module, n, None) for n in _PICKLED):
+        return copy.deepcopy(module, memo)
+    memo[id(module)] = fresh = kind.__new__(kind)
+    for name, value in held.items():
+        copied: Any
+        if type(value) in _UNCHANGING:
+            copied = value
+        elif name in _TABLES and type(value) in (dict, OrderedDict, set) and not value:
+            copied = type(value)()
+        elif name == "_modules":
+            copied = {key: None if child is None else deep_copy(child, memo) for key, child in value.items()}
+        else:
+            copied = copy.deepcopy(value, memo)
+        fresh.__dict__[name] = copied
+    return fresh
 
 
 def hollow(model: nn.Module) -> dict[int, Any]:
@@ -91,6 +121,11 @@ def hollow(model: nn.Module) -> dict[int, Any]:
     """
     plain = [p for p in model.parameters() if type(p) is nn.Parameter and not isinstance(p.data, DTensor)]
     return {id(parameter): _empty(parameter) for parameter in plain}
+
+
+def is_empty(module: nn.Module) -> bool:
+    """Whether all tensors are on the meta device."""
+    return all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def placed(module: nn.Module, device: torch.device) -> None:
@@ -153,7 +188,7 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
             for buffer in module.buffers(recurse=False):
                 memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
         memo |= replaced or {}
-        yield copy.deepcopy(model, memo)
+        yield deep_copy(model, memo)
 
 
 def _like(parameter: nn.Parameter) -> Tensor:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -281,8 +282,10 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
         if met[kind] > _RUN_OF_A_KIND:
             replaced[id(layer)] = Identity(layer, form)
     with _without_values(model, False, replaced) as whole:
-        for index, layer in enumerate(whole.get_submodule(layers).children()):
-            _watch_layer(layer, index, provenance, dtypes)
+        held = [*whole.get_submodule(layers).children()]
+        for index, (layer, following) in enumerate(zip_longest(held, held[1:])):
+            if not (isinstance(layer, Identity) and isinstance(following, Identity)):
+                _watch_layer(layer, index, provenance, dtypes)  # of a run of identities the last marks
         try:
             with provenance:
                 whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
