@@ -16,6 +16,8 @@ from penstock.models.tracing.meta import deep_copy
 class Odd(nn.Module):
     """Holds what a copy could share by mistake, or lose."""
 
+    registry: dict[str, int]
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(2, 2)
@@ -24,8 +26,9 @@ class Odd(nn.Module):
         self.register_module("absent", None)
         self.empty = nn.ModuleList()
         self.register_buffer("table", torch.ones(3), persistent=False)
-        self.registry = self.first.registry = {}  # which both fill later
-        self.outside = [self.first, {"kept": [1]}]
+        self.registry = {}  # which both fill later
+        vars(self.first)["registry"] = self.registry
+        self.outside: list[Any] = [self.first, {"kept": [1]}]
         self.first.register_forward_hook(print)
         self.recurrent = nn.GRU(2, 2)  # has a __setstate__ of its own
 
