@@ -227,7 +227,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 NO_TORCH = """
 import sys
 
-sys.modules.update(dict.fromkeys(["torch", "transformers", "numpy", "ortools"]))
+sys.modules.update(dict.fromkeys(["torch", "transformers", "ortools"]))
 from penstock.cli.main import main
 
 for line in sys.stdin.read().splitlines():

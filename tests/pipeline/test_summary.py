@@ -64,9 +64,9 @@ def test_the_summary_counts_a_weight_once(tied: bool, schedule: str) -> None:
 
 def test_the_costs_of_layers_balance_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
-    pipe = pipeline(model, ranks=2, microbatches=2)
     clock, late = time.perf_counter, [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
+    pipe = pipeline(model, ranks=2, microbatches=2)
 
     def slow(module: nn.Module, args: Any) -> None:
         late[0] += 10.0
