@@ -140,11 +140,11 @@ MUTANTS = [
         "self.max(number)",
         "parallel/test_batches.py parallel/test_outputs.py",
     ),
-    Mutant(REDUCTIONS, "if len(numbers) > 1]", "if len(numbers) > 2]", "parallel/test_batches.py"),
+    Mutant(REDUCTIONS, "len(data) == len(tokens)", "len(data) >= len(tokens)", "parallel/test_batches.py"),
     Mutant(
         REDUCTIONS,
-        "self._sum(counts, self._batch,",
-        "self._sum(counts, self._loss,",
+        "return sum(tokens.values())",
+        "return max(tokens.values())",
         "parallel/test_equivalence.py",
     ),
     Mutant(
