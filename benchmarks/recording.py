@@ -71,7 +71,7 @@ def _only_loss(executor: Executor, _: bool) -> Tensor:
 
 
 def _only_losses(_: Schedule, vectors: Sequence[Tensor]) -> report.Reports:
-    return [report.StepReport(float(vector), 0, 0, Held(), False, (), ()) for vector in vectors]
+    return [report.StepReport(float(vector), 0, 0, Held(), False, 0.0, (), ()) for vector in vectors]
 
 
 @contextmanager

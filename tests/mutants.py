@@ -41,6 +41,7 @@ ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
 REDUCTIONS = "parallel/reductions.py"
+OPTIMIZER_STEP, OF_OPTIMIZER_STEP = "pipeline/optimizer_step.py", "pipeline/test_optimizer_step.py"
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
@@ -48,6 +49,11 @@ OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
 
 MUTANTS = [
+    # ---- the optimizer's step in the drain
+    Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, "            self._model._clip(norm, self.max_norm)\n", "", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, "finite = math.isfinite(norm)", "finite = True", OF_OPTIMIZER_STEP),
     # ---- executor and ops
     Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),
     Mutant(
@@ -134,11 +140,11 @@ MUTANTS = [
         "self.max(number)",
         "parallel/test_batches.py parallel/test_outputs.py",
     ),
-    Mutant(REDUCTIONS, "if len(numbers) > 1]", "if len(numbers) > 2]", "parallel/test_batches.py"),
+    Mutant(REDUCTIONS, "len(data) == len(tokens)", "len(data) >= len(tokens)", "parallel/test_batches.py"),
     Mutant(
         REDUCTIONS,
-        "self._sum(counts, self._batch,",
-        "self._sum(counts, self._loss,",
+        "return sum(tokens.values())",
+        "return max(tokens.values())",
         "parallel/test_equivalence.py",
     ),
     Mutant(

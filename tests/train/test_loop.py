@@ -19,8 +19,9 @@ from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
 from penstock.train.metrics import Metrics
 from penstock.train.run import preflight, run
-from support.jobs_train import poison
-from support.tiny import checkpoint, config, metrics
+from support.jobs_train import poison, trained
+from support.pool import Pool
+from support.tiny import assert_same_tensors, checkpoint, config, metrics
 
 NAN, INF = float("nan"), float("inf")
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -107,6 +108,31 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(
         assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
     assert steps(tmp_path)[-1]["skipped_steps"] == 1
     assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
+
+
+def test_optimizers_that_step_in_the_drain_train_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
+) -> None:
+    """In one process, and over two; one step is skipped, and the others are clipped or not."""
+    found = {}
+    for name, ranks in (("plain", 1), ("drain", 1), ("plain of two", 2), ("drain of two", 2)):
+        folder = tmp_path / name
+        folder.mkdir()
+        options: dict[str, Any] = {"steps": 6, "nonfinite": "skip", "clip_norm": 1.1, "checkpoint_every": 6}
+        options["optimizer_in_drain"] = name.startswith("drain")
+        made = config(folder, **options)
+        if ranks == 1:
+            with monkeypatch.context() as patch:
+                poison(patch, [3])
+                run(preflight(made))
+        else:
+            pool.run(ranks, trained, made.model_dump(mode="json"), [3])
+        found[name] = [[row.get(key) for key in EXACT] for row in steps(folder)]
+        assert [row[1] is None for row in found[name]] == [step == 3 for step in range(1, 7)]
+    assert_same_tensors(checkpoint(tmp_path / "plain", 6), checkpoint(tmp_path / "drain", 6))
+    assert_same_tensors(checkpoint(tmp_path / "plain of two", 6), checkpoint(tmp_path / "drain of two", 6))
+    assert found["plain"] == found["drain"]
+    assert found["plain of two"] == found["drain of two"]
 
 
 def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

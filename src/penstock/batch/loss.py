@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.batch.head_logits import HeadLogits, Penalties, cross_entropy
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.shapes import Microbatch
-from penstock.errors import BatchError, ModelError
+from penstock.errors import BatchError, ConfigError, ModelError
 
 IGNORED = -100  # the label that transformers leaves out of the loss
 VALID_ITEMS = f"{INNER}valid_items"  # the entry of a context shard: the weight of the whole microbatch
@@ -40,7 +41,22 @@ class NextToken:
     """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored.
 
     As there, `shift_labels` goes before `labels`: the next token of each token.
+
+    Args:
+        label_smoothing: share of the target, 0 to 1, that all tokens of the vocabulary have in equal parts,
+            as in torch.nn.functional.cross_entropy.
+        z_loss: factor of the squared log-sum-exp of the logits, added for each token (PaLM, arXiv
+            2204.02311).
+
+    Raises ConfigError.
     """
+
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"label_smoothing={label_smoothing}", "it is from 0 to 1", "Give 0.1, say")
+        if not z_loss >= 0:
+            raise ConfigError(f"z_loss={z_loss}", "it is 0 or more", "Give 1e-4, say")
+        self.penalties = Penalties(label_smoothing, z_loss)
 
     def weight(self, microbatch: Microbatch) -> int:
         name = "shift_labels" if "shift_labels" in microbatch else "labels"
@@ -89,15 +105,26 @@ class NextToken:
             type(labels) is Tensor and labels.device.type == "cpu" and labels.numel()
         ):  # a GPU would be waited for
             check_tokens("labels", labels, logits.shape[-1], "the model gives a logit for each of")
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
-        total = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
-        )
+        if isinstance(logits, HeadLogits):
+            total = cross_entropy(logits, labels, IGNORED, self.penalties)
+        else:
+            total = _of_whole_logits(logits, labels, self.penalties)
         if "auxiliary_loss" in outputs:
             items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
             total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
+
+
+def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Tensor:
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    total = F.cross_entropy(
+        logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=penalties.smoothing
+    )
+    if penalties.z:
+        total = total + penalties.z * torch.where(labels == IGNORED, 0, logits.logsumexp(-1).square()).sum()
+    return total
 
 
 def check_labels(name: str, labels: Any) -> None:

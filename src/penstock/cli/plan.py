@@ -270,7 +270,13 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
     account = planned.auto.account(planned.plan)
-    return account.ranks(largest_microbatch(planned.config), lambda name: len(MOMENTS[planned.kinds[name]]))
+    copied = planned.config.train.optimizer_in_drain  # weights and moments
+
+    def kept(name: str) -> int:
+        moments = len(MOMENTS[planned.kinds[name]])
+        return 2 * moments + 1 if copied else moments
+
+    return account.ranks(largest_microbatch(planned.config), kept)
 
 
 def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:

@@ -97,6 +97,7 @@ def stage_sizes(
     split: bool = False,
     entries: frozenset[str] | None = None,
     shared: Sequence[object] = (),
+    defers_head: bool = True,
 ) -> Sizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`.
 
@@ -119,7 +120,7 @@ def stage_sizes(
         edge = edges(info.stage, microbatch)
         incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
         received = None if info.is_first else incoming
-        stage = Stage(info.stage, model.train(), HFCall(model, info, entries))
+        stage = Stage(info.stage, model.train(), HFCall(model, info, entries, defers_head=defers_head))
         _as_one_document(model)
         try:
             with _Fused(), Measured() as measured:

@@ -131,7 +131,7 @@ class AutoPipeline(Options):
         schedule = self.chosen_schedule()
         proof = verify(schedule)
         source = open_source(model, self.dtype, self.attention)
-        refuse_unsupported_options(source.model, own_loss=self.loss_fn is None)
+        refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
             refuse_padding(source.model)
             check_padded(source.model)
@@ -204,7 +204,13 @@ class AutoPipeline(Options):
 
     def account(self, plan: BuildPlan, axes: Axes | None = None) -> Account:
         """The memory that `plan` will take on each rank. axes: in place of its own, if these have a -1"""
-        return Account(plan, axes or self.axes or Axes(), self.parallel_options(), self.checkpointing())
+        return Account(
+            plan,
+            axes or self.axes or Axes(),
+            self.parallel_options(),
+            self.checkpointing(),
+            self.chunked_loss and self.own_loss,
+        )
 
     def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
         """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
@@ -307,7 +313,7 @@ class _Build:
             auto.loss(),
             auto.batch_splitter(
                 plan.completed(),
-                BatchCheck(source.model, own_loss=auto.loss_fn is None),
+                BatchCheck(source.model, own_loss=auto.own_loss),
                 counts_tokens=asks_for_balance(source.model),
             ),
             mesh_plan,
@@ -342,6 +348,7 @@ class _Build:
         auto, plan = self._auto, self._plan
         info = plan.info(index)
         shard = None if self._mesh_plan is None else self._sharding(model)
+        defers_head = auto.own_loss and auto.chunked_loss and shard is None
         return make_stage(
             index,
             model,
@@ -349,7 +356,7 @@ class _Build:
             layers=plan.layers_of(model, index),
             checkpointing=auto.checkpointing(),
             parallelize_fn=auto.parallelize_fn,
-            call=lambda module: HFCall(module, info, self._entries),
+            call=lambda module: HFCall(module, info, self._entries, defers_head=defers_head),
             routing=None if plan.routed is None else plan.routed.for_stage(model),
             after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,
             position=info.stage,

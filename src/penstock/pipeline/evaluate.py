@@ -77,7 +77,8 @@ class Evaluations:
         outputs = [found.get(number) for number in range(count)] if found else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
-        return Evaluation(*result, outputs) if scored else Evaluation(None, 0, result.bubble, outputs)
+        loss, tokens = (result.loss, result.tokens) if scored else (None, 0)
+        return Evaluation(loss, tokens, result.bubble, outputs)
 
     def _run(
         self, batch: BatchLike, collect: Collect | None = None, scored: bool = False

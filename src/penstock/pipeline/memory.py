@@ -79,12 +79,14 @@ class Account:
 
     axes: the mesh's axes other than `pp`, without -1
     how: its activation checkpointing
+    chunked_loss: as in Options; taken where the mesh has no other axes
     """
 
     plan: BuildPlan
     axes: Axes = field(default_factory=Axes)
     options: ParallelOptions = field(default_factory=ParallelOptions)
     how: Checkpointing | None = None
+    chunked_loss: bool = True
 
     def ranks(self, shape: tuple[int, int] | None = None, moments: Moments = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
@@ -264,7 +266,14 @@ class Account:
         if how is not None:
             install(plan.layers_of(part, stage), how)
         edges, entries = HFEdges(plan.source.model, plan.chain, computed), taken(plan.source.model)
-        return stage_sizes(part, plan.info(stage), edges, shape, split, entries, (mesh,) if mesh else ())
+        shared = (mesh,) if mesh else ()
+        return stage_sizes(
+            part, plan.info(stage), edges, shape, split, entries, shared, defers_head=self._defers_head
+        )
+
+    @property
+    def _defers_head(self) -> bool:
+        return self.chunked_loss and self.axes.ranks_per_stage == 1
 
     # ---- for a balanced layout
 
@@ -293,7 +302,9 @@ class Account:
             part = cut(model, chain, layers, info, values=False)
             if how is not None:
                 install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)
-            found = stage_sizes(part, info, edges, self.axes.local_shape(shape))
+            found = stage_sizes(
+                part, info, edges, self.axes.local_shape(shape), defers_head=self._defers_head
+            )
             if found is None:
                 raise ModelError(
                     f"the activations of {type(model).__name__}",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.batch.loss import Loss, LossLike, MeanOverRows, as_loss
+from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
@@ -49,6 +49,10 @@ class Options:
             ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows;
             or an object with `weight` and `total` (penstock.batch.loss.Loss). The output is that of the
             last stage: for a transformers model, its logits.
+        chunked_loss: whether the next-token loss of large logits (more than 256 MiB in float32) runs the head
+            on a block of the vocabulary at a time, so that they are never whole. It takes the head's product
+            once more, in the backward. Heads that are no plain linear layer, and those on a mesh with other
+            axes, stay as they are.
         mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
         device: None takes the GPU of this process, or the CPU
         timeout: seconds that a rank waits for another before it gives up
@@ -94,6 +98,7 @@ class Options:
     schedule: ScheduleLike = "1f1b"
     microbatches: int | None = None
     loss_fn: LossLike = None
+    chunked_loss: bool = True
     mesh: DeviceMesh | None = None
     pipeline_axis: str = "pp"
     device: torch.device | str | None = None
@@ -113,6 +118,11 @@ class Options:
     sequence_parallel: bool = False
     overlap: bool | Literal["auto"] = "auto"
     common: Mapping[str, Any] | None = None
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is penstock's own: labels are numbers of tokens."""
+        return self.loss_fn is None or type(self.loss_fn) is NextToken
 
     def chosen_schedule(self) -> Schedule:
         """The schedule to run.
@@ -259,7 +269,8 @@ class Options:
         """The options that must be equal on every rank, besides schedule and model."""
         sharding = [f"{n}: {named(s) if callable(s) else s}" for n, s in (self.sharding or {}).items()]
         return {
-            "loss": named(self.loss_fn),
+            "loss": named(self.loss_fn) + str(getattr(self.loss_fn, "penalties", "")),
+            "chunked_loss": str(self.chunked_loss),
             "shapes": str(self.shapes),
             "wire_dtype": str(self.wire_dtype),
             "activation_checkpointing": str(self.activation_checkpointing),

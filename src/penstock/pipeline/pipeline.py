@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.batch.microbatches import Collect, with_entries
 from penstock.batch.shapes import Microbatch
-from penstock.errors import BatchError, ConfigError, ModelError, PeerError
+from penstock.errors import BatchError, ConfigError, InputError, ModelError, PeerError
 from penstock.models.balanced_split import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.compare import Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
+from penstock.pipeline.optimizer_step import Drain, OptimizerStep, optimizer_error
 from penstock.pipeline.optimizer_watch import OptimizerWatch
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_batch import BatchLike, RefusedBatch
@@ -53,6 +56,9 @@ class Pipeline(SplitModel):
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
         self._optimizers = OptimizerWatch(self.parameters())
+        # the gradients of weights that stages share are whole only when all ranks have ended
+        in_drain = self.processes.count > 1 and not built.shared
+        self._drain = Drain() if in_drain else None
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(local))
 
@@ -81,22 +87,40 @@ class Pipeline(SplitModel):
     # ---- run
 
     @collective
-    def step(self, batch: BatchLike, **entries: Any) -> StepResult:
+    def step(
+        self,
+        batch: BatchLike,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        max_norm: float = math.inf,
+        **entries: Any,
+    ) -> StepResult:
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
 
-        After an error gradients may be partial: clear them before the next step.
+        With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
+        bit for bit, and its result has the norm. If loss or norm is not finite the optimizer does not step.
+        A rank whose gradients are whole steps while others still compute. This takes memory for a copy of
+        its parameters and of the optimizer's state. It does not where stages share weights.
+
+        After an error gradients may be partial: clear them before the next step. Parameters are as before.
 
         Args:
             batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every
                 rank of the pipeline; or a list of as many microbatches as the schedule has, which may differ
                 in rows and length
+            optimizer: one or several, over this process's `parameters()`, which keep in `state` and
+                `param_groups` alone what their steps change, and draw no random numbers. One with hooks on
+                its step, or with other objects than tensors and numbers in its state, never steps early.
+                Every rank gives one, or none does
+            max_norm: the largest norm of all gradients, the same on every rank
             entries: more of the batch, by name; a value that is no tensor goes to every microbatch.
                 `routed_experts`, for replay_routing=True, says which experts each token is to choose, in
                 the form of `Pipeline.routed_experts`, -1 for the routers' own choice; `evaluate` and `infer`
                 take it as well.
 
-        Raises BatchError for a batch that cannot be split or differs between ranks, ShapeError where a stage
-        returns another shape than inferred, PeerLostError or StalledPeerError where another rank fails.
+        Raises BatchError for a batch that cannot be split or differs between ranks, ConfigError for an
+        optimizer over other parameters or one that needs a closure (LBFGS), ShapeError where a stage returns
+        another shape than inferred, PeerLostError or StalledPeerError where another rank fails.
         """
         if not self.schedule.trains:
             raise ConfigError(
@@ -105,21 +129,33 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
-        error = self._shared.replaced()
+        error: InputError | None = self._shared.replaced()
+        update = None
+        if optimizer is not None:
+            optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+            update = OptimizerStep(self, optimizers, max_norm, self._drain)
+            error = error or optimizer_error(optimizers, self.parameters())
+        elif max_norm != math.inf:
+            remedy = "Give one, or call clip_grad_norm_() after the step"
+            raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
         given = self._with(batch, entries) if error is None else RefusedBatch(error)
         self._optimizers.before_step()
         self._shared.begin_step()
         try:
             with torch.enable_grad():
                 result, self._last = self._steps.run(
-                    self._training, given, changed=lambda: self._shared.changed
+                    self._training, given, changed=lambda: self._shared.changed, optimizer_step=update
                 )
             if any(each.changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
+            if update is not None:
+                result = result._replace(norm=update.finish(result.loss, self._last[1]))
         except BaseException as error:
-            if isinstance(error, PeerError):  # perhaps in the sum over shared weights
+            if isinstance(error, PeerError):  # perhaps in the sum over shared weights, or of the norms
                 self._steps.fail(error, self._training)
+            if update is not None:
+                update.undo()
             self._shared.restore()
             raise
         self._optimizers.after_step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -128,6 +128,16 @@ class SplitModel:
         Returns the norm before: one over all stages and ranks, a shared weight counted once; the same
         number on every rank.
         """
+        norm = norm_of(self._exchange_squares(self._squared_norm()))
+        self._clip(norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def _squared_norm(self) -> Tensor:
+        """The square of the norm of this rank's stages, as a vector of one entry.
+
+        Collective over the ranks that host them. Raises ModelError for a sparse gradient.
+        """
         for name, parameter in self.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ModelError(
@@ -136,11 +146,22 @@ class SplitModel:
                     "Build the embedding with sparse=False",
                 )
         counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
-        norm = global_norm(counted, self._world)
-        scale = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        squares = torch.zeros(1, dtype=torch.float64, device=self._world.device)
+        for holders, held in _by_holders(counted, self._world).items():
+            norms = torch.stack([norm.to(self._world.device) for norm in torch._foreach_norm(held)])
+            squares += norms.double().square().sum() / holders
+        return self._world.reductions.sum_over_mesh(squares)
+
+    def _exchange_squares(self, squares: Tensor) -> list[Tensor]:
+        """The squared norm of each rank, which the first rank of a process gives for all of its ranks."""
+        places = range(len(self._world.ranks))
+        return self._world.transport.exchange([squares if p == 0 else squares.new_zeros(1) for p in places])
+
+    @torch.no_grad()
+    def _clip(self, norm: float, max_norm: float) -> None:
+        scale = clip_scale(norm, max_norm)
         if scale < 1:
             torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
-        return norm
 
     # ---- files
 
@@ -292,15 +313,14 @@ def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Te
 # ---- the norm of all gradients, over all stages and all ranks of the mesh
 
 
-def global_norm(gradients: Sequence[Tensor], world: World) -> float:
-    """The norm over the gradients of all ranks, sharded ones in full; the same on every rank. Collective."""
-    squares = torch.zeros(1, dtype=torch.float64, device=world.device)
-    for holders, held in _by_holders(gradients, world).items():
-        norms = torch.stack([norm.to(world.device) for norm in torch._foreach_norm(held)])
-        squares += norms.double().square().sum() / holders
-    squares = world.reductions.sum_over_mesh(squares)
-    vectors = [squares if place == 0 else torch.zeros_like(squares) for place in range(len(world.ranks))]
-    return float(torch.stack(world.transport.exchange(vectors)).sum().sqrt())
+def norm_of(squares: Iterable[Tensor]) -> float:
+    """The norm over all ranks, from the squared norm of each in their order."""
+    return float(torch.stack([each.cpu() for each in squares]).sum().sqrt())  # a GPU may add in another order
+
+
+def clip_scale(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by, if it is below 1."""
+    return max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
 
 
 def _by_holders(gradients: Sequence[Tensor], world: World) -> dict[int, list[Tensor]]:

@@ -24,6 +24,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.parallel.reductions import BatchFacts
+from penstock.pipeline.optimizer_step import OptimizerStep
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
@@ -47,11 +48,13 @@ class StepResult(NamedTuple):
         loss: mean over the batch's valid tokens, or over what the loss counts
         tokens: number of valid tokens, over all microbatches and all parts of the batch
         bubble: share of the ranks' time in which they did not compute, from 0 to 1
+        norm: that of all gradients, before they were clipped; None for a step without an optimizer
     """
 
     loss: float
     tokens: int
     bubble: float
+    norm: float | None = None
 
 
 class LoweredSchedule(NamedTuple):
@@ -107,11 +110,13 @@ class StepRunner:
         *,
         scored: bool = False,
         changed: Callable[[], bool] = lambda: False,
+        optimizer_step: OptimizerStep | None = None,
     ) -> tuple[StepResult, StepRecord]:
         """Run the schedule on `batch`. Collective.
 
         collect: called with the last stage's outputs in place of the loss; with `scored`, in addition to it
         changed: see step_report.StepReport
+        optimizer_step: takes its early part here; the caller has to finish it, or to undo it
         """
         schedule, executors, _ = lowered
         transport = self._world.transport
@@ -123,7 +128,7 @@ class StepRunner:
             )
         begun = False
         try:
-            step, seeds = self._prepare(lowered, batch, collect, scored)
+            step, seeds = self._prepare(lowered, batch, collect, scored, optimizer_step)
             begun = True
             with seeds:
                 run_together(executors, step)
@@ -133,7 +138,12 @@ class StepRunner:
             if collect and scored:
                 for executor in executors:
                     _take_loss_out(executor, step.weight)
-            vectors = transport.exchange([report.pack(executor, changed()) for executor in executors])
+            if optimizer_step is not None and optimizer_step.in_drain:
+                (executor,) = executors
+                own = report.pack(executor, changed(), optimizer_step.squared_norm())
+                vectors = transport.exchange([own], optimizer_step.step_early)
+            else:
+                vectors = transport.exchange([report.pack(executor, changed()) for executor in executors])
             reports = report.unpack(schedule, vectors)
             loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
             transport.messages.end_step()
@@ -153,7 +163,12 @@ class StepRunner:
             return microbatches
 
     def _prepare(
-        self, lowered: LoweredSchedule, batch: BatchLike, collect: Collect | None, scored: bool
+        self,
+        lowered: LoweredSchedule,
+        batch: BatchLike,
+        collect: Collect | None,
+        scored: bool,
+        optimizer_step: OptimizerStep | None,
     ) -> tuple[StepInput, AbstractContextManager[None]]:
         """Split the batch, and agree on it before anything is sent. Returns the input, and `_seeds`."""
         schedule, executors, number = lowered
@@ -169,6 +184,9 @@ class StepRunner:
             facts = facts._replace(tokens=weight)
             if world.mesh is not None:
                 data, description = fingerprint(as_list(batch), len(microbatches), number)
+                if optimizer_step is not None:
+                    description += f", an optimizer, max_norm={optimizer_step.max_norm}"
+                    data = zlib.crc32(f"{data} {optimizer_step.max_norm}".encode())
                 facts = facts._replace(fingerprint=data, description=description)
         except InputError as error:
             refusal, words = error, f"it refuses its batch ({error})"

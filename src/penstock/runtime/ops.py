@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.batch.head_logits import whole
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
@@ -144,7 +145,7 @@ class Ops:
             return self._checked(compute, *flatten(output), step)
         with torch.no_grad():
             if step.collect is not None:
-                self.results[number] = step.collect(output, number)
+                self.results[number] = step.collect(whole(output), number)
             else:
                 self.totals.append(self._loss.total(output, step.microbatches[number]))
         return None

@@ -1,8 +1,9 @@
 """The step report: what every rank sends to all others at the end of a step, as one vector, in one exchange.
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
-    buffers, held for W | whether copies changed | of each stage of the rank: start and end of its
-    gradient reduction, or zeros | of each op, in program order: its OpTimes | zeros up to one length
+    buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
+    | of each stage of the rank: start and end of its gradient reduction, or zeros | of each op, in program
+    order: its OpTimes | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
 """
@@ -21,7 +22,7 @@ from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import Reduction, Schedule, Timeline
 from penstock.schedule.timeline import covered
 
-_HEAD = 7  # numbers in front of the times
+_HEAD = 8  # numbers in front of the times
 _TIMES = len(OpTimes._fields)
 
 
@@ -31,6 +32,7 @@ class StepReport(NamedTuple):
     loss: its share of the step's loss, 0 without a last stage
     peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
+    squares: squared norm of the gradients of its stages, or 0
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
 
@@ -39,6 +41,7 @@ class StepReport(NamedTuple):
     peak_deferred: int
     held: Held
     changed: bool
+    squares: float
     reductions: Sequence[float]
     times: Sequence[float]
 
@@ -46,14 +49,14 @@ class StepReport(NamedTuple):
 Reports = Sequence[StepReport]  # by rank
 
 
-def pack(executor: Executor, changed: bool = False) -> Tensor:
+def pack(executor: Executor, changed: bool = False, squares: float = 0.0) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks."""
     ops, schedule = executor.ops, executor.plan.schedule
     loss = float(torch.stack(ops.loss_shares).double().sum()) if ops.loss_shares else 0.0
     times, found = executor.recorder.times(), executor.recorder.reductions()
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
-    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(changed)]
+    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(changed), squares]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(reductions) - len(times))
     return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
@@ -64,12 +67,11 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     reports = []
     for rank, vector in enumerate(vectors):
         values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        loss, peak_live, deferred, *held, changed = values[:_HEAD]
+        loss, peak_live, deferred, *held, changed, squares = values[:_HEAD]
         reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
         bytes_held = Held(*map(int, held))
-        reports.append(
-            StepReport(loss, int(peak_live), int(deferred), bytes_held, bool(changed), reductions, times)
-        )
+        peaks = int(peak_live), int(deferred)
+        reports.append(StepReport(loss, *peaks, bytes_held, bool(changed), squares, reductions, times))
     return reports
 
 
@@ -88,6 +90,11 @@ def bubble(schedule: Schedule, reports: Reports) -> float:
     else:
         busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
     return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
+
+
+def ends(reports: Reports) -> list[float]:
+    """When each rank ended its last op or reduction; 0 for a rank without ops."""
+    return [max([0.0, *each.times[1::_TIMES], *each.reductions]) for each in reports]
 
 
 def measured(schedule: Schedule, reports: Reports) -> Timeline:

@@ -1,7 +1,8 @@
 """The training loop, from the first evaluation to the last checkpoint.
 
 evaluate                                         before the first step, every evaluate_every, at the end
-for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite
+for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; all of this in
+                pipe.step with optimizer_in_drain
                 meanwhile one thread makes the next batch, and one writes the row of the step before
 save                                             every checkpoint_every, at the end; in the background
 """
@@ -25,6 +26,7 @@ from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
 from penstock.models.source import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.step import StepResult
 from penstock.runtime.rng import generator_of
 from penstock.train.checkpoints import Start, checkpoint_folder, prune, state_after
 from penstock.train.config.sections import TrainConfig
@@ -85,13 +87,12 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     set_learning_rates(optimizer_section, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
     batch = next(batches)
-    result = run.pipe.step(batch.content)
-    norm = run.pipe.clip_grad_norm_(section.clip_norm or math.inf)
+    result, norm = _gradients(run, batch)
     judged = {"loss": result.loss, "grad_norm": norm}
     reason = skips.judge(**judged)
     if reason:
         run.pipe.zero_grad()
-    else:
+    elif not section.optimizer_in_drain:
         for optimizer in run.optimizers:
             optimizer.step()
     seconds = time.perf_counter() - started
@@ -114,6 +115,17 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     log.step(row)
     skips.check(step, reason)
     return batch.fill
+
+
+def _gradients(run: Run, batch: Batch) -> tuple[StepResult, float]:
+    """Run the pipeline's step, and clip; it also steps where optimizer_in_drain. Returns the norm."""
+    section = run.config.train
+    limit = section.clip_norm or math.inf
+    if section.optimizer_in_drain:
+        result = run.pipe.step(batch.content, optimizer=run.optimizers, max_norm=limit)
+        assert result.norm is not None
+        return result, result.norm
+    return run.pipe.step(batch.content), run.pipe.clip_grad_norm_(limit)
 
 
 def seed_step(pipe: Pipeline, seed: int, step: int) -> None:

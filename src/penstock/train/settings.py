@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from penstock.batch.loss import NextToken
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
 from penstock.launch.start import under_torchrun
@@ -109,6 +110,8 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     return AutoPipeline(
         **{name: getattr(pipeline, name) for name in _SAME},
         ranks=ranks,
+        loss_fn=NextToken(config.train.label_smoothing, config.train.z_loss),
+        chunked_loss=config.train.chunked_loss,
         sequence_length=config.data.sequence_length,
         seed=model.seed,
         dtype=getattr(torch, model.dtype),

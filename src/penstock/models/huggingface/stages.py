@@ -27,6 +27,7 @@ from penstock.models.huggingface.boundary import (
     make_boundary_layer,
 )
 from penstock.models.huggingface.entries import taken
+from penstock.models.huggingface.head import defer_head
 from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
@@ -96,10 +97,21 @@ class HFCall:
     """Calls a model made by `cut` as a stage."""
 
     def __init__(
-        self, model: PreTrainedModel, info: StageInfo, entries: frozenset[str] | None = None
+        self,
+        model: PreTrainedModel,
+        info: StageInfo,
+        entries: frozenset[str] | None = None,
+        *,
+        defers_head: bool = False,
     ) -> None:
-        """entries: those of a microbatch that the model gets, from `taken` of it before axes change its
-        forward; others are the loss's"""
+        """
+        Args:
+            entries: those of a microbatch that the model gets, from `taken` of it before axes change its
+                forward; others are the loss's.
+            defers_head: whether the last stage may return HeadLogits.
+        """
+        if defers_head and info.is_last:
+            defer_head(model)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
         ends = info.is_first or info.is_last

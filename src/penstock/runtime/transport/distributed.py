@@ -121,14 +121,19 @@ class DistributedTransport(Transport):
             "Give every rank the same batch, e.g. by drawing it from the same seed and step",
         )
 
-    def exchange(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+    def exchange(
+        self, vectors: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[Tensor]:
         self.settle()
         (mine,) = vectors
         numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
         if numbered:  # one of one entry is then as long as that of `agree`: ranks in both calls meet in full
             mine = torch.cat([mine.new_tensor([call_number(self.call)]), mine])
         with self.watch.waiting("the end of the step", None):
-            everyone = self._everyone.all_gather(mine)
+            work, everyone = self._everyone.start_all_gather(mine)
+        meanwhile()
+        with self.watch.waiting("the end of the step", None):
+            work.wait(self._limit)
         if numbered:
             self._check_calls(everyone)
         return [vector[1:] for vector in everyone] if numbered else everyone

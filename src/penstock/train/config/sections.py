@@ -204,6 +204,15 @@ class TrainSection(Section):
     batch_size: Count = 8  # rows a step, over all microbatches
     seed: Natural = 0  # of the order of the rows, and of dropout
     clip_norm: Positive | None = 1.0  # the largest norm of the gradients; null: any
+    # A rank whose gradients are whole steps its optimizer while others still compute, and undoes it where the
+    # norm of all says so: the weights stay the same. It takes memory for a copy of weights and moments
+    optimizer_in_drain: bool = False
+    # Share of each token's target that the whole vocabulary has in equal parts; evaluations have it too
+    label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
+    # Large logits (above 256 MiB a microbatch, in float32) are never whole: the head and its loss run on a
+    # block of the vocabulary at a time, and the head once more in the backward. Not with other axes
+    chunked_loss: bool = True
     # What happens where loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
     # and ten in a row end the run. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
