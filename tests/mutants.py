@@ -48,12 +48,34 @@ OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
 
+STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
+
 MUTANTS = [
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            self._model._clip(norm, self.max_norm)\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "finite = math.isfinite(norm)", "finite = True", OF_OPTIMIZER_STEP),
+    # ---- messages on streams
+    Mutant(STREAMED, "        self._connect(groups, channels)\n", "", OF_STREAMED),
+    Mutant(
+        STREAMED,
+        "                work.wait()\n        except",
+        "                pass\n        except",
+        OF_STREAMED,
+    ),
+    Mutant(
+        STREAMED,
+        "                work.wait()\n        except",
+        "                work.wait(self._limit)\n        except",
+        OF_STREAMED,
+    ),
+    Mutant(STREAMED, "works, tensors, nbytes)", "works, (), nbytes)", OF_STREAMED),
+    Mutant(STREAMED, "len(self._freed) > _AHEAD", "False", OF_STREAMED),
+    Mutant(STREAMED, "if self._watch.broken:", "if False:", OF_STREAMED),
+    Mutant("runtime/transport/groups.py", "            group.abort()\n", "            pass\n", OF_STREAMED),
+    Mutant("parallel/world.py", 'backend == "nccl" and fits_batches(schedule)', "False", OF_STREAMED),
+    Mutant("runtime/health/watch.py", "            free()\n", "", OF_STREAMED),
     # ---- executor and ops
     Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),
     Mutant(

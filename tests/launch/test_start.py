@@ -48,9 +48,11 @@ def test_all_ranks_run_and_what_they_print_passes_through(
 ) -> None:
     """SIGTERM ends a rank's child itself, which has none of the rank's handlers, and the rank goes on."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     text = """
-os.write(1, f"{rank} of {os.environ['WORLD_SIZE']} {os.environ['OMP_NUM_THREADS']}\\n".encode())
+set_here = os.environ['OMP_NUM_THREADS'], os.environ['CUDA_DEVICE_MAX_CONNECTIONS']
+os.write(1, f"{rank} of {os.environ['WORLD_SIZE']} {' '.join(set_here)}\\n".encode())
 if rank == 0:
     child = os.fork()
     if not child:
@@ -62,7 +64,7 @@ if rank == 0:
     os._exit(0 if os.waitstatus_to_exitcode(status) == -signal.SIGTERM else 9)
 """
     assert launch(3, script(tmp_path, text)) == 0
-    assert sorted(capfd.readouterr().out.splitlines()) == ["0 of 3 1", "1 of 3 1", "2 of 3 1"]
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"{rank} of 3 1 32" for rank in range(3)]
     assert signal.getsignal(signal.SIGTERM) is before
     assert "OMP_NUM_THREADS" not in os.environ
     assert not under_torchrun()

@@ -119,7 +119,7 @@ def _load(
         def apply() -> dict[str, Any]:
             pipe.load_weights(folder)
             restore()
-            set_random_state(random)
+            set_random_state(random, pipe)
             return state
 
         return apply

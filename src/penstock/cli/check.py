@@ -13,7 +13,8 @@ from transformers import logging as transformers_logging
 from penstock.batch.loss import IGNORED
 from penstock.cli.shared import table
 from penstock.errors import ConfigError, ModelError
-from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.parallel.nccl import describe
+from penstock.pipeline.auto_pipeline import AutoPipeline, exchange_of
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.compare import Report
 from penstock.pipeline.summary import size
@@ -73,6 +74,8 @@ def check(
     origin = "its weights" if plan.source.files else f"random weights (seed {_SEED}): the folder has none"
     print(f"{type(model).__name__} in {dtype}, {origin}")
     print(summary, end="\n\n")
+    if schedule.ranks > 1:
+        print(f"NCCL: {describe(schedule, exchange_of(auto, plan))}")
     print(f"batch: {shape[0]} rows of {shape[1]} random tokens{_window_note(model, shape[1])}")
     if report.losses is not None:
         print(f"loss: {report.losses[0]:.8g} split, {report.losses[1]:.8g} whole")

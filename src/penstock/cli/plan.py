@@ -19,6 +19,8 @@ from penstock.cli.shared import table
 from penstock.models.multiply_adds import multiply_adds
 from penstock.models.source import sdpa_for_flash
 from penstock.parallel.axes import LOSS, MESH, Axes
+from penstock.parallel.nccl import describe
+from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.build_plan import StagePlan
 from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
@@ -68,6 +70,8 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     yield "step", _step(planned)
     names = f"{schedule.name}, {_count(schedule.ranks, 'rank')}, {_count(schedule.stages, 'stage')}"
     yield "schedule", f"{names}, {_count(schedule.microbatches, 'microbatch', 'es')}"
+    if schedule.ranks > 1:
+        yield "NCCL", describe(schedule, exchange_of(planned.auto, plan))
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     yield (
         "bubble",

@@ -175,6 +175,7 @@ def _surroundings() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in numbers}
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # penstock.parallel.nccl says why
     logging.disable(logging.CRITICAL)
     try:
         yield

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import ConfigError, ModelError, WorldSizeError
 from penstock.parallel.axes import MESH, Axes
-from penstock.runtime.transport.groups import pipelines
+from penstock.parallel.nccl import backend_of_gpus
+from penstock.runtime.transport.groups import backend_for, pipelines
 
 
 def make_mesh(axes: Axes, ranks: int, device: torch.device) -> DeviceMesh:
@@ -35,8 +36,7 @@ def job_backend(device: str) -> str:
     """
     job = dist.group.WORLD
     assert job is not None
-    name: str = job._get_backend(torch.device(device)).name()
-    return name
+    return backend_for(job, device)
 
 
 def present(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
 
     Args:
         timeout: seconds
-        backend: None takes what fits the device
+        backend: None takes what fits the device; gloo where processes share a GPU
 
     Raises ConfigError where rank 0 cannot listen, or does not answer.
     """
@@ -109,8 +109,9 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
             "End that process, or give another port: torchrun --master-port, or --standalone for a free one",
         ) from cause
     attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    fitting = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend or fitting, store=attempt, rank=rank, world_size=world, timeout=limit)
+    if backend is None:
+        backend = "gloo" if device.type != "cuda" else backend_of_gpus(attempt, rank, world, device)
+    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
 
 
 def pipeline_mesh(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import ConfigError
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh import init_process_group, pipeline_mesh
+from penstock.parallel.nccl import check_connections, fits_batches, set_environment
 from penstock.parallel.reductions import Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
 from penstock.runtime.transport.distributed import DistributedTransport, clock_offset
@@ -37,14 +38,10 @@ class WorldOptions:
     timeout: float = 300.0
     transport: str | None = None
     wire: torch.dtype | None = None
-    exchange: str = "channels"
+    exchange: str = "auto"
     network: Network | None = None
     axes: Axes | None = None
     overlap: bool = False
-
-    @property
-    def batched(self) -> bool:
-        return self.exchange == "batched"
 
     @property
     def takes_all(self) -> bool:
@@ -74,9 +71,9 @@ class WorldOptions:
         if self.transport not in (None, "nccl", "gloo", "local"):
             rule = "a transport is 'nccl', 'gloo' or 'local'"
             raise ConfigError(f"transport={self.transport!r}", rule, "Leave it out to take what fits")
-        if self.exchange not in ("channels", "batched"):
+        if self.exchange not in ("auto", "channels", "batched"):
             rule = "messages go each by itself, 'channels', or all of a moment together, 'batched'"
-            raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'channels'")
+            raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'auto'")
 
 
 @dataclass(frozen=True)
@@ -145,19 +142,22 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         rule = f"the end of an op is known at once on the CPU only, and the device is {device}"
         raise ConfigError(f"network={options.network}", rule, "Take device='cpu', or leave network out")
     overlap = options.overlap and bool(schedule.overlaps) and device.type == "cpu"
+    if device.type == "cuda":
+        set_environment()
+        torch.cuda.set_device(device)
     if options.one_process:
         _check_one_process(options)
         local = LocalTransport(options.wire)
         local.overlap = overlap
-        return World(tuple(range(schedule.ranks)), device, local, OneProcess(), batched=options.batched)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        batched = goes_in_batches(options, "local", schedule)
+        return World(tuple(range(schedule.ranks)), device, local, OneProcess(), batched=batched)
     init_process_group(device, options.timeout, options.transport)
     common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
     if options.takes_all:  # before any group is made: ranks that differ would hang in making them
         shake_hands(AllProcesses(options.timeout, device), common)
     mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
     groups = Groups(mesh, options.timeout, options.transport)
+    batched = goes_in_batches(options, groups.backend, schedule)
     transport = DistributedTransport(groups, device, options.timeout)
     transport.overlap = overlap
     with close_on_error(transport):
@@ -165,7 +165,9 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             shake_hands(transport, common)
         if device.type == "cpu" and options.transport is None:
             transport.share_memory()
-        transport.open(schedule, options.wire, batched=options.batched, network=options.network)
+        if groups.backend == "nccl":
+            check_connections(schedule, batched)
+        transport.open(schedule, options.wire, batched=batched, network=options.network)
         offset = clock_offset(transport)
         reductions = Reductions()
         if options.axes is not None:
@@ -173,7 +175,18 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             transport.closers.append(reductions.close)
             transport.share_failures(reductions.shared_token())
             transport.same_call = reductions.same_call
-    return World((transport.rank,), device, transport, transport, offset, options.batched, mesh, reductions)
+    return World((transport.rank,), device, transport, transport, offset, batched, mesh, reductions)
+
+
+def goes_in_batches(options: WorldOptions, backend: str, schedule: Schedule) -> bool:
+    """Whether what a rank sends and receives between two ops goes together.
+
+    torch forbids the use of several NCCL groups at a time by a process that has not waited for the first one:
+    so on NCCL all messages go through one, unless the schedule cannot.
+    """
+    if options.exchange == "auto":
+        return backend == "nccl" and fits_batches(schedule)
+    return options.exchange == "batched"
 
 
 @contextmanager

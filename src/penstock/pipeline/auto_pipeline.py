@@ -198,7 +198,8 @@ class AutoPipeline(Options):
         without = "a folder's" if plan.source.files else f"seed {self.seed}"
         values = "the model's own" if has_values else without
         facts = {**plan.facts, "values": values, "replay_routing": str(self.replay_routing)}
-        world = open_world(plan.schedule, self.world_options(), {**self.facts(), **facts})
+        options = replace(self.world_options(), exchange=exchange_of(self, plan))
+        world = open_world(plan.schedule, options, {**self.facts(), **facts})
         with close_on_error(world.transport):
             return Pipeline(_Build(self, plan, world).run())
 
@@ -256,6 +257,12 @@ class AutoPipeline(Options):
     ) -> list[range]:
         check_enough(chain.count, schedule.placement.depth)
         return fastest_split(multiply_adds(model, chain, self.sequence_length), schedule, memory)
+
+
+def exchange_of(auto: AutoPipeline, plan: BuildPlan) -> str:
+    """The exchange that the messages of `plan` can have: those that carry their shapes go one by one."""
+    carry_shapes = auto.shapes == "exchanged" or not plan.chain.only_hidden_states
+    return "channels" if auto.exchange == "auto" and carry_shapes else auto.exchange
 
 
 def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:

@@ -58,7 +58,8 @@ class Options:
         timeout: seconds that a rank waits for another before it gives up
         transport: "nccl", "gloo", "local", or None for the one that fits: NCCL between GPUs, shared memory
             between CPUs of one host where it is Linux on x86-64, else gloo
-        exchange: "channels", or "batched" (penstock.parallel.world.WorldOptions)
+        exchange: "channels", "batched", or "auto": batched on NCCL where the schedule and its messages can
+            (docs/guides/clusters.md), else channels
         wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
             the model's changes the gradients.
         network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
@@ -104,7 +105,7 @@ class Options:
     device: torch.device | str | None = None
     timeout: float = 300.0
     transport: str | None = None
-    exchange: str = "channels"
+    exchange: str = "auto"
     wire_dtype: torch.dtype | None = None
     network: Network | None = None
     sharding: Sharding | None = None
@@ -164,7 +165,7 @@ class Options:
             timeout=self.timeout,
             transport=self.transport,
             wire=self.wire_dtype,
-            exchange=self.exchange,
+            exchange="channels" if self.exchange == "auto" and self.shapes == "exchanged" else self.exchange,
             network=self.network,
             axes=self.axes,
             overlap=self._overlaps(),

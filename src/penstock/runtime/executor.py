@@ -39,8 +39,9 @@ from penstock.runtime.plan import (
     Send,
     Wait,
 )
-from penstock.runtime.recorder import Progress, Recorder, Time
+from penstock.runtime.recorder import Progress, Recorder
 from penstock.runtime.stage import Stage
+from penstock.runtime.stream import Time
 from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
 
@@ -106,6 +107,7 @@ class Executor:
             began = self.recorder.now()
             while not self._arrived(action.message, began):
                 yield action.message
+        self.messages.complete()
         self.ops.end_step(step)
 
     def _effects(self) -> Iterator[tuple[Effect, Any]]:

@@ -6,16 +6,16 @@ The timeline, the bubble, the account in an error and the post-mortem all come f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 
 from penstock.errors import Account
+from penstock.runtime import stream
+from penstock.runtime.stream import Moment, Time
 from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
-
-Time = float | torch.cuda.Event  # a point in time
 
 _SHOWN = 3  # ops named as the last ones done
 
@@ -40,19 +40,20 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
-        self.device, self._cuda = device, device.type == "cuda"
+        self.device, self._stream = device, stream.stream_of(device)
         self._offset = clock_offset
         self._done: list[Op] = []
         self._times: list[Time] = []  # four of each op that is done, as OpTimes has them
         self._waited: dict[Op, tuple[Time, Time]] = {}  # by the op whose result was waited for
         self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
-        self._zero: tuple[float, torch.cuda.Event] | None = None
-        self.now: Callable[[], Time] = _event if self._cuda else time.perf_counter
+        self._zero: tuple[float, Moment] | None = None
+        self.now = self._stream.now
 
     def begin_step(self) -> None:
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
-        if self._cuda:
-            self._zero = (time.perf_counter(), _event())
+        zero = self.now()
+        if not isinstance(zero, float):
+            self._zero = time.perf_counter(), zero
 
     def waited(self, source: Op, start: Time, end: Time) -> None:
         """The rank waited for the result of `source`."""
@@ -75,8 +76,8 @@ class Recorder:
 
     def times(self) -> list[float]:
         """The OpTimes of all ops, flat."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._stream.runs_behind:
+            self._stream.synchronize()
             return list(map(self._seconds, self._times))
         offset = self._offset
         return [when + offset for when in self._times]  # type: ignore[operator]
@@ -96,17 +97,11 @@ class Recorder:
             return when + self._offset
         assert self._zero is not None
         at, zero = self._zero
-        return at + float(zero.elapsed_time(when)) / 1e3 + self._offset
+        return at + zero.elapsed_time(when) / 1e3 + self._offset
 
 
 def _is_over(when: Time) -> bool:
-    return isinstance(when, float) or when.query()  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    return isinstance(when, float) or when.query()
 
 
 def timeline(

@@ -7,6 +7,7 @@ posted in the order in which the sender sends, so first in, first out on a chann
     posts            when a rank posts each receive, so that it lands before its use
     buffered_sends   how many sent results a channel must hold if a send blocks until its receive is posted
     exchanges        the same schedule where everything sent and received between two ops is one call
+    blocked_in_line  the ranks that would wait forever if a GPU began all that is queued strictly in order
 """
 
 from __future__ import annotations
@@ -247,6 +248,46 @@ def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[S
                 steps.append((number, queue[room] + 1 if room >= 0 else NOTHING))
         programs.append(steps)
     return 2 * numbers.count, programs
+
+
+# ---- One hardware queue
+#
+# A GPU takes work from a few hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 if unset), which its streams
+# share. Of each queue it begins the entries in order: one that waits for the entry before it on its own
+# stream, or for another stream, holds up all behind it. NCCL has a stream for each communicator, on which a
+# message begins when the one before is complete. With one queue the second receive on a channel holds up the
+# op that the first one's sender waits for:
+#
+#     <0F0  <0F1  1B0        1B0 is behind 0F1, which is behind 0F0
+#
+# Several queues leave out some of these waits and add none. So what runs in one queue runs in any number.
+
+
+def blocked_in_line(schedule: Schedule, ahead: float = AHEAD) -> list[int]:
+    """The ranks that wait forever where each has one hardware queue and a stream for each channel.
+
+    Receives are posted as `posts` says; `schedule` has passed `verify`.
+    """
+    numbers = OpNumbers(schedule)
+    found = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
+    # by message, a number for its beginning at the sender; one more is that at the receiver
+    begun = {message.op: 2 * numbers.of(message.op) for message in found}
+    before = {later.op: each.op for queue in _by_channel(found) for each, later in pairwise(queue)}
+
+    def complete(op: Op | None) -> list[Step]:
+        return [] if op is None else [(NOTHING, begun[op]), (NOTHING, begun[op] + 1)]
+
+    programs = []
+    for rank, program in enumerate(schedule.programs):
+        steps: list[Step] = []
+        for op, posted in zip(program, posts(schedule, rank, ahead), strict=True):
+            for source in posted:
+                steps += [*complete(before.get(source)), (begun[source] + 1, NOTHING)]
+            steps += complete(received(schedule, op))
+            if op in begun:
+                steps += [*complete(before.get(op)), (begun[op], NOTHING)]
+        programs.append(steps)
+    return sorted(walk_of(2 * numbers.count, programs).blocked)
 
 
 # ---- Exchanges: everything that a rank sends and receives between two ops completes together

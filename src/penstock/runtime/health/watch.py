@@ -23,11 +23,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
+from penstock.runtime.transport.groups import is_late
+from penstock.schedule import Op
 
 End = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
 
 _PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
 _LINGERS = 10.0  # seconds that Python's exit waits for a note to be left
+_NOTICES = 5.0  # seconds in which a rank notices by itself that another one has failed
 _CEASED = 3  # periods without a note after which a rank counts as stuck
 
 
@@ -131,6 +134,11 @@ class Watch:
         self._notes, self._rank, self._ranks, self.timeout = FailureNotes(store, rank), rank, ranks, timeout
         self._mesh_notes: FailureNotes | None = None  # by process, of all pipelines of the mesh
         self.gives_up: Callable[[], object] = lambda: None  # called once this rank has left its notes
+        # ends what holds up this rank's host in foreign code, where something can: see `_free_host`
+        self.frees: Callable[[], object] | None = None
+        self._over = self._overdue = False  # whether this rank knows of a failure, and of an op of its own
+        self._op: tuple[int, Op] | None = None
+        self._began = 0.0
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
@@ -166,6 +174,12 @@ class Watch:
         finally:
             self.end()
 
+    @property
+    def broken(self) -> bool:
+        """Whether a rank has failed, or was reported to be silent."""
+        notes = filter(None, (self._notes, self._mesh_notes))
+        return any(each.first_failure("failed", "silent") is not None for each in notes)
+
     def close(self) -> None:
         atexit.unregister(self.close)
         self._stop.set()
@@ -192,7 +206,7 @@ class Watch:
         notes = filter(None, (self._notes, self._mesh_notes))
         # a rank may have failed while its process lives on: then waits time out too
         failed = any(each.first_failure("failed") is not None for each in notes)
-        late = "timed out" in str(cause).lower() and not failed
+        late = (is_late(cause) or self._overdue) and not failed
         error = self._stalled(waiting) if late else self._lost(waiting)
         self.gives_up()
         return error
@@ -256,13 +270,32 @@ class Watch:
     def _freeze(self) -> None:
         """Publish the progress of this rank, and keep it: its executor will forget the step."""
         last = self._progress()
-        self._progress = lambda: last
+        self._progress, self._over = (lambda: last), True
         self._leave_note()
 
     def _publish(self) -> None:
         while not self._stop.wait(self._period):
             if not self._leave_note():
                 return
+            if self.frees is not None and not self._over:
+                self._free_host(self.frees)
+
+    def _free_host(self, free: Callable[[], object]) -> None:
+        """End an op of this rank that lasts too long, or that another rank's failure may hold up.
+
+        On NCCL an op may read a value that never comes, which no time limit ends. Once NCCL's groups are
+        aborted it goes on with whatever it reads, and the next wait for another rank raises the error.
+        """
+        progress, now = self._progress(), time.monotonic()
+        op = None if progress is None or progress.current is None else (len(progress.done), progress.current)
+        if op is None or op != self._op:
+            self._op, self._began = op, now
+            return
+        lasted = now - self._began
+        self._overdue = lasted > self.timeout
+        if self._overdue or (lasted > _NOTICES and self.broken):
+            self._over = True
+            free()
 
     def _leave_note(self) -> bool:
         waiting = self._waiting

@@ -7,13 +7,12 @@ it: nothing else knows when that ends. So a buffer is free when the pool alone h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import TensorSpec
+from penstock.runtime.stream import CudaStream, Moment
 
 _WASTE = 1.125  # a buffer this much larger than what is asked for will do: ragged lengths share buffers
 _ALIGNED = 64  # bytes
@@ -96,13 +95,6 @@ def _is_free(buffer: UntypedStorage) -> bool:
 # end waits for the other's kernels.
 
 
-class Moment(Protocol):
-    """A point in a stream, such as a torch.cuda.Event."""
-
-    def synchronize(self) -> None: ...
-    def query(self) -> bool: ...
-
-
 class Staging:
     """Copies between `device` and host buffers of `pool`.
 
@@ -111,7 +103,7 @@ class Staging:
 
     def __init__(self, device: torch.device, pool: Pool, now: Callable[[], Moment] | None = None) -> None:
         self._device, self._pool = device, pool
-        self._now = now or partial(_CudaMoment, device)
+        self._now = now or CudaStream(device).now
         self._copying: list[tuple[Moment, Tensor]] = []  # host memory that the device still reads
 
     def down(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Moment]:
@@ -136,23 +128,3 @@ class Staging:
         for moment, _ in self._copying:
             moment.synchronize()
         self._copying = []
-
-
-class _CudaMoment:
-    """The point that the stream of `device` has reached, for any thread to wait for.
-
-    A new thread is on GPU 0 whatever its process computes on, and would open a context there by waiting.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # spins else
-        self._event.record(torch.cuda.current_stream(device))
-
-    def synchronize(self) -> None:
-        with torch.cuda.device(self._device):
-            self._event.synchronize()
-
-    def query(self) -> bool:
-        with torch.cuda.device(self._device):
-            return bool(self._event.query())  # type: ignore[no-untyped-call]

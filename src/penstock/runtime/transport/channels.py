@@ -6,7 +6,8 @@
 Which messages pair up on a channel depends on nothing else. On NCCL each channel has a process group of its
 own. On gloo each has a tag, in one group for activations and one for gradients: with one group for both,
 steps of small ops took half as long again, and each further group keeps a thread that wakes a hundred times
-a second while the rank computes. Where messages go in batches, all channels share one group.
+a second while the rank computes. Where messages go in batches, all channels share one group. Here a wait is
+one of the host; in stream_channels.py it is one of the GPU's stream.
 """
 
 from __future__ import annotations
@@ -58,18 +59,20 @@ def open_p2p_groups(
     if not batched and not has_tags(groups):
         return {
             channel: P2PGroup(
-                groups.new(ends[channel], f"pp channel {channel.source} to {channel.target}"),
+                groups.new(ends[channel], f"pp channel {channel.source} to {channel.target}", messages=True),
                 int(ends[channel][0] > ends[channel][1]),
                 int(ends[channel][1] > ends[channel][0]),
                 0,
             )
             for channel in channels
         }
-    gradients = groups.pipeline if batched else groups.new(range(groups.size), "pp gradients")
+    activations = gradients = groups.pipeline
+    if not has_tags(groups):  # its options are those of messages, and it can be aborted
+        activations = gradients = groups.new(range(groups.size), "pp messages", messages=True)
+    elif not batched:
+        gradients = groups.new(range(groups.size), "pp gradients")
     return {
-        channel: P2PGroup(
-            groups.pipeline if channel.source < channel.target else gradients, *ends[channel], tag
-        )
+        channel: P2PGroup(activations if channel.source < channel.target else gradients, *ends[channel], tag)
         for tag, channel in enumerate(channels, start=1)
     }
 
@@ -110,9 +113,9 @@ class Channels(Messages):
         network: Network | None = None,
     ) -> None:
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
-        self._carrier = Batches(groups.pipeline, ring_exchange()) if batched else OneByOne()
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)
+        self._carrier = self._batches(groups) if batched else OneByOne()
         staged = groups.backend == "gloo" and device.type == "cuda"
         self._pool = Pool(torch.device("cpu"), pinned=True) if staged else Pool(device)
         self._staging = Staging(device, self._pool) if staged else None
@@ -127,6 +130,9 @@ class Channels(Messages):
         # received
         self._unknown: dict[Channel, deque[Message]] = {}
         self._early: dict[Message, Payload] = {}  # received because they came before another one
+
+    def _batches(self, groups: Groups) -> Batches:
+        return Batches(groups.pipeline, ring_exchange())
 
     # ---- receiving
 
@@ -169,7 +175,7 @@ class Channels(Messages):
     def _receive_next(self, message: Message) -> Payload:
         works, buffers, specs, stamp = self._posted.pop(message)
         self._posted_bytes -= _nbytes(buffers)
-        self._finish(works, message)
+        self._finish(works, message, read=specs is None)
         if specs is None:
             specs = self._read_header(message, buffers[0])
             buffers = self._buffers(specs)
@@ -189,11 +195,11 @@ class Channels(Messages):
         text = header[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length > len(text):
             text = self._pool.take(TensorSpec((length,), torch.uint8))
-            self._finish(self._receive(message, (text,)), message)
+            self._finish(self._receive(message, (text,)), message, read=True)
         return unpack_specs(_bytes(text))
 
-    def _finish(self, works: Sequence[Work], message: Message) -> None:
-        """Wait for the works that bring `message`."""
+    def _finish(self, works: Sequence[Work], message: Message, read: bool = False) -> None:
+        """Wait for the works that bring `message`. read: whether this host reads the values next"""
         peer = self._hosts[message.op.stage]
         self._watch.begin(message, peer)
         try:
@@ -206,13 +212,7 @@ class Channels(Messages):
     # ---- sending
 
     def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
-        ahead = [] if self._network is None else [self._network.stamp()]
-        tensors = [tensor.contiguous() for tensor in narrowed(payload.tensors, self._wire)]
-        pairs = zip(tensors, payload.tensors, strict=True)
-        copies = sum([tensor.nbytes for tensor, original in pairs if tensor is not original])
-        nbytes = copies or (payload.nbytes if payload.only_sent is None else payload.only_sent)
-        if with_specs:
-            ahead += self._headers(payload.specs)
+        ahead, tensors, nbytes = self._outgoing(payload, with_specs)
         completion = self._completions.get(message.channel)
         if self._staging is None:
             tensors = [*ahead, *tensors]
@@ -237,6 +237,17 @@ class Channels(Messages):
         else:
             for earlier in self._sending.values():
                 earlier.poll()
+
+    def _outgoing(self, payload: Payload, with_specs: bool) -> tuple[list[Tensor], list[Tensor], int]:
+        """What goes ahead of a payload, its tensors as they travel, and the bytes held only to be sent."""
+        ahead = [] if self._network is None else [self._network.stamp()]
+        tensors = [tensor.contiguous() for tensor in narrowed(payload.tensors, self._wire)]
+        pairs = zip(tensors, payload.tensors, strict=True)
+        copies = sum([tensor.nbytes for tensor, original in pairs if tensor is not original])
+        nbytes = copies or (payload.nbytes if payload.only_sent is None else payload.only_sent)
+        if with_specs:
+            ahead += self._headers(payload.specs)
+        return ahead, tensors, nbytes
 
     def _send(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Work]:
         try:

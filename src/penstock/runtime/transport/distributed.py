@@ -30,6 +30,7 @@ from penstock.runtime.transport.interface import Transport
 from penstock.runtime.transport.shared_messages import SharedMessages
 from penstock.runtime.transport.shared_processes import SharedProcesses
 from penstock.runtime.transport.shared_segment import Segment, open_segments
+from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Op, Schedule
 
 # what gloo says where a rank of a collective is gone or late: only the words tell these errors from others
@@ -62,6 +63,8 @@ class DistributedTransport(Transport):
         drawn = torch.tensor([secrets.randbits(60)], device=self._at)
         token = int(self._everyone.all_gather(drawn)[0])
         self.watch = Watch(PrefixStore(f"penstock-watch/{token}", _store()), self.rank, groups.size, timeout)
+        self.watch.gives_up = abort = _unless_gone(groups.abort)
+        self.watch.frees = abort if groups.backend == "nccl" and groups.size > 1 else None
 
     def share_failures(self, mesh: int) -> None:
         """From now on, share failures with all pipelines of a mesh. mesh: a number they have in common"""
@@ -78,6 +81,10 @@ class DistributedTransport(Transport):
             self.messages = SharedMessages(
                 self.rank, self._segments, edges, hosts, wire, self.watch, self._limit, self._spin
             )
+        elif self._groups.backend == "nccl":
+            self.messages = StreamChannels(
+                self._groups, edges, hosts, self._device, wire, self.watch, batched=batched
+            )
         else:
             self.messages = Channels(
                 self._groups, edges, hosts, self._device, wire, self.watch, batched=batched, network=network
@@ -91,8 +98,7 @@ class DistributedTransport(Transport):
             return
         self.closers += [segment.close for segment in self._segments]
         # as a broken connection would: who waits for this rank asks why, and finds its notes
-        end = weakref.WeakMethod(self._segments[self.rank].end)  # the watch outlives a dropped pipeline
-        self.watch.gives_up = lambda: None if (alive := end()) is None else alive()
+        self.watch.gives_up = _unless_gone(self._segments[self.rank].end)
         # a rank that looks for a message keeps its core from others
         self._spin = len(os.sched_getaffinity(0)) >= dist.get_world_size()
         self._everyone = SharedProcesses(self._groups.pipeline, self._limit, self._segments, self._spin)
@@ -204,6 +210,12 @@ class DistributedTransport(Transport):
 def in_background(processes: Processes) -> Processes:
     """The same processes, for another thread. Collective over all processes of the job."""
     return processes.in_background() if isinstance(processes, DistributedTransport) else processes
+
+
+def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method that does not keep its object: the watch outlives a dropped pipeline."""
+    reference = weakref.WeakMethod(method)
+    return lambda: None if (alive := reference()) is None else alive()
 
 
 def _store() -> Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import PeerLostError, StalledPeerError
+
+# where no rank waits: a thread of sends, and NCCL, whose deadlines its callers keep
+FOREVER = datetime.timedelta(days=30)
 
 
 class Processes(Protocol):
@@ -35,6 +39,15 @@ class Gathering(Protocol):
 
     def wait(self, timeout: datetime.timedelta) -> object:
         """Raises RuntimeError where a process is late or gone."""
+
+
+# gloo, the store, shared memory; NCCL has two forms
+_LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
+
+
+def is_late(cause: BaseException) -> bool:
+    """Whether a wait failed because it took too long, by the words of its error."""
+    return _LATE.search(str(cause)) is not None
 
 
 class OneProcess:
@@ -63,7 +76,8 @@ class GroupProcesses:
 
     def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device) -> None:
         self._group, self._limit, self._device = group, limit, device
-        self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.index, self.count = group.rank(), group.size()
+        self._on_stream = backend_for(group, device.type) == "nccl"
 
     def gather(self, value: Any) -> list[Any]:
         return gather(value, self.all_gather)
@@ -80,6 +94,8 @@ class GroupProcesses:
         everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
         work = dist.all_gather(everyone, mine, self._group, async_op=True)
         assert work is not None
+        if self._on_stream:  # the GPU's stream waits, before another group may be used
+            work.wait()
         _LATEST.append((mine, everyone))
         return work, everyone
 
@@ -90,7 +106,8 @@ class AllProcesses(GroupProcesses):
     def __init__(self, timeout: float, device: torch.device) -> None:
         group = dist.group.WORLD
         assert group is not None
-        on_device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+        takes_cpu = any(kind.type == "cpu" for kind in group._device_types)
+        on_device = torch.device("cpu") if takes_cpu else device
         super().__init__(group, datetime.timedelta(seconds=timeout), on_device)
 
     def gather(self, value: Any) -> list[Any]:
@@ -98,7 +115,7 @@ class AllProcesses(GroupProcesses):
         try:
             return super().gather(value)
         except RuntimeError as cause:
-            late = "timed out" in str(cause).lower()
+            late = is_late(cause)
             kind = StalledPeerError if late else PeerLostError
             seconds = self._limit.total_seconds()
             raise kind(
@@ -132,32 +149,45 @@ class Groups:
         group = pipeline.get_group()
         self.rank = pipeline.get_local_rank()
         self.limit = datetime.timedelta(seconds=timeout)
-        self.backend = backend or dist.get_backend(group)
+        self.backend = backend or backend_for(group, mesh.device_type)
         self._members = dist.get_process_group_ranks(group)
         self._pipelines = pipelines(mesh)
         self._made: list[dist.ProcessGroup] = []
-        fits = dist.get_backend(group) == self.backend
+        # a group may have a backend for each type of device
+        fits = {backend_for(group, kind.type) for kind in group._device_types} == {self.backend}
         self.pipeline = group if fits else self.new(range(len(self._members)), "pp")
 
     @property
     def size(self) -> int:
         return len(self._members)
 
-    def new(self, ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    def new(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> dist.ProcessGroup:
         """Make a group of these ranks in every pipeline of the mesh; return this pipeline's. Collective.
 
         Every process of the job makes all of them in one order: torch names a group by how many there are,
         so that groups made by their members alone would not match.
+
+        messages: whether it moves messages while the ranks compute
         """
         mine: dist.ProcessGroup | None = None
         for members in self._pipelines:
-            group: dist.ProcessGroup = dist.new_group(
-                sorted(members[r] for r in ranks), timeout=self.limit, backend=self.backend, group_desc=name
-            )
+            group = self._make(sorted(members[r] for r in ranks), name, messages)
             mine = group if members == self._members else mine
         assert mine is not None
         self._made.append(mine)
         return mine
+
+    def _make(self, ranks: list[int], name: str, messages: bool) -> dist.ProcessGroup:
+        nccl = self.backend == "nccl"
+        group: dist.ProcessGroup = dist.new_group(
+            ranks,
+            # NCCL's own count begins when the host queues an op, which may be long before it can run
+            timeout=FOREVER if nccl else self.limit,
+            backend=self.backend,
+            pg_options=message_options() if nccl and messages else None,
+            group_desc=name,
+        )
+        return group
 
     def pass_over(self, name: str, meet: Callable[[], object]) -> None:
         """Keep in step with pipelines of the mesh that make a group of all their ranks here. Collective.
@@ -174,11 +204,42 @@ class Groups:
         """Where the tensors of collectives have to be."""
         return torch.device("cpu") if self.backend == "gloo" else device
 
+    def abort(self) -> None:
+        """End what is under way in these groups and may never complete, after a failure. For NCCL alone.
+
+        gloo ends what waits for a rank that has closed its connections.
+        """
+        if self.backend != "nccl":
+            return
+        groups = [self.pipeline, *(each for each in self._made if isinstance(each, dist.ProcessGroup))]
+        backend: Any = groups[0]._get_backend(torch.device("cuda"))
+        backend._group_start()  # one by one, communicators may wait for each other
+        for group in groups:
+            group.abort()
+        backend._group_end()
+
     def close(self) -> None:
+        """Where nothing has failed, NCCL first completes what is under way: nothing is."""
         for group in self._made:
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member of it
                 dist.destroy_process_group(group)
         self._made = []
+
+
+def backend_for(group: dist.ProcessGroup, device: str) -> str:
+    """The backend that a group has for a type of device; for the group torch may say 'undefined'."""
+    name: str = group._get_backend(torch.device(device)).name()
+    return name
+
+
+_CTAS = 8  # at most, of a communicator: messages are small, and each takes a processor from the kernels
+
+
+def message_options() -> Any:
+    """NCCL's options of a group for messages: few processors of the GPU, and first in turn for them."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.min_ctas, options.config.max_ctas = 1, _CTAS
+    return options
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:

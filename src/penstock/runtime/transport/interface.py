@@ -49,6 +49,9 @@ class Messages:
     def free(self, message: Message) -> None:
         """Make sure that a sent message has left. The plan has proven its arrival."""
 
+    def complete(self) -> None:
+        """After the last action of a step, make sure that all its messages have arrived and left."""
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of posted receives, of messages being sent, and of idle buffers."""

@@ -20,8 +20,9 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.transport.groups import FOREVER
+
 _LINGERS = 1.0  # seconds
-FOREVER = timedelta(days=30)  # in a thread that no rank waits for: the plan's Free has the deadline
 
 
 class Work(Protocol):
@@ -76,7 +77,10 @@ class Batches(OneByOne):
     def __init__(self, group: dist.ProcessGroup, ring: RingExchange | None = None) -> None:
         self._group, self._ring = group, ring
         self._ops: list[dist.P2POp] = []
-        self._next = Batch(None)
+        self._next = self._batch(None)
+
+    def _batch(self, before: Batch | None) -> Batch:
+        return Batch(before)
 
     def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
         return self._add(dist.isend, tensors, p2p.target, p2p.tag)
@@ -91,7 +95,7 @@ class Batches(OneByOne):
 
     def start(self, in_line: bool) -> None:
         ops, self._ops = self._ops, []
-        batch, self._next = self._next, Batch(self._next)
+        batch, self._next = self._next, self._batch(self._next)
         batch.begin(self._start(ops, in_line) if ops else [])  # a message may hold no tensor
 
     def _start(self, ops: list[dist.P2POp], in_line: bool) -> Sequence[Work]:

@@ -109,7 +109,7 @@ class PipelineSection(Section):
     padding: PaddingSection | None = None  # only with shapes: padded
     # auto: nccl on GPUs, shared memory on the CPUs of one host, else gloo; local in one process
     transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
-    exchange: Literal["channels", "batched"] = "channels"  # batched: torch's batch_isend_irecv
+    exchange: Literal["auto", "channels", "batched"] = "auto"  # batched: torch's batch_isend_irecv
     wire_dtype: Dtype | None = None  # of floats that are sent; null: unchanged
 
     @field_validator("schedule", mode="before")

@@ -1,0 +1,100 @@
+"""What NCCL needs around it: environment variables, a GPU a rank, and an order of its communicators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from penstock.errors import ConfigError
+from penstock.runtime.plan import channels
+from penstock.schedule import Schedule
+from penstock.schedule.order import blocked_in_line, exchanges
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_CONNECTIONS = {CONNECTIONS: "32"}  # as many as a GPU has: a stream for each communicator, and a few more
+_UNSET = 8  # CUDA's own
+# torch's watchdog would end a rank that only waits for a failed one, before that rank can say so
+_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
+
+def set_environment() -> None:
+    """Set what the user has not set. Before CUDA's context and NCCL's groups are made: they read it then."""
+    for name, value in {**_CONNECTIONS, **_ERRORS}.items():
+        os.environ.setdefault(name, value)
+
+
+def fits_batches(schedule: Schedule) -> bool:
+    """Whether the messages of a schedule can go in batches."""
+    try:
+        exchanges(schedule)
+    except ConfigError:
+        return False
+    return True
+
+
+def communicators(schedule: Schedule, batched: bool) -> int:
+    """The most communicators of a rank: for the pipeline's messages, and one for what all ranks exchange."""
+    if batched:
+        return 2
+    hosts = schedule.placement.rank_of
+    ends = [(hosts[channel.source], hosts[channel.target]) for channel in channels(schedule)]
+    return 1 + max((sum(rank in pair for pair in ends) for rank in range(schedule.ranks)), default=0)
+
+
+def describe(schedule: Schedule, exchange: str) -> str:
+    """The communicators of a rank in words. exchange: as in WorldOptions"""
+    batched = exchange == "batched" or (exchange == "auto" and fits_batches(schedule))
+    if batched:
+        return "2 communicators a rank, one of them for all messages, in batches"
+    return f"up to {communicators(schedule, batched)} communicators a rank, one for each edge and direction"
+
+
+def check_connections(schedule: Schedule, batched: bool) -> None:
+    """Raise ConfigError where a GPU might begin what a rank queues in an order that never ends.
+
+    Each communicator has a stream, and the compute one more. With as many hardware queues nothing is held up
+    by something else; with fewer it must be proven for a single one, the strictest case.
+    """
+    streams, found = communicators(schedule, batched) + 1, os.environ.get(CONNECTIONS, "")
+    connections = int(found) if found.isdecimal() else _UNSET
+    if connections >= streams:
+        return
+    if exchanges(schedule).in_line if batched else not blocked_in_line(schedule):
+        return
+    raise ConfigError(
+        f"{CONNECTIONS}={found or f'{_UNSET}, as it is unset'} with schedule {schedule.name!r} on NCCL",
+        f"a rank's work goes over {streams} streams, and with fewer hardware queues one message holds up "
+        "others that it waits for",
+        f"Set {CONNECTIONS}=32, or take exchange='batched'",
+    )
+
+
+def shares_a_gpu(store: Store, rank: int, world: int, gpu: str) -> bool:
+    """Whether any two processes of the job have the same GPU, which NCCL refuses. Collective.
+
+    gpu: a name of this process's GPU that no other GPU of the job has
+    """
+    store.set(f"gpu/{rank}", gpu)
+    return len({store.get(f"gpu/{other}") for other in range(world)}) < world
+
+
+def gpu_name(device: torch.device) -> str:
+    """The name that NVIDIA's driver gives to this GPU alone."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def backend_of_gpus(
+    store: Store, rank: int, world: int, device: torch.device, say: Callable[[str], None] = print
+) -> str:
+    """NCCL, or gloo where processes share a GPU. Collective."""
+    if not shares_a_gpu(store, rank, world, gpu_name(device)):
+        return "nccl"
+    if rank == 0:
+        say(
+            "penstock: some ranks share a GPU, which NCCL refuses: messages go over gloo, by way of pinned "
+            "memory. Start one process for each GPU to use NCCL"
+        )
+    return "gloo"

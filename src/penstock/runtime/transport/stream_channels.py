@@ -1,0 +1,203 @@
+"""Channels over NCCL, where messages move on streams of the GPU and the host runs ahead of them.
+
+    receive    the compute stream waits for the message; the host goes on
+    free       drops what has left, and keeps the rest until it has
+    complete   once a step: the host waits until all has moved, and keeps the deadline
+
+NCCL connects two ranks in the first message between them, and holds up both hosts until they have come to
+it. In the order of a schedule two ranks may each come to another one first. So all channels are connected
+when they are made, in one order on all ranks: the first that is open always has both its ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from penstock.batch.payload import Payload, TensorSpec
+from penstock.runtime import stream
+from penstock.runtime.health.watch import Watch
+from penstock.runtime.plan import Channel, Message
+from penstock.runtime.transport.channels import Channels
+from penstock.runtime.transport.groups import FOREVER, GroupProcesses, Groups
+from penstock.runtime.transport.point_to_point import Batch, Batches, Work, ring_exchange
+
+# The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
+# messages that the plan has proven to have arrived, and that have not left yet.
+_AHEAD = 8
+_SHORTEST, _LONGEST = 2e-5, 2e-3  # seconds between two looks at whether something is complete
+_ASK = 0.2  # seconds between two looks at whether another rank has failed
+
+
+class Transfer:
+    """One message under way, with the tensors that it is read from."""
+
+    def __init__(self, what: Message | str, peer: int, works: Sequence[Work], held: Sequence[Tensor] = (),
+                 nbytes: int = 0) -> None:  # fmt: skip
+        self.what, self.peer, self.nbytes = what, peer, nbytes
+        self._works, self._held = works, held
+
+    def over(self) -> bool:
+        """Whether it is complete; frees its tensors then. Raises RuntimeError where it failed."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        for work in self._works:
+            work.wait()  # raises what NCCL found
+        self._works, self._held, self.nbytes = (), (), 0
+        return True
+
+
+class StreamBatch(Batch):
+    """Transfers that start together on one stream, after those of the batch before."""
+
+    def __init__(self, before: Batch | None) -> None:
+        super().__init__(None)  # the stream keeps the order
+
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
+        assert self._works is not None, "it has not begun"
+        for work in self._works:
+            work.wait()
+        return True
+
+
+class StreamBatches(Batches):
+    def _batch(self, before: Batch | None) -> Batch:
+        return StreamBatch(before)
+
+
+class StreamChannels(Channels):
+    """The channels of one rank. Collective: it connects them.
+
+    Args: as for Channels.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        channels: Sequence[Channel],
+        hosts: Sequence[int],
+        device: torch.device,
+        wire: torch.dtype | None,
+        watch: Watch,
+        *,
+        batched: bool = False,
+    ) -> None:
+        super().__init__(groups, channels, hosts, device, wire, watch, batched=batched)
+        self._stream = stream.stream_of(device)
+        self._sent: dict[Message, Transfer] = {}
+        self._transfers: deque[Transfer] = deque()  # in the order of the compute stream
+        self._freed: deque[Transfer] = deque()  # sends that the plan has proven to have arrived
+        self._connect(groups, channels)
+
+    def _batches(self, groups: Groups) -> Batches:
+        group = next(iter(self._p2p_groups.values())).group if self._p2p_groups else groups.pipeline
+        # torch: the first call in a group is one of all its ranks
+        GroupProcesses(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
+        return StreamBatches(group, ring_exchange())
+
+    def _connect(self, groups: Groups, channels: Sequence[Channel]) -> None:
+        """Send a byte over every channel."""
+        for channel in channels:
+            ends = source, target = self._hosts[channel.source], self._hosts[channel.target]
+            if groups.rank not in ends:
+                continue
+            peer = target if groups.rank == source else source
+            moves = self._carrier.send if groups.rank == source else self._carrier.receive
+            byte = self._pool.take(TensorSpec((1,), torch.uint8))
+            what = f"the connection of stages {channel.source} and {channel.target}"
+            with self._watch.waiting(what, peer):
+                works = moves(self._p2p_groups[channel], [byte])
+                self._carrier.start(in_line=False)
+            self._reach(Transfer(what, peer, works, [byte]))
+
+    # ---- receiving
+
+    def _finish(self, works: Sequence[Work], message: Message, read: bool = False) -> None:
+        peer = self._hosts[message.op.stage]
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as cause:
+            raise self._watch.error(cause, message, peer) from cause
+        transfer = Transfer(message, peer, works)
+        if read:
+            self._reach(transfer)
+        else:
+            self._transfers.append(transfer)
+
+    # ---- sending
+
+    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
+        ahead, tensors, nbytes = self._outgoing(payload, with_specs)
+        tensors = [*ahead, *tensors]
+        works = self._send(message, tensors)
+        transfer = Transfer(message, self._hosts[message.target], works, tensors, nbytes)
+        self._sent[message] = transfer
+        self._transfers.append(transfer)
+        self._pool.drop_idle()  # the op that made this payload has freed its inputs
+        self._drop_complete()
+
+    def free(self, message: Message) -> None:
+        """Drop a message that has left; else it is kept until it has, as its receiver has asked for it."""
+        self._freed.append(self._sent.pop(message))
+        self._drop_complete()
+        while len(self._freed) > _AHEAD:
+            self._reach(self._freed.popleft())
+
+    def complete(self) -> None:
+        while self._transfers:
+            self._reach(self._transfers.popleft())
+        self._freed.clear()
+        moment = self._stream.now()
+        assert not isinstance(moment, float)
+        self._until(moment.query, "what its GPU computes with them", None)
+
+    # ---- state
+
+    @property
+    def pending(self) -> int:
+        return super().pending + len(self._sent) + len(self._transfers)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return super().buffer_bytes + sum([transfer.nbytes for transfer in self._transfers])
+
+    # ---- waiting
+
+    def _drop_complete(self) -> None:
+        self._transfers = deque(each for each in self._transfers if not self._is_over(each))
+        self._freed = deque(each for each in self._freed if not self._is_over(each))
+
+    def _is_over(self, transfer: Transfer) -> bool:
+        try:
+            return transfer.over()
+        except RuntimeError as cause:
+            raise self._watch.error(cause, transfer.what, transfer.peer) from cause
+
+    def _reach(self, transfer: Transfer) -> None:
+        """Hold up the host until the transfer is complete."""
+        self._until(transfer.over, transfer.what, transfer.peer)
+
+    def _until(self, over: Callable[[], bool], what: Message | str, peer: int | None) -> None:
+        """Hold up the host until something has happened that other ranks bring about.
+
+        Raises the typed error where that takes too long, fails, or can never be as another rank has failed.
+        """
+        with self._watch.waiting(what, peer):
+            began, pause = time.monotonic(), _SHORTEST
+            ask = began + _ASK
+            while not over():
+                now = time.monotonic()
+                if now - began > self._limit.total_seconds():
+                    raise RuntimeError("timed out waiting for NCCL")
+                if now > ask:
+                    if self._watch.broken:
+                        raise RuntimeError("another rank has failed")
+                    ask = now + _ASK
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST)

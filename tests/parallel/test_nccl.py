@@ -1,0 +1,174 @@
+"""What NCCL needs around it, without NCCL: the environment, shared GPUs, backends, options of groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock.parallel import nccl
+from penstock.parallel.world import WorldOptions, goes_in_batches, open_world
+from penstock.runtime.transport import groups
+from penstock.runtime.transport.groups import AllProcesses, Groups
+from penstock.schedule import build, loop
+from support.programs import written
+
+LOOPED = build("1f1b", ranks=16, microbatches=32, stages_per_rank=2)
+
+
+def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "16")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    nccl.set_environment()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
+
+@pytest.mark.parametrize(("gpus", "shared"), [(["a", "b", "c"], False), (["a", "b", "a"], True)])
+def test_all_ranks_find_out_where_two_share_a_gpu(gpus: list[str], shared: bool) -> None:
+    store = HashStore()
+
+    def ask(rank: int) -> bool:
+        return nccl.shares_a_gpu(store, rank, len(gpus), gpus[rank])
+
+    with ThreadPoolExecutor(len(gpus)) as ranks:
+        assert list(ranks.map(ask, range(len(gpus)))) == [shared] * len(gpus)
+
+
+def test_gloo_takes_the_place_of_nccl_on_a_shared_gpu_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "gpu_name", lambda device: "one")
+    store, said = HashStore(), list[str]()
+
+    def choose(rank: int) -> str:
+        return nccl.backend_of_gpus(store, rank, 2, torch.device("cuda", 0), said.append)
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(choose, range(2))) == ["gloo", "gloo"]
+    (line,) = said
+    assert "share a GPU" in line
+    assert "\n" not in line
+    assert nccl.backend_of_gpus(HashStore(), 0, 1, torch.device("cuda", 0), said.append) == "nccl"
+    assert len(said) == 1
+
+
+def test_a_job_without_a_backend_takes_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: torch calls it "undefined", which was taken for a backend without tags."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.get_backend() == "undefined"
+        made = Groups(init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), 1.0)
+        assert (made.backend, made.control_device(torch.device("cpu"))) == ("gloo", torch.device("cpu"))
+        assert AllProcesses(1.0, torch.device("meta")).gather("x") == ["x"]
+    finally:
+        dist.destroy_process_group()
+
+
+class Group:
+    """A group of the backends that are given by type of device."""
+
+    def __init__(self, **backends: str) -> None:
+        self._backends = backends
+        self._device_types = [torch.device(kind) for kind in backends]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=lambda: self._backends[device.type])
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "expected", "kept"),
+    [
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda", "nccl", False),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cpu", "gloo", False),
+        ({"cuda": "nccl"}, "cuda", "nccl", True),
+        ({"cpu": "gloo", "cuda": "gloo"}, "cuda", "gloo", True),
+    ],
+)
+def test_the_backend_of_a_device(
+    backends: dict[str, str], device: str, expected: str, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group with two backends is not kept for messages: each collective would choose by its tensor."""
+    group = Group(**backends)
+    one = SimpleNamespace(get_group=lambda: group, get_local_rank=lambda: 0)
+    mesh: Any = {"pp": one}
+    mesh = type("Mesh", (dict,), {"device_type": device})(mesh)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0])
+    monkeypatch.setattr(groups, "pipelines", lambda _: [[0]])
+    asked: list[dict[str, Any]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> Group:
+        asked.append(options)
+        return Group()
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    made: Any = Groups(mesh, 5.0)
+    assert made.backend == expected
+    assert (made.pipeline is group) == kept
+    assert [options["backend"] for options in asked] == ([] if kept else [expected])
+
+
+def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's limit would end a rank whose host is far ahead; the host keeps the pipeline's."""
+    made: Any = Groups.__new__(Groups)
+    made.backend, made.limit = "nccl", timedelta(seconds=5)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
+
+    def options(is_high_priority_stream: bool) -> Any:
+        return SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace())
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    made._make([0, 1], "messages", messages=True)
+    made._make([0, 1], "others", messages=False)
+    made.backend = "gloo"
+    made._make([0, 1], "others", messages=True)
+    first, second, third = asked
+    assert first["pg_options"].high
+    assert first["pg_options"].config.max_ctas <= 8
+    assert first["timeout"] == second["timeout"] == groups.FOREVER
+    assert (second["pg_options"], third["pg_options"], third["timeout"]) == (None, None, made.limit)
+
+
+def test_communicators_of_a_rank() -> None:
+    assert nccl.communicators(LOOPED, batched=True) == 2
+    assert nccl.communicators(LOOPED, batched=False) == 1 + 8
+    assert nccl.describe(LOOPED, "auto").startswith("2 communicators a rank")
+    assert nccl.describe(LOOPED, "channels").startswith("up to 9 communicators a rank")
+
+
+def test_messages_go_in_batches_on_nccl_where_the_schedule_can() -> None:
+    options = WorldOptions()
+    assert goes_in_batches(options, "nccl", LOOPED)
+    assert not goes_in_batches(options, "gloo", LOOPED)
+    assert not goes_in_batches(WorldOptions(exchange="channels"), "nccl", LOOPED)
+    # each rank sends what another one takes only after a message that comes later
+    circle = written(
+        loop(3, 2), 2,
+        "0F0 3F0 0F1 3F1", "1F0 4F0 1F1 4F1", "2F0 5F0 2F1 5F1",
+    )  # fmt: skip
+    assert nccl.fits_batches(circle) == goes_in_batches(options, "nccl", circle)
+
+
+def test_a_gpu_is_made_the_current_one_before_anything_is_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: in one process it never was: events, synchronisation and random states were those of GPU 0."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    set_device: Callable[[torch.device], None] = current.append
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    world = open_world(schedule, WorldOptions(device="cuda:1", transport="local"))
+    assert current == [torch.device("cuda:1")] == [world.device]

@@ -1,0 +1,343 @@
+"""NCCL on emulated GPUs (support/gpu.py): gradients are those of one process, and nothing hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from penstock import AutoPipeline, Pipeline, StageInfo
+from penstock.errors import ConfigError, PeerLostError, ScheduleError, StalledPeerError
+from penstock.parallel import nccl
+from penstock.runtime.health import watch
+from penstock.runtime.transport import groups, stream_channels
+from penstock.runtime.transport.stream_channels import StreamChannels
+from penstock.schedule import Schedule, build, verify
+from penstock.schedule.order import blocked_in_line, exchanges
+from support import jobs_channels as jobs
+from support.gpu import Cluster, emulated
+from support.programs import valid
+from support.ragged import ragged
+from support.schedules import FORMS, built, takes
+
+Found = tuple[float, jobs.Gradients]
+MICROBATCHES = 4
+
+
+def on_gpus(job: Callable[[int], Any], ranks: int, **options: Any) -> tuple[list[Any], Cluster]:
+    cluster = Cluster(ranks, **options)
+    with emulated():
+        return cluster.run(job), cluster
+
+
+def step(pipe: Pipeline, batch: Any) -> Found:
+    pipe.zero_grad()
+    loss = pipe.step(batch).loss
+    return loss, {
+        stage: [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        for stage, module in pipe.modules.items()
+    }
+
+
+@cache
+def in_one_process(schedule: Schedule) -> Found:
+    found = jobs.step(schedule, schedule.ranks, schedule.microbatches, transport="local")
+    return found.loss, found.gradients
+
+
+def trained(schedule: Schedule, *, steps: int = 2, **options: Any) -> Callable[[int], Found]:
+    def job(rank: int) -> Found:
+        pipe = jobs.pipeline(schedule, schedule.ranks, schedule.microbatches, **options)
+        for _ in range(steps):
+            found = step(pipe, jobs.batch(schedule.microbatches, torch.float64))
+        pipe.close()
+        return found
+
+    return job
+
+
+def assert_equal(found: list[Any], expected: Found) -> None:
+    loss, gradients = expected
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        assert each[0] == loss
+        for stage, mine in each[1].items():
+            assert len(mine) == len(gradients[stage]) > 0
+            assert all(map(torch.equal, mine, gradients[stage])), f"stage {stage}"
+
+
+def assert_exact(schedule: Schedule, *, seed: int = 0, connections: int = 32, **options: Any) -> None:
+    found, cluster = on_gpus(trained(schedule, **options), schedule.ranks, seed=seed, connections=connections)
+    assert not cluster.hung
+    assert_equal(found, in_one_process(schedule))
+
+
+# ---- exact
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_schedule(form: str) -> None:
+    assert_exact(built(form, 2, MICROBATCHES), seed=1)
+
+
+@pytest.mark.parametrize("form", ["zb_v", "dualpipe", "interleaved_zero_bubble"])
+def test_every_kind_of_schedule_by_channels(form: str) -> None:
+    assert_exact(built(form, 2, MICROBATCHES), seed=2, exchange="channels")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("exchange", ["auto", "channels"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_schedule_in_every_size(form: str, ranks: int, exchange: str) -> None:
+    for seed in range(3):
+        if takes(form, ranks, 2 * ranks):
+            assert_exact(built(form, ranks, 2 * ranks), seed=seed, exchange=exchange)
+
+
+def random_schedules(schedule: Schedule, seed: int, exchange: str) -> None:
+    try:
+        verify(schedule)
+    except ScheduleError:
+        return
+    assert_exact(schedule, seed=seed, exchange=exchange, steps=1)
+
+
+RANDOM = given(valid(always_trains=True), st.integers(0, 1000), st.sampled_from(["auto", "channels"]))
+
+
+@RANDOM
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_schedules_at_random(schedule: Schedule, seed: int, exchange: str) -> None:
+    random_schedules(schedule, seed, exchange)
+
+
+@pytest.mark.sweep
+@RANDOM
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+def test_many_schedules_at_random(schedule: Schedule, seed: int, exchange: str) -> None:
+    random_schedules(schedule, seed, exchange)
+
+
+def test_microbatches_of_other_shapes_and_an_evaluation_between_steps() -> None:
+    """The shapes are computed, or sent ahead, which the host has to wait for."""
+    sizes = (3, 1, 2, 5)
+    batch = [{"x": torch.randn(rows, jobs.WIDTH, dtype=torch.float64)} for rows in sizes]
+
+    def job(rank: int) -> tuple[Found, float, Found]:
+        pipe = jobs.pipeline("zb_h1", 3, len(sizes), **options)
+        first = step(pipe, batch)
+        loss = pipe.evaluate(batch).loss
+        again = step(pipe, batch)
+        pipe.close()
+        return first, loss, again
+
+    for shapes in ("inferred", "exchanged"):
+        options: dict[str, Any] = {"shapes": shapes}
+        found, _ = on_gpus(job, 3, seed=3)
+        options["transport"] = "local"
+        expected = job(0)
+        assert_equal([each[0] for each in found], expected[0])
+        assert_equal([each[2] for each in found], expected[2])
+        assert [each[1] for each in found] == [expected[1]] * 3
+
+
+def test_a_tied_weight() -> None:
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    batch = ragged(2)
+
+    def job(rank: int, **options: Any) -> Found:
+        pipe = AutoPipeline(ranks=2, schedule="1f1b", microbatches=2, timeout=30, **options).build(config)
+        found = step(pipe, batch)
+        pipe.close()
+        return found
+
+    expected = job(0, transport="local")  # first: the model is traced on no GPU
+    found, _ = on_gpus(job, 2, seed=4)
+    assert_equal(found, expected)
+
+
+# ---- the order of streams
+
+
+def test_no_message_holds_up_a_host() -> None:
+    """0.5.0: a wait with a limit is one of the host on NCCL, and each message had one."""
+    found, cluster = on_gpus(trained(built("1f1b", 2, MICROBATCHES)), 2)
+    assert_equal(found, in_one_process(built("1f1b", 2, MICROBATCHES)))
+    assert sum(cluster.held_up.values()) > 0  # the ranks compare their batches, and report
+    assert not [name for name in cluster.held_up if " to " in name]
+
+
+def test_a_host_runs_ahead_of_its_gpu_but_not_without_end() -> None:
+    ahead: list[int] = []
+
+    class Counted(StreamChannels):
+        def free(self, message: Any) -> None:
+            super().free(message)
+            ahead.append(len(self._freed))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.runtime.transport.distributed.StreamChannels", Counted)
+        assert_exact(built("1f1b", 2, 40), steps=1)
+    assert 1 < max(ahead) <= stream_channels._AHEAD
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_communicators_are_connected_when_a_pipeline_is_built(ranks: int) -> None:
+    """0.5.0: the first step connected them. In dualpipe both ends of it are stages of two directions, whose
+    hosts came to different channels first, and each waited for the other one."""
+    schedule = build("dualpipe", ranks=ranks, microbatches=ranks)
+    assert_exact(schedule, exchange="channels", steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamChannels, "_connect", lambda *_: None)
+        patch.setattr(watch, "_PATIENCE", 0.0)
+        found, cluster = on_gpus(trained(schedule, exchange="channels", steps=1), ranks)
+    assert cluster.hung
+    assert all(isinstance(each, BaseException) for each in found)
+
+
+LOOPED = build("1f1b", ranks=4, microbatches=8, stages_per_rank=2, zero_bubble=True)
+
+
+def test_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: with CUDA_DEVICE_MAX_CONNECTIONS=1 the receives that are posted ahead held up the ops."""
+    monkeypatch.setattr(watch, "_PATIENCE", 0.0)
+    assert blocked_in_line(LOOPED) == [0, 1, 2, 3]
+    _, cluster = on_gpus(trained(LOOPED, steps=1, exchange="channels"), 4, connections=1)
+    assert cluster.hung
+    assert_exact(LOOPED, connections=1, steps=1)  # in batches
+
+
+@RANDOM
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_proven_for_one_queue_runs_in_one(schedule: Schedule, seed: int, exchange: str) -> None:
+    try:
+        verify(schedule)
+    except ScheduleError:
+        return
+    if exchange == "channels" or not nccl.fits_batches(schedule):
+        blocked = bool(blocked_in_line(schedule))
+    else:
+        blocked = not exchanges(schedule).in_line
+    _, cluster = on_gpus(
+        trained(schedule, steps=1, exchange=exchange), schedule.ranks, seed=seed, connections=1
+    )
+    assert bool(cluster.hung) == blocked
+
+
+def test_too_few_hardware_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nccl.CONNECTIONS, "1")
+    nccl.check_connections(LOOPED, batched=True)
+    nccl.check_connections(build("1f1b", ranks=4, microbatches=8), batched=False)
+    with pytest.raises(ConfigError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1 .*exchange='batched'"):
+        nccl.check_connections(LOOPED, batched=False)
+    monkeypatch.setenv(nccl.CONNECTIONS, "32")
+    nccl.check_connections(LOOPED, batched=False)
+
+
+# ---- failures
+
+
+class Failing(nn.Module):
+    """fails: called in the third forward of rank 1; reads: whether other ranks read what they receive"""
+
+    def __init__(self, info: StageInfo, fails: Callable[[], None], reads: bool) -> None:
+        super().__init__()
+        self.linear, self.calls, self.reads = nn.Linear(4, 4), 0, reads and info.stage != 1
+        self.fails = fails if info.stage == 1 else lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        if self.calls == 3:
+            self.fails()
+        if self.reads and not x.is_meta:
+            float(x.detach().sum())
+        result: Tensor = self.linear(x)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchange", "reads"),
+    [
+        ("raises", "batched", False),
+        ("raises", "channels", True),
+        ("stalls", "channels", False),
+        ("stalls", "batched", True),
+    ],
+)
+def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others raise a typed error that names it, and close; NCCL alone would wait for ever.
+
+    A host that reads a value which never comes is freed by the watch.
+    """
+    monkeypatch.setattr(watch, "_NOTICES", 0.3)
+
+    def fail() -> None:
+        if kind == "raises":
+            raise ValueError("by design")
+        cluster.pause(cluster.gpus[1], lambda: False)
+
+    def job(rank: int) -> BaseException | None:
+        pipe = Pipeline.from_provider(
+            lambda info: Failing(info, fail, reads), schedule="1f1b", ranks=3, microbatches=4,
+            loss_fn=jobs.mean_square, timeout=0.6, exchange=exchange,
+        )  # fmt: skip
+        try:
+            pipe.step({"x": torch.ones(8, 4)})
+        except BaseException as error:
+            pipe.close()
+            return error
+        return None
+
+    cluster = Cluster(3, seed=5, patient=True)
+    with emulated():
+        found = cluster.run(job)
+    expected = PeerLostError if kind == "raises" else StalledPeerError
+    for rank in (0, 2):
+        assert isinstance(found[rank], PeerLostError | expected), found[rank]
+        assert "rank 1" in str(found[rank])
+    assert any(isinstance(error, expected) for error in found)
+    assert isinstance(found[1], ValueError if kind == "raises" else RuntimeError)
+
+
+def test_a_rank_that_does_not_step() -> None:
+    def job(rank: int) -> BaseException | None:
+        pipe = jobs.pipeline("1f1b", 2, 2, exchange="batched")
+        transport: Any = pipe._world.transport
+        transport._limit /= 60
+        if rank == 1:
+            return None
+        with pytest.raises(StalledPeerError, match="rank 1") as caught:
+            pipe.step(jobs.batch(2, torch.float64))
+        return caught.value
+
+    found, _ = on_gpus(job, 2, patient=True)
+    assert isinstance(found[0], StalledPeerError)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Watchdog caught collective operation timeout: WorkNCCL(OpType=RECV) ran for 1001 milliseconds",
+        "store->get('0') got error: wait timeout after 1000ms, keys: /0",
+        "Timed out waiting 1000ms for recv operation to complete",
+    ],
+)
+def test_the_words_for_a_late_rank(words: str) -> None:
+    assert groups.is_late(RuntimeError(words))
+
+
+def test_the_words_for_a_lost_rank() -> None:
+    lost = "NCCL communicator was aborted on rank 0. WorkNCCL(OpType=RECV, Timeout(ms)=600000)"
+    assert not groups.is_late(RuntimeError(lost))
