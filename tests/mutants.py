@@ -70,6 +70,12 @@ MUTANTS = [
         "                work.wait(self._limit)\n        except",
         OF_STREAMED,
     ),
+    Mutant(
+        STREAMED,
+        'it has not begun"\n        for work in self._works:\n            work.wait()',
+        'it has not begun"\n        for work in self._works:\n            work.wait(timeout)',
+        OF_STREAMED,
+    ),
     Mutant(STREAMED, "works, tensors, nbytes)", "works, (), nbytes)", OF_STREAMED),
     Mutant(STREAMED, "len(self._freed) > _AHEAD", "False", OF_STREAMED),
     Mutant(STREAMED, "if self._watch.broken:", "if False:", OF_STREAMED),

@@ -50,7 +50,7 @@ from penstock.schedule import Schedule
 T = TypeVar("T")
 _COMPUTE = "compute"
 _STOPS = 0.05  # how often a GPU stops between two ops that it could run
-_PATIENCE = 2.0  # seconds
+_PATIENCE = 8.0  # seconds
 _LOST = 60.0  # seconds after which a thread that has not come back fails the test
 
 

@@ -44,9 +44,7 @@ class HostStream:
     """The CPU."""
 
     runs_behind = False
-
-    def now(self) -> float:
-        return time.perf_counter()
+    now = staticmethod(time.perf_counter)  # four times an op: without a call in between
 
     def synchronize(self) -> None:
         """Everything has run."""
