@@ -217,4 +217,6 @@ def test_what_is_accepted_ends(schedule: Schedule) -> None:
     except ConfigError:
         return
     assert finishes(found, in_line=False)
-    assert finishes(found, in_line=True) == found.in_line
+    # an op's result leaves its rank in a later exchange, which waits for those before it anyway
+    assert finishes(found, in_line=True)
+    assert found.in_line

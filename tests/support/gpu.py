@@ -140,7 +140,8 @@ class Cluster:
             elif not hosts or (not self._patient and all(self._looks[gpu.rank] > 1 for gpu in hosts)):
                 self._hang()
                 continue
-            chosen: Entry | GPU = self._rng.choice([*entries, *first] or hosts)
+            options: list[Entry | GPU] = [*entries, *first]
+            chosen = self._rng.choice(options or [*hosts])
             if isinstance(chosen, GPU):
                 self._looks[chosen.rank] += 1
                 return chosen
