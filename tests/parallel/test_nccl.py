@@ -141,6 +141,32 @@ def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
     assert (second["pg_options"], third["pg_options"], third["timeout"]) == (None, None, made.limit)
 
 
+@pytest.mark.parametrize("debugging", [False, True])
+def test_an_abort_ends_nccls_groups_together_and_once(debugging: bool) -> None:
+    """A group of gloo, for another thread, knows no abort; neither does a process that is in none."""
+    calls: list[str] = []
+
+    class Made(dist.ProcessGroup):
+        def __init__(self, name: str) -> None:
+            super().__init__(0, 1)  # type: ignore[call-arg]
+            self._name = name
+
+        def abort(self) -> None:
+            calls.append("abort")
+
+        def _get_backend(self, device: torch.device) -> Any:
+            marks = {} if debugging else {"_group_start": lambda: calls.append("start"),
+                                          "_group_end": lambda: calls.append("end")}  # fmt: skip
+            return SimpleNamespace(name=lambda: self._name, **marks)
+
+    made: Any = Groups.__new__(Groups)
+    made.backend, made.pipeline = "nccl", Made("nccl")
+    made._made = [Made("nccl"), Made("gloo"), dist.GroupMember.NON_GROUP_MEMBER]
+    made.abort()
+    made.abort()
+    assert calls == (["abort"] * 2 if debugging else ["start", "abort", "abort", "end"])
+
+
 def test_communicators_of_a_rank() -> None:
     assert nccl.communicators(LOOPED, batched=True) == 2
     assert nccl.communicators(LOOPED, batched=False) == 1 + 8

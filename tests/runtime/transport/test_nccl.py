@@ -151,6 +151,18 @@ def test_microbatches_of_other_shapes_and_an_evaluation_between_steps() -> None:
         assert [each[1] for each in found] == [expected[1]] * 3
 
 
+def test_a_narrow_wire() -> None:
+    """What is sent is a copy that nothing else holds."""
+    options: dict[str, Any] = {"dtype": torch.float32, "wire_dtype": torch.bfloat16}
+
+    def job(rank: int, **more: Any) -> Found:
+        found = jobs.step("1f1b", 2, MICROBATCHES, **options, **more)
+        return found.loss, {stage: [g.clone() for g in found.gradients[stage]] for stage in found.gradients}
+
+    found, _ = on_gpus(job, 2, seed=6)
+    assert_equal(found, job(0, transport="local"))
+
+
 def test_a_tied_weight() -> None:
     config = AutoConfig.for_model(
         "llama", vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=2,

@@ -144,6 +144,8 @@ class Groups:
         backend: "gloo" or "nccl"; None takes that of the mesh.
     """
 
+    _aborted = False
+
     def __init__(self, mesh: DeviceMesh, timeout: float, backend: str | None = None) -> None:
         pipeline = mesh["pp"]
         group = pipeline.get_group()
@@ -209,14 +211,19 @@ class Groups:
 
         gloo ends what waits for a rank that has closed its connections.
         """
-        if self.backend != "nccl":
+        if self.backend != "nccl" or self._aborted:
             return
-        groups = [self.pipeline, *(each for each in self._made if isinstance(each, dist.ProcessGroup))]
+        self._aborted = True
+        made = [each for each in self._made if isinstance(each, dist.ProcessGroup)]
+        groups = [each for each in (self.pipeline, *made) if backend_for(each, "cuda") == "nccl"]
         backend: Any = groups[0]._get_backend(torch.device("cuda"))
-        backend._group_start()  # one by one, communicators may wait for each other
+        together = hasattr(backend, "_group_start")  # not where torch wraps it for debugging
+        if together:  # one by one, communicators may wait for each other
+            backend._group_start()
         for group in groups:
             group.abort()
-        backend._group_end()
+        if together:
+            backend._group_end()
 
     def close(self) -> None:
         """Where nothing has failed, NCCL first completes what is under way: nothing is."""
