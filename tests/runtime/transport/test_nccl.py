@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from functools import cache
+from math import isnan
 from typing import Any
 
 import pytest
@@ -79,6 +81,27 @@ def assert_exact(schedule: Schedule, *, seed: int = 0, connections: int = 32, **
     found, cluster = on_gpus(trained(schedule, **options), schedule.ranks, seed=seed, connections=connections)
     assert not cluster.hung
     assert_equal(found, in_one_process(schedule))
+
+
+# ---- the emulation itself
+
+
+def test_a_value_is_there_when_the_stream_has_come_to_it_and_until_its_last_user_drops_it() -> None:
+    def job(rank: int) -> tuple[list[float], float, list[float]]:
+        def memory() -> list[float]:
+            return list((ctypes.c_float * 2).from_address(address))
+
+        made = torch.ones(2) + 1
+        address = made.data_ptr()
+        before, value = memory(), float(made.sum())
+        kept = made + 1  # reads it first
+        del made
+        float(kept.sum())
+        return before, value, memory()
+
+    ((before, value, after),), _ = on_gpus(job, 1)
+    assert all(map(isnan, [*before, *after]))
+    assert value == 4
 
 
 # ---- exact
