@@ -162,7 +162,7 @@ def test_pipeline_keys_reach_the_library(tmp_path: Path) -> None:
         make_auto(tiny.config(tmp_path, keys={"pipeline.transport": "local"}))
     plain = make_auto(tiny.config(tmp_path))
     found = (plain.shapes, plain.transport, plain.exchange, plain.wire_dtype)
-    assert found == ("inferred", None, "channels", None)
+    assert found == ("inferred", None, "auto", None)
 
 
 def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
