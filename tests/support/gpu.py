@@ -14,6 +14,8 @@ gloo does not show what NCCL does. Here
 
 One thread at a time runs: a rank's host, until it communicates or waits, or the GPUs. A seed chooses which,
 and which entry of which queue is next. So a run can be repeated, and one that cannot go on is known at once.
+Time goes by where all that is left to do is to look again whether something has happened: no test depends on
+how busy the machine is.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from penstock.schedule import Schedule
 T = TypeVar("T")
 _COMPUTE = "compute"
 _STOPS = 0.05  # how often a GPU stops between two ops that it could run
-_PATIENCE = 8.0  # seconds
+_TICK = 0.1  # seconds of the cluster that a look takes where nobody else can go on
+_PATIENCE = 50.0  # seconds
 _LOST = 60.0  # seconds after which a thread that has not come back fails the test
 
 
@@ -72,6 +75,7 @@ class Cluster:
         self.store = HashStore()
         self.gpus = [GPU(self, rank) for rank in range(ranks)]
         self.hung = ""  # where everyone was
+        self.clock = 0.0  # seconds
         self.held_up = Counter[str]()  # by op, the waits with a limit: of hosts that stood still
         self._rng = random.Random(seed)
         self._looks = Counter[int]()  # by rank, since anything went on
@@ -144,6 +148,7 @@ class Cluster:
             chosen = self._rng.choice(options or [*hosts])
             if isinstance(chosen, GPU):
                 self._looks[chosen.rank] += 1
+                self.clock += 0.0 if options else _TICK
                 return chosen
             self._run(chosen)
 
@@ -284,7 +289,7 @@ class GPU:
             entry.end("NCCL communicator was aborted on this rank")
 
     def sleep(self) -> None:
-        """In place of time.sleep: let others go on; sleep where nobody can."""
+        """In place of time.sleep: let others go on, threads that are no ranks too."""
         self.cluster.pause(self, polls=True)
         time.sleep(1e-4)
 
@@ -507,9 +512,9 @@ class Work:
         gpu.queue(_COMPUTE, f"wait for {entry.name}", needs=[entry])
         if timeout is not None:
             gpu.cluster.held_up[entry.name] += 1
-        began = time.monotonic()
+        began = gpu.cluster.clock
         while timeout is not None and not self.is_completed():
-            if time.monotonic() - began > timeout.total_seconds():
+            if gpu.cluster.clock - began > timeout.total_seconds():
                 raise dist.DistBackendError(
                     f"[Rank {gpu.rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, "
                     f"OpType={entry.name}, Timeout(ms)=600000) ran for 1001 milliseconds before timing out."
@@ -525,6 +530,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, gpu: GPU, ranks: Sequence[int], name: str, communicator: Communicator) -> None:
         super().__init__(list(ranks).index(gpu.rank), len(ranks))  # type: ignore[call-arg]
+        self._aborted = False
         self._gpu, self._name, self._communicator = gpu, name, communicator
         dist.distributed_c10d._world.pg_group_ranks[self] = {rank: at for at, rank in enumerate(ranks)}
 
@@ -532,6 +538,8 @@ class Group(dist.ProcessGroup):
 
     def _meet(self, connections: Sequence[tuple[object, int]]) -> None:
         """Hold up this host until as many ranks as it takes have come to each connection."""
+        if self._aborted:
+            raise dist.DistBackendError("NCCL communicator was aborted on this rank")
         met = self._communicator.met
         for key, _ in connections:
             met[key].add(self.rank())
@@ -594,6 +602,7 @@ class Group(dist.ProcessGroup):
         return isinstance(stream, tuple) and stream[0] is self
 
     def abort(self) -> None:
+        self._aborted = True
         self._gpu.abort(self._mine)
 
     def destroy(self) -> None:
@@ -672,6 +681,9 @@ def emulated() -> Iterator[None]:
     def sleep(seconds: float) -> None:
         real_sleep(seconds) if (gpu := here()) is None else gpu.sleep()
 
+    def clock() -> float:
+        return time.monotonic() if (gpu := here()) is None else gpu.cluster.clock
+
     def destroy(group: Any = None) -> None:
         group.destroy() if isinstance(group, Group) else real_destroy(group)
 
@@ -680,7 +692,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
         patch.setattr(distributed, "_store", store)
-        patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
         patch.setattr(dist, "batch_isend_irecv", lambda ops: ops[0].group.batch(ops))
         patch.setattr(dist, "destroy_process_group", destroy)
         groups = dict(dist.distributed_c10d._world.pg_group_ranks)
