@@ -54,10 +54,12 @@ def test_all_ranks_run_and_what_they_print_passes_through(
 set_here = os.environ['OMP_NUM_THREADS'], os.environ['CUDA_DEVICE_MAX_CONNECTIONS']
 os.write(1, f"{rank} of {os.environ['WORLD_SIZE']} {' '.join(set_here)}\\n".encode())
 if rank == 0:
+    ready, started = os.pipe()
     child = os.fork()
     if not child:
+        os.write(started, b"1")
         time.sleep(600)
-    time.sleep(0.2)
+    os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     _, status = os.wait()
     time.sleep(2.6)  # SIGTERM of its own would have ended the rank by now
@@ -100,13 +102,17 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_rank_has_time_to_report_before_it_is_ended(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.2.0: the launcher ended ranks by SIGTERM before they had noticed that another one was gone."""
+    monkeypatch.chdir(tmp_path)
     text = """
 from penstock.errors import Account, give_account
 if rank == 1:
+    while not os.path.exists("rank-0-runs"):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
+open("rank-0-runs", "w").close()
 time.sleep(0.8)
 error = PeerLostError("rank 0 waiting for 1B0 from rank 1", "rank 1 is gone", "Look at it")
 error.reports = {1: "last reported 0.8 s ago: in 1F0, warm-up"}

@@ -178,9 +178,9 @@ def test_stages_that_are_alike_are_traced_once_and_hold_as_much(
         auto = AutoPipeline(ranks=8, microbatches=8, activation_checkpointing=how or False)
         return auto.memory_costs(auto.build_plan(config), (2, 16))
 
-    def traces(model: Any, *rest: Any) -> Any:
+    def traces(model: Any, *rest: Any, **options: Any) -> Any:
         traced.append(model)
-        return stage_sizes(model, *rest)
+        return stage_sizes(model, *rest, **options)
 
     monkeypatch.setattr(memory, "stage_sizes", traces)
     found, few = estimated(), len(traced)

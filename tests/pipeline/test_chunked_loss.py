@@ -56,6 +56,7 @@ def test_gradients_are_those_of_one_process(family: str, how: str) -> None:
         assert_every_gradient(pipe.modules.values(), expected, tolerance)
         pipe.zero_grad()
     assert pipe.evaluate(batch).loss == pytest.approx(loss, rel=tolerance)
+    pipe.close()
 
 
 def test_a_hook_that_reads_the_logits_sees_them() -> None:

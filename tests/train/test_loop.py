@@ -119,7 +119,7 @@ def test_optimizers_that_step_in_the_drain_train_the_same_weights(
         folder = tmp_path / name
         folder.mkdir()
         options: dict[str, Any] = {"steps": 6, "nonfinite": "skip", "clip_norm": 1.1, "checkpoint_every": 6}
-        options["optimizer_in_drain"] = name.startswith("drain")
+        options["step_in_drain"] = name.startswith("drain")
         made = config(folder, **options)
         if ranks == 1:
             with monkeypatch.context() as patch:

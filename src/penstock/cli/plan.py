@@ -274,7 +274,7 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
     account = planned.auto.account(planned.plan)
-    copied = planned.config.train.optimizer_in_drain  # weights and moments
+    copied = planned.config.train.step_in_drain  # weights and moments
 
     def kept(name: str) -> int:
         moments = len(MOMENTS[planned.kinds[name]])

@@ -2,7 +2,7 @@
 
 evaluate                                         before the first step, every evaluate_every, at the end
 for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; all of this in
-                pipe.step with optimizer_in_drain
+                pipe.step with step_in_drain
                 meanwhile one thread makes the next batch, and one writes the row of the step before
 save                                             every checkpoint_every, at the end; in the background
 """
@@ -92,7 +92,7 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     reason = skips.judge(**judged)
     if reason:
         run.pipe.zero_grad()
-    elif not section.optimizer_in_drain:
+    elif not section.step_in_drain:
         for optimizer in run.optimizers:
             optimizer.step()
     seconds = time.perf_counter() - started
@@ -118,10 +118,10 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
 
 
 def _gradients(run: Run, batch: Batch) -> tuple[StepResult, float]:
-    """Run the pipeline's step, and clip; it also steps where optimizer_in_drain. Returns the norm."""
+    """Run the pipeline's step, and clip; it also steps where step_in_drain. Returns the norm."""
     section = run.config.train
     limit = section.clip_norm or math.inf
-    if section.optimizer_in_drain:
+    if section.step_in_drain:
         result = run.pipe.step(batch.content, optimizer=run.optimizers, max_norm=limit)
         assert result.norm is not None
         return result, result.norm

@@ -206,7 +206,7 @@ class TrainSection(Section):
     clip_norm: Positive | None = 1.0  # the largest norm of the gradients; null: any
     # A rank whose gradients are whole steps its optimizer while others still compute, and undoes it where the
     # norm of all says so: the weights stay the same. It takes memory for a copy of weights and moments
-    optimizer_in_drain: bool = False
+    step_in_drain: bool = False
     # Share of each token's target that the whole vocabulary has in equal parts; evaluations have it too
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
