@@ -62,14 +62,12 @@ def test_the_summary_counts_a_weight_once(tied: bool, schedule: str) -> None:
     assert "counted once" not in str(pipeline(tiny_model("llama")))
 
 
-def test_the_costs_of_layers_balance_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_costs_of_layers_balance_the_model() -> None:
     model = tiny_model("llama")
-    clock, late = time.perf_counter, [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + late[0])
     pipe = pipeline(model, ranks=2, microbatches=2)
 
     def slow(module: nn.Module, args: Any) -> None:
-        late[0] += 10.0
+        time.sleep(0.1)  # a hundred times what a layer takes
 
     next(iter(each_layer(pipe.modules[0]))).register_forward_pre_hook(slow)
     types = [type(layer) for part in pipe.modules.values() for layer in each_layer(part)]
