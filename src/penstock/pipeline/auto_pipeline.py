@@ -8,9 +8,8 @@ Pipeline      the stages, ready to step
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,21 +49,7 @@ from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import AllProcesses, Processes
 from penstock.schedule import Costs, Schedule, verify
 from penstock.schedule.layout import parse_layout
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Pause the garbage collector, which would walk all objects of a deep model again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            if not gc.get_freeze_count():  # else the caller's would thaw with those of the build
-                gc.freeze()
-                gc.unfreeze()  # what was made is old now: the first step does not walk it either
-            gc.enable()
+from penstock.schedule.ops import collector_paused
 
 
 @dataclass(frozen=True)
@@ -112,7 +97,7 @@ class AutoPipeline(Options):
     attention: str | None = None
     replay_routing: bool = False
 
-    @_without_collections()
+    @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
         """Plan the build: find everything that `build` would refuse, without weights or other processes.
 
@@ -297,7 +282,7 @@ class _Build:
         with hashed, shared_errors(everyone):  # of one stage, which only its ranks make
             return self._built()
 
-    @_without_collections()
+    @collector_paused()
     def _built(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source

@@ -250,9 +250,10 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector while very many ops are made.
+    """Pause the cyclic garbage collector while very many objects are made: ops, or a deep model's.
 
-    They are in no cycle, and to walk all of them again and again takes as long as to make them.
+    To walk all of them again and again takes as long as to make them. Afterwards they count as old, so that
+    the next collections leave them out.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -260,6 +261,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # else what the caller froze would thaw
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
