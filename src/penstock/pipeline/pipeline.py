@@ -129,15 +129,10 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
+        optimizers = _listed(optimizer, max_norm)
+        update = OptimizerStep(self, optimizers, max_norm, self._drain) if optimizers is not None else None
         error: InputError | None = self._shared.replaced()
-        update = None
-        if optimizer is not None:
-            optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-            update = OptimizerStep(self, optimizers, max_norm, self._drain)
-            error = error or optimizer_error(optimizers, self.parameters())
-        elif max_norm != math.inf:
-            remedy = "Give one, or call clip_grad_norm_() after the step"
-            raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
+        error = error or optimizer_error(optimizers or (), self.parameters())
         given = self._with(batch, entries) if error is None else RefusedBatch(error)
         self._optimizers.before_step()
         self._shared.begin_step()
@@ -350,3 +345,13 @@ class Pipeline(SplitModel):
         if self._last is None:
             raise ConfigError(f"{asked} before the first step", "it is of the last step", "Call step() first")
         return self._last
+
+
+def _listed(optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float) -> Sequence[Optimizer] | None:
+    """The optimizers of a step. Raises ConfigError for a norm without one."""
+    if optimizer is None and max_norm != math.inf:
+        remedy = "Give one, or call clip_grad_norm_() after the step"
+        raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
+    if optimizer is None:
+        return None
+    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
