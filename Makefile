@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
-.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel bench docs docs-pages pictures clean
+.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel bench gpu docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -17,6 +17,8 @@ env: .venv/ready  ## Make .venv with everything that the other targets need
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
+# apart: transformers imports it wherever it is installed, .8 s of each process; tests of it put this folder on their path
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target .venv/torchao torchao
 	touch $@
 
 train: env  ## Train a small Qwen3 on the Python standard library's source, over two ranks
@@ -55,6 +57,9 @@ parallel: env  ## The pipeline beside every other axis, on eight processes: some
 bench: env  ## Measure penstock and others into benchmarks/results/; an hour and a half, quiet
 	$(BIN)/python -m benchmarks
 
+gpu: env  ## Measure on one GPU, each bar in a table: four parts of 9 minutes at most; nothing without one
+	$(BIN)/python -m benchmarks.gpu
+
 docs: env  ## Write the pages that come from the source, then build the site into site/, strictly
 	$(BIN)/python docs/config.py
 	$(BIN)/python docs/schedules.py
@@ -72,7 +77,7 @@ pictures: env  ## Draw the README's pictures and check the HTML page in Chromium
 	rm docs/pictures/*.txt
 	cp runs/stdlib/timeline.svg docs/pictures/train.svg
 	PYTHONPATH=examples $(BIN)/python docs/measure.py runs/measured.html
-	$(BIN)/python docs/draw.py docs/pictures --measured runs/measured.html
+	$(BIN)/python docs/draw.py docs/pictures --measured runs/measured.html --run runs/stdlib
 
 clean:  ## Remove what the other targets made
 	rm -rf .venv runs site build .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import time
 from rich.console import Console
 
 from benchmarks import (
+    corpus,
     default_split,
     hooks,
     loading,
@@ -48,6 +49,7 @@ BENCHMARKS = {
     "paired": paired.measure,
     "meshes": meshes.measure,
     "default_split": default_split.measure,
+    "corpus": corpus.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 
@@ -70,7 +72,8 @@ def main() -> None:
         found = BENCHMARKS[name](options.repeats)
         took = time.monotonic() - start
         report.show(found, console)
-        report.write(found, options.repeats, took)
+        command = f"python -m benchmarks --only {name} --repeats {options.repeats}"
+        report.write(found, command, took)
         page.write()
         console.print(f"{name}: {took / 60:.1f} minutes")
         missed += found.missed

@@ -33,6 +33,7 @@ from benchmarks.rounds import Numbers, rounds_of, summary
 
 RANKS, MICROBATCHES, WIDTH = 4, 64, 4
 BAR = 0.333
+CPU = torch.device("cpu")
 STEPS = 15  # of each of the things compared, in turn, in one round
 # schedule, ranks, microbatches
 CASES = (
@@ -57,15 +58,15 @@ def total(output: Tensor, target: Tensor) -> Tensor:
     return output.sum()
 
 
-def work(microbatches: int) -> Work:
-    batch = torch.ones(microbatches, WIDTH)
+def work(microbatches: int, device: torch.device = CPU) -> Work:
+    batch = torch.ones(microbatches, WIDTH, device=device)
     return Work(Scale, total, batch, batch, microbatches)
 
 
-def bare(rank: int, ranks: int, microbatches: int) -> Callable[[], object]:
+def bare(rank: int, ranks: int, microbatches: int, device: torch.device = CPU) -> Callable[[], object]:
     """The forwards and backwards of one rank in a plain loop."""
-    module, gradient = Scale(), torch.ones(1, WIDTH)
-    rows = torch.ones(microbatches, WIDTH).tensor_split(microbatches)
+    module, gradient = Scale().to(device), torch.ones(1, WIDTH, device=device)
+    rows = torch.ones(microbatches, WIDTH, device=device).tensor_split(microbatches)
     inputs = [row.clone().requires_grad_(rank > 0) for row in rows]
 
     def loop() -> None:
@@ -93,8 +94,18 @@ def medians(steps: Sequence[Callable[[], object]], clock: Callable[[], float]) -
 
 
 def in_process(_: Rank, schedule: str, ranks: int, microbatches: int) -> Numbers:
-    """Cost per op in seconds, by library. Runs in a process that has no process group yet."""
-    one = work(microbatches)
+    """In a process of the pool: see `cost_per_op`."""
+    return cost_per_op(schedule, ranks, microbatches)
+
+
+def cost_per_op(schedule: str, ranks: int, microbatches: int, device: torch.device = CPU) -> Numbers:
+    """Cost per op in seconds, by library. Runs in a process that has no process group yet.
+
+    On a GPU the time is the wall's: threads of autograd take a part of it, and what they queue is next to no
+    work.
+    """
+    one = work(microbatches, device)
+    clock = time.thread_time if device.type == "cpu" else _until_done
     pipe, mine = ours(one, schedule, ranks)
     spent, other = [], 0.0
     for rank in range(ranks):
@@ -102,15 +113,20 @@ def in_process(_: Rank, schedule: str, ranks: int, microbatches: int) -> Numbers
         (stage,), _, step = theirs(one, schedule, rank, ranks)
         # the ranks' vote on how shapes are learnt, which the fake group does not deliver
         stage._warmup_backward_result = _static  # type: ignore[method-assign]
-        loops = [bare(r, ranks, microbatches) for r in range(ranks)]
+        loops = [bare(r, ranks, microbatches, device) for r in range(ranks)]
         with patch.object(schedules, "_batch_p2p", _no_calls):
-            step_all, step_one, *plain = medians([mine, step, *loops], time.thread_time)
+            step_all, step_one, *plain = medians([mine, step, *loops], clock)
         dist.destroy_process_group()
         spent.append(step_all - sum(plain))
         other += step_one - plain[rank]
     pipe.close()
     ops = ranks * microbatches * 2
     return {"penstock": median(spent) / ops, "torch": other / ops}
+
+
+def _until_done() -> float:
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _static(received_result: Any = None) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every number of the page comes from those files. One run is one version and one commit on one machine: results
 of another run than the newest are marked, and count neither as bars nor as losses. ``--check`` writes nothing
-and exits with 1 where the page is not what the files say.
+and exits with 1 where the page is not what the files say. What `benchmarks.gpu` finds, gpu_*.json, is of
+another machine and not on this page.
 """
 
 from __future__ import annotations
@@ -99,9 +100,14 @@ class Result:
         return self.version, self.commit, *where
 
 
+def files(folder: Path = RESULTS) -> list[Path]:
+    """The results that the page is made of."""
+    return [file for file in sorted(folder.glob("*.json")) if not file.name.startswith("gpu_")]
+
+
 def page(folder: Path = RESULTS) -> str:
     """The whole page. Raises KeyError for a benchmark without a text in `ABOUT`."""
-    results = [Result.read(file) for file in sorted(folder.glob("*.json"))]
+    results = [Result.read(file) for file in files(folder)]
     newest = max(results, key=lambda result: result.machine["date"])
     lines = [*_opening(results, newest)]
     for result in results:

@@ -43,15 +43,19 @@ class Pool:
     A rank without a call waits in a blocking read and takes no time from the others. Nobody outlives the
     pool: a failure or a time-out in one process ends all, and a process ends when its parent is gone.
 
-    join: whether the processes make up a process group
+    Args:
+        join: whether the processes make up a process group
+        method: how a process starts: "spawn", or "forkserver" where its server has imported torch already.
+            Not with a GPU, which no fork may use once CUDA has been asked for it.
     """
 
-    def __init__(self, ranks: int, join: bool = True) -> None:
+    def __init__(self, ranks: int, join: bool = True, method: str = "spawn") -> None:
         self._join = join
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(method)
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # the processes inherit them
         self._connections: list[Connection] = []
+        self._calls = 0
         self._processes = []
         for rank in range(ranks):
             here, there = context.Pipe()
@@ -84,12 +88,23 @@ class Pool:
                 os.kill(process.pid, number)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, on: Sequence[int] | None = None, timeout: float = 60.0
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        on: Sequence[int] | None = None,
+        timeout: float = 60.0,
+        silent: Sequence[int] = (),
     ) -> list[Any]:
-        """What `function(rank, *args)` returns on each rank of `on` (None: on all), run at the same time."""
+        """What `function(rank, *args)` returns on each rank of `on` (None: on all), run at the same time.
+
+        After a call that raised, the answers of ranks that were still at it are left out.
+
+        silent: ranks that run it too, and are not waited for, as they end or stop in it
+        """
         ranks = range(len(self._connections)) if on is None else on
-        for rank in ranks:
-            self._connections[rank].send((function, args))
+        self._calls += 1
+        for rank in (*ranks, *silent):
+            self._connections[rank].send((self._calls, function, args))
         results: dict[int, Any] = {}
         end = time.monotonic() + timeout
         while len(results) < len(ranks):
@@ -102,18 +117,20 @@ class Pool:
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting[connection]
-                results[rank] = self._result(connection, rank, function)
+                call, result = self._answer(connection, rank, function)
+                if call == self._calls:
+                    results[rank] = result
         return [results[rank] for rank in ranks]
 
-    @staticmethod
-    def _result(connection: Connection, rank: int, function: Callable[..., Any]) -> Any:
+    def _answer(self, connection: Connection, rank: int, function: Callable[..., Any]) -> tuple[int, Any]:
+        """The number of a call, and its result. Raises RuntimeError for a failure of this call."""
         try:
-            failure, result = connection.recv()
+            call, failure, result = connection.recv()
         except EOFError:
             raise RuntimeError(f"rank {rank} died in {function.__name__}") from None
-        if failure:
+        if failure and call == self._calls:
             raise RuntimeError(f"rank {rank} failed in {function.__name__}:\n{failure}")
-        return result
+        return call, result
 
 
 def _serve(index: int, count: int, port: int, connection: Connection) -> None:
@@ -123,13 +140,13 @@ def _serve(index: int, count: int, port: int, connection: Connection) -> None:
     rank.kept["port"] = port
     while True:
         try:
-            function, args = connection.recv()
+            call, function, args = connection.recv()
         except EOFError:
             return
         try:
-            connection.send((None, function(rank, *args)))
+            connection.send((call, None, function(rank, *args)))
         except Exception:
-            connection.send((traceback.format_exc(), None))
+            connection.send((call, traceback.format_exc(), None))
 
 
 def _follow_parent() -> None:

@@ -25,7 +25,8 @@ from penstock import AutoPipeline
 from penstock.batch.padding import Padding
 from penstock.pipeline.options import Shapes
 from penstock.train.data.packing import Numbers, best_fit, cut, one_each
-from penstock.train.data.rows import DocumentRows
+from penstock.train.data.rows import DocumentLayout, SourceRows
+from penstock.train.data.store import in_memory
 
 RANKS, MICROBATCHES = 2, 16
 LONGEST, TYPICAL, SPREAD, SEED = 512, 128, 0.7, 0  # the median length, and the sigma of its logarithm
@@ -63,9 +64,10 @@ def steps(way: str) -> list[list[dict[str, Any]]]:
     tokens = np.random.default_rng(SEED).integers(0, CONFIG.vocab_size, int(documents.sum()), dtype=np.uint16)
     pieces = cut(documents, LONGEST)
     packing = (best_fit if way == "packed" else one_each)(pieces.lengths, LONGEST)
-    rows = DocumentRows(tokens, pieces, packing, MICROBATCHES)
+    rows = SourceRows(in_memory(tokens, documents), pieces, packing)
+    layout = DocumentLayout((MICROBATCHES,), packed=way == "packed")
     steps = np.array_split(np.arange(len(rows)), -(-len(rows) // MICROBATCHES))
-    return [rows.content(numbers.tolist()) for numbers in steps]
+    return [layout.content(rows, numbers.tolist()) for numbers in steps]
 
 
 def prepare(rank: Rank, way: str) -> int:

@@ -34,7 +34,7 @@ from penstock.runtime import ops
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat, shake_hands
-from penstock.runtime.memory import Held
+from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Schedule
@@ -65,13 +65,14 @@ def _nothing(*_: object) -> None:
     """Records nothing."""
 
 
-def _only_loss(executor: Executor, _: bool) -> Tensor:
+def _only_loss(executor: Executor, *_: object) -> Tensor:
     loss = float(torch.stack(executor.ops.loss_shares).double().sum()) if executor.ops.loss_shares else 0.0
     return torch.tensor([loss], dtype=torch.float64)
 
 
 def _only_losses(_: Schedule, vectors: Sequence[Tensor]) -> report.Reports:
-    return [report.StepReport(float(vector), 0, 0, Held(), False, 0.0, (), ()) for vector in vectors]
+    none = 0, 0, Held(), False, 0.0, PeakMemory(), (), ()
+    return [report.StepReport(float(vector), *none) for vector in vectors]
 
 
 @contextmanager

@@ -38,6 +38,7 @@ class Row:
         rival: whom `ours`, a ratio, is a comparison with, where the other's own number is not in the row
         better: "low" or "high", which of two numbers is the better one
         resolved: False where the quartiles include the bar, or the machine was not quiet
+        why: why a bar was not tried, or by what it was missed
     """
 
     case: str
@@ -53,6 +54,7 @@ class Row:
     rival: str = ""
     better: str = "low"
     resolved: bool = True
+    why: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -74,7 +76,9 @@ class Row:
     def verdict(self) -> str:
         if not self.resolved:
             return "not resolved"
-        return "" if self.met is None else ("met" if self.met else "MISSED")
+        if self.met is None:
+            return self.why
+        return "met" if self.met else ": ".join(filter(None, ("MISSED", self.why)))
 
     def cells(self) -> tuple[str, ...]:
         ours, ratio = _number(self.ours, self.unit), "" if self.rival else _number(self.ratio, "")
@@ -144,19 +148,31 @@ def show(found: Found, console: Console) -> None:
         console.print(f"  {note}", highlight=False)
 
 
-def write(found: Found, repeats: int, took: float, folder: Path = RESULTS) -> None:
+def write(
+    found: Found, command: str, took: float, folder: Path = RESULTS, where: Mapping[str, str] | None = None,
+    commit: str | None = None,
+) -> None:  # fmt: skip
     """Write `found` with what a reader needs to repeat it: machine, version, commit and command.
 
-    took: seconds
+    took: seconds; where, commit: if they are known
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = {
-        "name": found.name, "title": found.title, "version": penstock.__version__, "commit": _commit(),
-        "command": f"python -m benchmarks --only {found.name} --repeats {repeats}", "machine": machine(),
-        "took": took,
-        "rows": [vars(row) for row in found.rows], "notes": list(found.notes), "raw": dict(found.raw),
+        "name": found.name, "title": found.title, "version": penstock.__version__,
+        "commit": commit_of_code() if commit is None else commit,
+        "command": command, "machine": dict(where or machine()), "took": took,
+        "rows": [finite(vars(row)) for row in found.rows], "notes": list(found.notes), "raw": dict(found.raw),
     }  # fmt: skip
-    (folder / f"{found.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    file = folder / f"{found.name}.json"
+    unfinished = file.with_suffix(".writing")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(file)  # whoever ends this process finds a whole file
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With None for numbers that JSON has no form for."""
+    lost = {name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: None if name in lost else value for name, value in values.items()}
 
 
 def machine() -> dict[str, str]:
@@ -172,7 +188,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def _commit() -> str:
+def commit_of_code() -> str:
     """The commit that last changed what is measured or measures, "-dirty" with changes since; "" without git.
 
     Results themselves do not count: those of one run are of one commit, also where some are committed
@@ -204,5 +220,7 @@ def _cpu() -> str:
 def _number(value: float | None, unit: str) -> str:
     if value is None or math.isnan(value):
         return ""
+    if math.isinf(value):
+        return "infinite"
     digits = 0 if value == int(value) and value >= 1 else 3 if abs(value) < 10 else 1
     return f"{value:.{digits}f} {unit}".strip()

@@ -44,7 +44,7 @@ def placement(schedule: str, ranks: int) -> Placement:
 class Work(NamedTuple):
     """What one step computes; the same for both. `module` makes the module of any stage.
 
-    batch: rows for the first stage to read, and targets of the same rows for the loss
+    batch: rows for the first stage to read, and targets of the same rows for the loss, on the device to use
     """
 
     module: Callable[[], nn.Module]
@@ -70,11 +70,11 @@ class Mean:
 def ours(work: Work, schedule: ScheduleLike, ranks: int, **how: Any) -> tuple[Pipeline, Callable[[], object]]:
     """penstock's pipeline and its step: of this process's rank, or of all ranks where no other process is.
 
-    how: what else Pipeline.from_provider is told
+    how: other options of Pipeline.from_provider
     """
     pipe = Pipeline.from_provider(
         lambda stage: work.module(), schedule=schedule, ranks=ranks, microbatches=work.microbatches,
-        loss_fn=Mean(work.loss), device="cpu", timeout=60, **how,
+        loss_fn=Mean(work.loss), device=work.batch.device, timeout=60, **how,
     )  # fmt: skip
     batch = {"x": work.batch, "target": work.target}
     return pipe, lambda: pipe.step(batch)
@@ -94,10 +94,10 @@ def theirs(work: Work, schedule: str, rank: int, ranks: int) -> Torch:
     placed = placement(schedule, ranks)
     stages = [
         PipelineStage(
-            work.module(),
+            work.module().to(work.batch.device),
             stage,
             placed.stages,
-            torch.device("cpu"),
+            work.batch.device,
             input_args=torch.empty_like(row).requires_grad_(stage > 0),
             output_args=torch.empty_like(row).requires_grad_(),
         )

@@ -11,9 +11,31 @@ from chromium import Browser
 from penstock.schedule import Op, Span, Timeline
 
 WIDTH, HEIGHT = 1280, 900
+PHONE = 390
 
 _TOOLTIP_INSIDE = """(({left, right, top, bottom}) =>
   left >= 0 && right <= innerWidth && top >= 0 && bottom <= innerHeight)(tooltip.getBoundingClientRect())"""
+
+# texts with less contrast to what is behind them than WCAG AA asks of small letters
+_FAINT = """(() => {
+  const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (node) => {
+    const rgba = channels(getComputedStyle(node).backgroundColor);
+    return rgba.length < 4 || rgba[3] > 0 || !node.parentElement ? rgba : behind(node.parentElement);
+  };
+  const found = [];
+  for (const node of document.querySelectorAll("body *")) {
+    const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.textContent.trim());
+    if (!own || !node.getClientRects().length || node.disabled) continue;
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(behind(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found.push([node.textContent.slice(0, 40), ratio]);
+  }
+  return found;
+})()"""
 
 
 class Opened(NamedTuple):
@@ -76,6 +98,34 @@ def _with_conduct(check: Callable[[Opened], Iterator[str]], opened: Opened) -> I
     yield from (f"the console says {said!r}" for said in opened.browser.complaints)
     own = ("about:blank", opened.path.resolve().as_uri(), "data:,")
     yield from (f"it asks for {url}" for url in opened.browser.requests if url.split("#")[0] not in own)
+
+
+def report_failures(browser: Browser, path: Path) -> list[str]:
+    """All that is wrong with the report at `path`: wide and on a phone, light and dark."""
+    found = []
+    for width, dark in ((WIDTH, False), (WIDTH, True), (PHONE, False), (PHONE, True)):
+        browser.complaints.clear()
+        browser.requests.clear()
+        browser.show(path, width, HEIGHT, dark)
+        opened = Opened(browser, path, ())
+        found += [f"{path.name}, {width} wide: {wrong}" for wrong in _with_conduct(reads_well, opened)]
+    return found
+
+
+def reads_well(page: Opened) -> Iterator[str]:
+    if page.browser.evaluate("document.documentElement.scrollWidth > innerWidth"):
+        yield "it is wider than its window"
+    yield from (
+        f"{text!r} has a contrast of {ratio:.1f} only" for text, ratio in page.browser.evaluate(_FAINT)
+    )
+    page.browser.evaluate("document.querySelector('.frame').scrollIntoView()")
+    x, y = page.browser.evaluate(
+        "(({left, top, width, height}) => [left + width / 2, top + height / 2])"
+        "(document.querySelector('.frame').getBoundingClientRect())"
+    )
+    page.browser.mouse("mouseMoved", x, y)
+    if not "".join(page.text("#value")).startswith("step "):
+        yield "a chart does not show the values under the pointer"
 
 
 def shows_the_whole_step(page: Opened) -> Iterator[str]:

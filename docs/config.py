@@ -76,6 +76,10 @@ FORMS = (
     Form("", "model: {config: {model_type: qwen3, num_hidden_layers: 4}}", "random weights"),
     Form("", "optimizer: {learning_rate: 1e-3}", "AdamW"),
     Form("", "optimizer: {name: muon, adamw: {learning_rate: 1e-3}}", "Muon, and AdamW of what it leaves"),
+    Form("", "optimizer: {name: adafactor}", "Adafactor"),
+    Form("", "optimizer: {states: 8bit}", "AdamW with moments of 8 bits, by torchao"),
+    Form("", "train: {precision: mixed}", "float32 weights, and products in bfloat16"),
+    Form("", "optimizer: {groups: [{match: norm, weight_decay: 0.1}]}", "norms decay too"),
     Form("", "pipeline: {shapes: padded, padding: {buckets: [64, 128]}}",
          "each microbatch as long as the first of these that holds the longest row of its step"),
     Form("pipeline", "schedule: zb_v", "by its name, in any spelling; [schedules.md](schedules.md) has all"),
@@ -89,15 +93,24 @@ FORMS = (
          "embedding and 2 layers; 3 layers, twice; a layer and the head"),
     Form("pipeline", "layers_per_stage: 4", "4 at most on each stage"),
     Form("pipeline", "layers_per_stage: [4, 4, 3]", "on each of three stages"),
+    Form("", "adapter: {kind: dora, targets: all-linear}", "DoRA on every linear layer but the head"),
+    Form("adapter", "targets: [q_proj, v_proj]", "modules with these last names"),
+    Form("adapter", "targets: '.*layers\\.[0-3]\\.mlp\\..*_proj'", "modules whose whole names match"),
+    Form("adapter", "ranks: {down_proj: 32}", "the rest have `r`"),
     Form("train", "activation_checkpointing: true", "of every layer, all but its input; the same as `full`"),
     Form("train", "activation_checkpointing: selective", "all but what costs most to make"),
     Form("train", "activation_checkpointing: {every: 2, save: [attention]}",
          "of every second layer, all but its input and what attention made"),
+    Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
+    Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),
+    Form("train", "early_stop: {patience: 3}", "the end after three evaluations without a lower loss"),
     Form("train.activation_checkpointing", "in_flight: 2", "of the first two in flight on every rank"),
     Form("train.activation_checkpointing", "in_flight: [2, 1, 0, 0]", "of two, one and none, by rank"),
     Form("train.activation_checkpointing", "memory_limit: 8 GiB", "or 8 GB, which is less"),
     Form("train.activation_checkpointing", "memory_limit: 8589934592", "bytes"),
     Form("output", "keep: {last: 2, every: 1000}", "the two newest, and those of steps 1000, 2000, ..."),
+    Form("output", "trackers: [tensorboard]", "for `tensorboard --logdir runs/train/tensorboard`"),
+    Form("output", "trackers: [{name: wandb, project: mine, mode: offline}, mlflow]", "one with options"),
 )  # fmt: skip
 
 _HEAD = f"""# The config of `penstock train`
@@ -121,21 +134,24 @@ def page() -> str:
 
 
 def tables() -> Iterator[Table]:
-    """The config and all its sections, each before those within it."""
+    """The config and all its sections, each once and before those within it."""
     yield Table("", "Sections", SCHEMA)
-    yield from _within("", SCHEMA)
+    yield from _within("", SCHEMA, set())
 
 
-def _within(place: str, schema: dict[str, Any]) -> Iterator[Table]:
+def _within(place: str, schema: dict[str, Any], shown: set[str]) -> Iterator[Table]:
     for key, value in schema["properties"].items():
         below = f"{place}.{key}".removeprefix(".")
         for definition in _definitions(value):
-            yield Table(below, _title(below, definition), definition)
-            yield from _within(below, definition)
+            if definition["title"] not in shown:
+                shown.add(definition["title"])
+                yield Table(below, _title(below, definition), definition)
+                yield from _within(below, definition, shown)
 
 
 def _definitions(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """The sections that a key may hold."""
+    """The sections that a key may hold, or a list of."""
+    value = value.get("items", value)
     alternatives = value.get("anyOf", value.get("oneOf", [value]))
     return [SCHEMA["$defs"][each["$ref"].rpartition("/")[2]] for each in alternatives if "$ref" in each]
 
@@ -153,7 +169,7 @@ def _section(table: Table) -> str:
             lines.append(f"| | | | *{_cell(key.group)}* |")
         group = key.group
         default = _default(key.schema) if "default" in key.schema else "needed"
-        kinds = _cell(_words(key.schema, f"{table.place}.{key.name}".removeprefix(".")))
+        kinds = _cell(_words(key.schema))
         lines.append(f"| `{key.name}` | {kinds} | {default} | {_cell(key.means)} |")
     forms = [
         f"| {_cell(f'`{form.line}`')} | {_cell(form.means)} |" for form in FORMS if form.place == table.place
@@ -210,23 +226,24 @@ def _comment_lines(source: str) -> dict[int, str]:
     return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
-def _words(value: dict[str, Any], place: str) -> str:
+def _words(value: dict[str, Any]) -> str:
     """What a key takes, in plain words."""
     match value:
         case {"$ref": _}:
-            title = _title(place, _definitions(value)[0])
+            (definition,) = _definitions(value)
+            title = next(table.title for table in tables() if table.schema is definition)
             anchor = re.sub(r"[^\w -]", "", title).replace(" ", "-")
             return f"keys of [{title}](#{anchor})"
         case {"anyOf": parts} | {"oneOf": parts}:
-            return "; or ".join(_words(part, place) for part in parts)
+            return "; or ".join(_words(part) for part in parts)
         case {"const": word}:
             return f"`{word}`"
         case {"enum": words}:
             return ", ".join(f"`{word}`" for word in words)
         case {"prefixItems": [first, *others]}:
-            return f"list of {1 + len(others)}: {_words(first, place)}"
+            return f"list of {1 + len(others)}: {_words(first)}"
         case {"type": "array", "items": items}:
-            many = re.sub(r"^(whole number|number|list)", r"\1s", _words(items, place))
+            many = re.sub(r"^(whole number|number|list)", r"\1s", _words(items))
             return f"list of {many}"
     limits = [words.format(value[name]) for name, words in _LIMITS.items() if name in value]
     return ", ".join([_TYPES[value["type"]], *limits])

@@ -1,6 +1,6 @@
 """Draw the documentation's pictures, and check the HTML page in a browser on the way: `make pictures`.
 
-    python docs/draw.py docs/pictures --measured runs/measured.html
+    python docs/draw.py docs/pictures --measured runs/measured.html --run runs/stdlib
 
 Exits with 1 where the page does not do what it must, or where there is no browser.
 """
@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_page import WIDTH, Opened, failures
+from check_page import PHONE, WIDTH, Opened, failures, report_failures
 from chromium import Browser, BrowserError, browser
 
 from penstock.schedule import Costs, Op, Schedule, Timeline, build, render, simulate
 from penstock.schedule.builders import BUILDERS
+from penstock.train.report.page import report
 
 RANKS, MICROBATCHES = 4, 8
 MEASURED = ("gpipe", "1f1b")  # the examples draw these, with what really ran
@@ -24,7 +25,7 @@ SHOWN = ("dualpipe", "zb_v", "interleaved_1f1b", "1f1b")  # on the page: the fir
 MOST_BYTES = 150 * 1024  # of a picture
 
 
-def draw(folder: Path, measured: Path) -> list[str]:
+def draw(folder: Path, measured: Path, run: Path) -> list[str]:
     """Draw everything into `folder`; what is wrong with the page."""
     for name in BUILDERS.keys() - set(MEASURED):
         render(schedule(name), folder / f"{name}.svg")
@@ -33,6 +34,7 @@ def draw(folder: Path, measured: Path) -> list[str]:
         wrong = check(opened, measured.parent, shown)
         render(shown, measured.with_name("page.html"))
         pictures(opened, folder, measured.with_name("page.html"), measured, shown)
+        wrong += report_pictures(opened, folder, report([run]))
         wrong += opened.complaints
     return wrong + [f"{file}: more than {MOST_BYTES} bytes" for file in too_large(folder)]
 
@@ -73,6 +75,16 @@ def pictures(opened: Browser, folder: Path, page: Path, measured: Path, shown: T
     opened.picture(folder / "page-measured.png")
 
 
+def report_pictures(opened: Browser, folder: Path, page: Path) -> list[str]:
+    """The report of a run, checked first; wide, and on a phone in the dark."""
+    wrong = report_failures(opened, page)
+    opened.show(page, WIDTH, 790)
+    opened.picture(folder / "report.png")
+    opened.show(page, PHONE, 844, dark=True)
+    opened.picture(folder / "report-phone.png")
+    return wrong
+
+
 def too_large(folder: Path) -> Iterator[Path]:
     yield from (file for file in sorted(folder.glob("*.png")) if file.stat().st_size > MOST_BYTES)
 
@@ -81,9 +93,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--measured", type=Path, required=True, help="the page that measure.py drew")
+    parser.add_argument("--run", type=Path, required=True, help="the output folder of a run, to report")
     given = parser.parse_args()
     try:
-        wrong = draw(given.folder, given.measured)
+        wrong = draw(given.folder, given.measured, given.run)
     except BrowserError as error:
         sys.exit(f"{parser.prog}: {error}")
     if wrong:

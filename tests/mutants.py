@@ -40,6 +40,7 @@ VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulate.py"
 ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
+CASTS, OF_AUTOCAST = "runtime/split_backward/casts.py", "pipeline/test_autocast.py"
 REDUCTIONS = "parallel/reductions.py"
 OPTIMIZER_STEP, OF_OPTIMIZER_STEP = "pipeline/optimizer_step.py", "pipeline/test_optimizer_step.py"
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
@@ -48,6 +49,9 @@ OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
 
+MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
+OF_READING = "models/weights/test_reading.py"
+SCHEDULES, OF_COUNTS = "pipeline/schedules.py", "pipeline/test_counts.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
 
 MUTANTS = [
@@ -56,6 +60,33 @@ MUTANTS = [
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            self._model._clip(norm, self.max_norm)\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "finite = math.isfinite(norm)", "finite = True", OF_OPTIMIZER_STEP),
+    # ---- hosts that run ahead of their GPU
+    Mutant(
+        "runtime/recorder.py",
+        "            self._anchor = self._stream.anchor()\n            return",
+        "            return",
+        "runtime/test_recorder.py",
+    ),
+    Mutant(
+        "models/weights/reading.py", "                reach(copied)\n", "                pass\n", OF_READING
+    ),
+    Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
+    Mutant(
+        "pipeline/split_model.py",
+        "            stream.reach(copied_at)  # a GPU may still be copying\n",
+        "",
+        "checkpoint/test_save_load.py",
+    ),
+    Mutant(
+        MASKS,
+        "            return to_device(found",
+        "            return ask(tensor) or to_device(found",
+        OF_READS,
+    ),
+    Mutant("models/huggingface/stages.py", " and not self._edits", "", OF_READS),
+    Mutant(MASKS, "        if self._asked > self._constant:\n", "        if False:\n", OF_READS),
+    Mutant(MASKS, "return 0 if looking.depends else looking.count", "return looking.count", OF_READS),
+    Mutant(LOSS, "self.weight(host_values(microbatch))", "self.weight(microbatch)", OF_READS),
     # ---- messages on streams
     Mutant(STREAMED, "        self._connect(groups, channels)\n", "", OF_STREAMED),
     Mutant(
@@ -97,6 +128,26 @@ MUTANTS = [
     Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
     Mutant(OPS, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"),
     Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
+    # ---- steps of any number of microbatches
+    Mutant(SCHEDULES, "known.pop(count, None) or make(count)", "make(count)", OF_COUNTS),
+    Mutant(SCHEDULES, "        known.pop(next(iter(known)))\n", "        pass\n", OF_COUNTS),
+    Mutant(
+        "pipeline/pipeline.py", "return find(built.microbatches), RefusedBatch(error)", "raise", OF_COUNTS
+    ),
+    Mutant("pipeline/step.py", "weight = total_tokens or (", "weight = (", OF_COUNTS),
+    Mutant(STAGE, "        self.routing.reset()  # a micro", "        pass  # a micro", OF_COUNTS),
+    Mutant(
+        "pipeline/options.py",
+        "without_weight_gradients(with_microbatches(self.schedule, chosen, count), frozen)",
+        "with_microbatches(self.schedule, chosen, count)",
+        OF_COUNTS,
+    ),
+    Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
+    Mutant(
+        "train/data/loading.py", "    data.check_cuts(config.train.steps)\n", "", "train/data/test_mixture.py"
+    ),
+    Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
+    Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if False:", "runtime/test_plan.py"),
@@ -148,6 +199,53 @@ MUTANTS = [
     ),
     Mutant(RECORDING, " or is_hooked(parameter)", "", OF_SPLIT),
     Mutant(RECORDING, " or id(parameter) in self._inputs", "", f"{OF_SPLIT} pipeline/test_edges.py"),
+    # ---- autocast
+    Mutant(CASTS, " or known.state != state", "", OF_SPLIT),
+    Mutant(CASTS, "        self._casts.clear()\n", "", OF_AUTOCAST),
+    Mutant(
+        RECORDING,
+        "            return self._weights.of(tensor, dtype)\n",
+        "            return tensor.to(dtype)\n",
+        OF_AUTOCAST,
+    ),
+    Mutant(RECORDING, " or not torch.is_autocast_cache_enabled()", "", OF_AUTOCAST),
+    Mutant(RECORDING, "self._casts is None or not tensor.requires_grad", "self._casts is None", OF_AUTOCAST),
+    Mutant(CASTS, "torch.inference_mode(False), torch.enable_grad()", "torch.enable_grad()", OF_AUTOCAST),
+    Mutant(OPS, "            torch.clear_autocast_cache()", "            pass", OF_AUTOCAST),
+    Mutant(
+        "pipeline/step.py",
+        "with seeds, autocasting(self._built.autocast, self._world.device):",
+        "with seeds:",
+        OF_AUTOCAST,
+    ),
+    Mutant(
+        "models/tracing/autocast.py",
+        "self.casts.of(tensor, self._dtype) if is_weight(tensor) else ",
+        "",
+        OF_AUTOCAST,
+    ),
+    Mutant(
+        "parallel/fsdp.py",
+        "        _gather_the_rest_as_it_is(module, sharded)\n",
+        "        pass\n",
+        "parallel/test_precision.py",
+    ),
+    # ---- optimizers by torchao
+    Mutant("train/low_bit.py", "{name} {done}", "{done}", "train/test_low_bit.py"),
+    Mutant(
+        "checkpoint/optimizer_state.py",
+        "            getattr(found[name], piece).copy_(value)\n",
+        "            pass\n",
+        "train/test_low_bit.py",
+    ),
+    Mutant(OPS, "comes_first and before is None", "False", "runtime/test_memory.py"),
+    Mutant(
+        OPS,
+        "            self.ledger.correct(before, found)\n",
+        "            pass\n",
+        "runtime/test_memory.py",
+    ),
+    Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
     # ---- loss
     Mutant(LOSS, "else labels[:, 1:]) != IGNORED", "else labels) != IGNORED", f"batch/test_loss.py {EVERY}"),
     Mutant(

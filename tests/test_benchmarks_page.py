@@ -12,7 +12,7 @@ from benchmarks import page
 from benchmarks.report import RESULTS, measured
 from benchmarks.rounds import Interval, Rounds, in_turn
 
-FILES = sorted(RESULTS.glob("*.json"))
+FILES = page.files()
 
 
 def result(rows: list[dict[str, object]], version: str = "1.2.3", commit: str = "abc", **machine: str) -> str:

@@ -80,7 +80,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck
 
 @pytest.mark.long
 @given(IN_ONE_PROCESS)
-@settings(max_examples=40, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@settings(max_examples=15, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_is_exact_or_refused(case: Case) -> None:
     outcome(case)
 
@@ -121,7 +121,7 @@ def test_an_edit_that_would_take_padding_for_tokens_is_refused(edit: str) -> Non
 @pytest.mark.long
 @pytest.mark.timeout(400)  # 8 s where nothing else runs
 @given(case=ON_TWO)
-@settings(max_examples=12, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@settings(max_examples=5, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_on_a_mesh_is_exact_or_refused(pool: Pool, case: Case) -> None:
     outcome(case, pool)
 

@@ -1,7 +1,8 @@
 """Every schedule runs: exact gradients, the proven order, the proven memory, and nothing left behind.
 
 The products of schedules, families, sizes and options are taken as covering arrays (support/covering.py):
-every pair of values occurs in the default run. `make sweep` runs the full products.
+in the default run every pair of a form and a size occurs on plain stages, and every pair of a family and an
+option. `make sweep` has every pair of all, and the full product of forms and sizes.
 """
 
 from __future__ import annotations
@@ -216,11 +217,16 @@ def assert_model_is_exact(row: Row) -> None:
         pipe.verify_against(model, batch)
 
 
-# the sweep adds rows of one fixed length, and every second layer
-FEWER = OPTIONS | {"shapes": OPTIONS["shapes"][:3], "checkpointing": OPTIONS["checkpointing"][:3]}
+# the sweep adds families, rows of one fixed length, every second layer, and each pair with a form
+FEWER = OPTIONS | {
+    "family": ["llama", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_neox", "cohere2", "gpt_oss"],
+    "shapes": OPTIONS["shapes"][:3],
+    "checkpointing": OPTIONS["checkpointing"][:3],
+}
+APART_FROM_FORM = [("form", name) for name in FEWER if name not in ("form", "tied")]
 
 
-@pytest.mark.parametrize("row", pairs(FEWER, runs, apart=[("form", "family")]), ids=row_name)
+@pytest.mark.parametrize("row", pairs(FEWER, runs, apart=APART_FROM_FORM), ids=row_name)
 def test_a_hugging_face_model_in_process(row: Row) -> None:
     assert_model_is_exact(row)
 

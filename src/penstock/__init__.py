@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.pipeline.evaluate import Evaluation
     from penstock.pipeline.pipeline import Pipeline
     from penstock.pipeline.step import StepResult
+    from penstock.runtime.split_backward.compiled import compile_around_products
 
 __version__ = "0.5.0"
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "StepResult",
     "TensorSpec",
     "__version__",
+    "compile_around_products",
     "distribute_layers",
     "load_checkpoint",
     "register_chain",
@@ -57,6 +59,7 @@ _HOMES = {
     "StageInfo": "penstock.models.stage",
     "StepResult": "penstock.pipeline.step",
     "TensorSpec": "penstock.batch.payload",
+    "compile_around_products": "penstock.runtime.split_backward.compiled",
     "distribute_layers": "penstock.models.stage",
     "load_checkpoint": "penstock.checkpoint.save_load",
     "register_chain": "penstock.models.tracing.probe",

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import AutoPipeline
+from penstock.checkpoint import optimizer_state
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import AlteredError, CheckpointError, ModelError, RunError
 from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
+from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime import stream
 from support.families import tiny_model
 from support.folders import check_folder, flip
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
@@ -94,6 +98,43 @@ def test_what_is_written_in_the_background_is_what_was_there_at_save(
     assert writers() == []
     assert len(then) == 1
     assert files(tmp_path / "at once") == files(tmp_path / "later")
+
+
+def test_what_a_gpu_is_still_copying_is_written_when_it_is_there(
+    alone: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`save` returns before; the thread waits."""
+    pipe, optimizers = alone
+    advance(pipe, optimizers, 1, 1)
+    save_checkpoint(tmp_path / "at once", pipe, optimizers)
+    under_way: list[Callable[[], Any]] = []
+
+    def host_copy(tensor: Tensor) -> Tensor:
+        made, value = torch.zeros_like(tensor, requires_grad=False), tensor.detach().clone()
+        under_way.append(lambda: made.copy_(value))
+        return made
+
+    class Moment:
+        def __init__(self) -> None:
+            self.copies = list(under_way)
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            for copy in self.copies:
+                copy()
+
+    for module in (split_model, optimizer_state):
+        monkeypatch.setattr(module, "host_copy", host_copy)
+    monkeypatch.setattr(stream, "stream_of", lambda device: SimpleNamespace(now=Moment))
+    with CheckpointWriter(pipe) as writer:
+        writer.save(tmp_path / "later", optimizers)
+    assert under_way
+    found, expected = files(tmp_path / "later"), files(tmp_path / "at once")
+    weights = [name for name in expected if name.endswith(".safetensors") and not name.startswith("random")]
+    assert weights
+    assert all(found[name] == expected[name] for name in weights)
 
 
 def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, alone: Made) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -179,6 +180,8 @@ def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
     os.kill(ranks["1"], signal.SIGKILL)
     ended_with, _, err = finish(process)
     assert ended_with == 137
-    assert err.startswith("penstock: error: rank 1 was killed by signal 9 (SIGKILL)")
+    assert err.startswith(
+        f"penstock: error: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL)"
+    )
     assert err.count("penstock: ") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())

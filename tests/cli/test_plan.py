@@ -98,7 +98,7 @@ def test_flash_attention_is_refused_where_it_would_be_though_it_is_not_installed
 
 
 def test_a_dry_run_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command) -> None:
-    monkeypatch.setattr(loading, "documents", None)
+    monkeypatch.setattr(loading, "open_source", None)
     code, out, _ = penstock("train", config_file(tmp_path), "--dry-run")
     assert code == 0
     assert "text: not read" in " ".join(out.split())

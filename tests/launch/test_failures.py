@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import time
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from penstock.errors import Account, ConfigError, PeerLostError, StalledPeerError, give_account
+from penstock.errors import Account, ConfigError, PeerLostError, RunError, StalledPeerError, give_account
 from penstock.launch import failures
 
 Ended = dict[int, ProcessFailure]
+HOST = socket.gethostname()
 
 
 @pytest.fixture
@@ -53,7 +55,8 @@ def test_the_others_report_a_killed_rank(folder: Path, capsys: pytest.CaptureFix
     }
     assert failures.report(ended) == 137
     assert capsys.readouterr().err.splitlines() == [
-        "penstock: error: rank 2 was killed by signal 9 (SIGKILL), last reported 1.4 s ago: in 2F3",
+        f"penstock: error: rank 2 on {HOST} was killed by signal 9 (SIGKILL), "
+        "last reported 1.4 s ago: in 2F3",
         "What the ranks did last:",
         "  rank 0 waiting for 2B0 from rank 1, steady phase; 3 of 12 ops done",
         "  rank 1 waiting for 2B0 from rank 2, steady phase; 3 of 12 ops done",
@@ -73,7 +76,9 @@ def test_a_rank_that_raised_comes_before_those_that_lost_it(
     give_account(caught.value, account)
     assert failures.report({0: first, 1: ends(folder, 1, 1, caught.value)}) == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "penstock: error: rank 1: ZeroDivisionError: division by zero, in 1F1, warm-up"
+    assert (
+        lines[0] == f"penstock: error: rank 1 on {HOST}: ZeroDivisionError: division by zero, in 1F1, warm-up"
+    )
     assert lines[3] == "  rank 1 in 1F1, warm-up; 1 of 4 ops done; timeline so far in x/rank-1.json"
     assert lines[4].startswith("Traceback")
     assert lines[-1] == "ZeroDivisionError: division by zero"
@@ -99,7 +104,34 @@ def test_what_fails_in_a_rank_that_was_being_ended_is_no_cause(
     failures.ending_file(str(error_file(folder, 0))).touch()
     ended = {0: ends(folder, 0, 1, OSError("a worker was ended")), 1: ends(folder, 1, 7)}
     assert failures.report(ended) == 7
-    assert capsys.readouterr().err == "penstock: error: rank 1 ended with exit code 7\n"
+    assert capsys.readouterr().err == f"penstock: error: rank 1 on {HOST} ended with exit code 7\n"
+
+
+def test_a_rank_that_was_ended_from_elsewhere_is_the_cause(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: "the other ranks died or closed their connections": SIGTERM was always the launcher's."""
+    for rank, since in ((1, time.time() - 2), (2, time.time() + 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(failures.ERROR_FILE, str(error_file(folder, rank)))
+            failures.record_end(since)
+    ended = {
+        0: ends(folder, 0, 1, lost(0, {1: "last reported 0.9 s ago: in 1F3"})),
+        1: ends(folder, 1, 128 + signal.SIGTERM),
+        2: ends(folder, 2, 128 + signal.SIGTERM),
+    }
+    assert failures.report(ended) == 128 + signal.SIGTERM
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first == (
+        f"penstock: error: rank 1 on {HOST} was ended by SIGTERM, last reported 0.9 s ago: in 1F3"
+    )
+
+
+def test_what_all_ranks_raise_is_told_of_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.5.0: a NaN in a gradient of rank 0 was told of rank 2, which was the first to end."""
+    error = RunError("step 3: grad_norm=nan", "these are finite, not those of rank 0", "Lower the rate")
+    assert failures.report({rank: ends(folder, rank, 1, error) for rank in (2, 0, 1)}) == 1
+    assert capsys.readouterr().err == f"penstock: error: ranks 0, 1, 2 on {HOST}: {error}\n"
 
 
 def test_nothing_is_recorded_without_a_launcher(folder: Path) -> None:

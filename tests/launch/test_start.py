@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.launch.failures import describe, exit_code
 from penstock.launch.start import launch, relaunch, under_torchrun
 from support.pool import alive, start
 
+HOST = socket.gethostname()
 PRELUDE = """
 import os, sys, time, signal
 from penstock.errors import ConfigError, PeerLostError, StalledPeerError
@@ -121,7 +123,8 @@ fail(error)
 """
     assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL
     assert capfd.readouterr().err.splitlines() == [
-        "penstock: error: rank 1 was killed by signal 9 (SIGKILL), last reported 0.8 s ago: in 1F0, warm-up",
+        f"penstock: error: rank 1 on {HOST} was killed by signal 9 (SIGKILL), "
+        "last reported 0.8 s ago: in 1F0, warm-up",
         "What the ranks did last:",
         "  rank 0 waiting for 1B0 from rank 1, steady phase; 2 of 4 ops done",
         "  rank 1 last reported 0.8 s ago: in 1F0, warm-up",
@@ -143,7 +146,39 @@ import ctypes
 ctypes.CDLL(None).sleep(600)  # in C: and again, as a signal cuts it short
 ctypes.CDLL(None).sleep(600)
 """
-    assert launched(3, tmp_path, text, capfd) == (7, "penstock: error: rank 1 ended with exit code 7\n")
+    said = f"penstock: error: rank 1 on {HOST} ended with exit code 7\n"
+    assert launched(3, tmp_path, text, capfd) == (7, said)
+
+
+def test_a_rank_that_got_sigterm_from_elsewhere_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: "the other ranks died or closed their connections"."""
+    text = """
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error.json", "/1/ending")):
+    time.sleep(0.01)
+fail(PeerLostError("rank 0 waiting for the end of the step", "rank 1 died", "Look"))
+"""
+    said = f"penstock: error: rank 1 on {HOST} was ended by SIGTERM\n"
+    assert launched(2, tmp_path, text, capfd) == (128 + signal.SIGTERM, said)
+
+
+def test_a_rank_that_stops_before_it_does_anything_is_ended_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: the launcher waited for it for 30 s: it had not yet said which process it is."""
+    file = tmp_path / "rank.py"
+    early = "import os, signal\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    file.write_text(
+        early + PRELUDE + 'fail(StalledPeerError("rank 0 waiting", "rank 1 did not come", "See"))'
+    )
+    began = time.monotonic()
+    assert launch(2, [sys.executable, str(file)]) == 1
+    assert time.monotonic() - began < 20
+    assert capfd.readouterr().err == "penstock: error: rank 0 waiting: rank 1 did not come. See\n"
 
 
 def test_relaunch_runs_the_same_script_with_its_arguments(
@@ -185,7 +220,7 @@ def launch_in(folder: str, command: list[str]) -> None:
     ("number", "code", "said"),
     [
         (signal.SIGINT, 130, "penstock: interrupted\n"),
-        (signal.SIGTERM, 143, "penstock: ended by SIGTERM\n"),
+        pytest.param(signal.SIGTERM, 143, "penstock: ended by SIGTERM\n", marks=pytest.mark.sweep),
         (signal.SIGKILL, -9, ""),
     ],
 )

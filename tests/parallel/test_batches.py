@@ -96,7 +96,7 @@ SECOND, LAST = (1, 3), (3,)  # the processes of the second part of the batch, an
 OF_PARTS: Table = {
     ("few rows", SECOND): "BatchError: a batch of 1 rows, given to process 1, 3: .* Give 2 rows or more",
     ("few rows to evaluate", SECOND): "accepted",  # in fewer microbatches
-    ("a list", (0, 2)): "BatchError: a list of 1 microbatches, given to process 0, 2: ",
+    ("a list", (0, 2)): "BatchError: microbatches: 1 on process 0; 2 on process 1; 1 on process 2; 2 on proc",
     ("a list to evaluate", SECOND): "BatchError: a list of 3 microbatches, given to process 1, 3: ",
     ("labels", SECOND): r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the next-token loss",
     ("labels of outputs", SECOND): "BatchError: labels for some parts .*, and none given to process 1, 3: ",

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Axes
 from penstock.errors import ConfigError, InputError, WorldSizeError
+from penstock.parallel import mesh
 from penstock.parallel.mesh import init_process_group
 from support.mesh import Built, batch, build_pipe, error_of, later, model_of, own_part, same_on_all
 from support.pool import Pool
@@ -171,3 +172,25 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: .* another process .* --master-port"):
             init_process_group(torch.device("cpu"), 1.0)
+
+
+def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: "Unable to find interface for", in a traceback of torch."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense")
+    with pytest.raises(
+        ConfigError, match=rf"{socket.gethostname()} has no network interface nonsense; it has .*lo"
+    ):
+        init_process_group(torch.device("cpu"), 1.0)
+
+
+def test_a_store_that_does_not_answer_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: the process hung for ever, where that of rank 0 was stopped: torch waits for its answer."""
+    monkeypatch.setattr(mesh, "_START_SECONDS", 0.3)
+    monkeypatch.setattr(mesh, "_SPARE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the system takes connections for it
+        port = str(silent.getsockname()[1])
+        world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in world.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: rank 0 does not answer there"):
+            init_process_group(torch.device("cpu"), 0.3)

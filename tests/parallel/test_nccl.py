@@ -138,7 +138,7 @@ def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
     assert first["pg_options"].high
     assert first["pg_options"].config.max_ctas <= 8
     assert first["timeout"] == second["timeout"] == groups.FOREVER
-    assert (second["pg_options"], third["pg_options"], third["timeout"]) == (None, None, made.limit)
+    assert (second["pg_options"], third.get("pg_options"), third["timeout"]) == (None, None, made.limit)
 
 
 @pytest.mark.parametrize("debugging", [False, True])

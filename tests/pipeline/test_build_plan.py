@@ -16,7 +16,7 @@ from penstock.models.balanced_split import LayerCosts
 from penstock.pipeline import memory
 from penstock.pipeline.build_plan import BuildPlan, balance
 from penstock.pipeline.memory import Account, estimated_memory
-from penstock.schedule import simulate
+from penstock.schedule import build, ops, simulate
 from support.families import ragged_batch, tiny_config, tiny_model
 
 
@@ -28,18 +28,32 @@ def counts(plan: BuildPlan) -> list[int]:
     return [len(stage.layers) for stage in plan.stages]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("on", [True, False])
-def test_a_build_leaves_the_garbage_collector_as_it_was(on: bool) -> None:
+def test_a_build_leaves_the_garbage_collector_as_it_was(
+    on: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_MANY", 0)  # as where a model is deep
     before = gc.isenabled()
+    gc.unfreeze()
     try:
         (gc.enable if on else gc.disable)()
+        if frozen:
+            gc.freeze()
         plan_of()
         assert gc.isenabled() == on
         with pytest.raises(PartitionError):
             AutoPipeline(ranks=9, microbatches=4).build_plan(tiny_config("llama", layers=8))
-        assert (gc.isenabled(), gc.get_freeze_count()) == (on, 0)
+        assert (gc.isenabled(), gc.get_freeze_count() > 0) == (on, frozen)
     finally:
         (gc.enable if before else gc.disable)()
+        gc.freeze()  # as conftest.py does
+
+
+def test_a_small_schedule_does_not_walk_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To count frozen objects takes time for each of them: a simulation took 80 ms after gc.freeze()."""
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: pytest.fail("it walks all that is frozen"))
+    simulate(build("1f1b", ranks=4, microbatches=8))
 
 
 def test_the_default_split_weighs_the_head() -> None:
@@ -149,6 +163,14 @@ def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
     pairs = zip(estimated.activation, measured.activation, strict=True)
     first, last = (guess - held[0] for guess, held in pairs)
     assert abs(first - last) <= 4  # the loss
+
+
+def test_an_estimate_leaves_autocast_out() -> None:
+    """0.5.0: within a region it counted the weights' casts with each microbatch."""
+    auto = AutoPipeline(ranks=2, microbatches=2)
+    outside = auto.memory_costs(auto.build_plan(tiny_model("llama")), (1, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert auto.memory_costs(auto.build_plan(tiny_model("llama")), (1, 16)) == outside
 
 
 def test_a_memory_limit_counts_shards() -> None:

@@ -37,7 +37,7 @@ def test_in_one_process(row: Row) -> None:
 @pytest.mark.parametrize(("mode", "schedule", "ranks"), [
     # in every run each mode and each schedule once
     pytest.param(mode, schedule, ranks, marks=() if turn == list(MODES).index(mode) else pytest.mark.sweep)
-    for turn, (schedule, ranks) in enumerate((("zb_v", 2), ("1f1b", 4), ("dualpipe", 2)))
+    for turn, (schedule, ranks) in enumerate((("zb_v", 2), ("1f1b", 2), ("dualpipe", 2), ("1f1b", 4)))
     for mode in MODES
 ])  # fmt: skip
 def test_over_gloo(mode: str, schedule: str, ranks: int, pool: Pool) -> None:

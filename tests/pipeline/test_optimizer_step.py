@@ -136,10 +136,17 @@ def compare(ranks: int, schedule: Any, drain: Drain | None = None, **options: An
 
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b")
+DEFAULT = (("1f1b", 2), ("zb_v", 4))  # the others are in the sweep
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        pytest.param(schedule, ranks, marks=() if (schedule, ranks) in DEFAULT else pytest.mark.sweep)
+        for schedule in SCHEDULES
+        for ranks in (2, 4)
+    ],
+)
 def test_early_steps_are_those_of_the_plain_order(pool: Pool, schedule: str, ranks: int) -> None:
     """All ranks step early in each step: those that are clipped or hold a NaN are undone."""
     counts = pool.run(ranks, compare, ranks, schedule, Always())
@@ -154,7 +161,7 @@ def test_in_one_process(ranks: int) -> None:
     assert compare(ranks, "1f1b") == (0, 0)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_stages_that_share_a_weight_step_after_all_have_ended(pool: Pool, schedule: str) -> None:
     assert pool.run(2, tied, schedule) == [(0, 0)] * 2
 
@@ -163,6 +170,7 @@ def tied(schedule: str) -> tuple[int, int]:
     return compare(2, schedule, Always(), tied=True)
 
 
+@pytest.mark.sweep
 def test_early_steps_on_a_mesh(pool: Pool) -> None:
     """Shards of weights, AdamW on plain and sharded tensors alike; ranks of a stage step early together."""
     for kept, undone in pool.run(4, sharded):

@@ -51,7 +51,7 @@ def test_evaluation_leaves_a_steps_metadata_alone() -> None:
 
 def test_a_packed_batch_may_be_split_by_rows() -> None:
     """cu_seq_lens run over all rows; each microbatch gets those of its own."""
-    model, rows = tiny_model("llama", torch.float64), documents(3)
+    model = tiny_model("llama", torch.float64)
     whole = {"input_ids": torch.arange(24).reshape(4, 6) + 3}
     ends = torch.tensor([0, 2, 6, 12, 13, 18, 20, 24], dtype=torch.int32)
     pieces = [whole["input_ids"].flatten()[a:b] for a, b in pairwise(ends)]
@@ -67,8 +67,8 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
         pipe = AutoPipeline(ranks=2, microbatches=count).build(model)
         assert pipe.step(batch).loss == pytest.approx(loss, rel=1e-10)
         assert_gradients(gradients_of(pipe), expected, 1e-10)
-    with pytest.raises(BatchError, match="2 microbatches"):
-        pipe.step(packed(rows)[:2])
+    with pytest.raises(BatchError, match="a batch of 4 rows"):
+        pipe.step(batch, microbatches=5)
 
 
 @pytest.mark.parametrize(

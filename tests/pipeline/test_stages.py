@@ -65,6 +65,25 @@ def test_compiled_layers_stay_compiled() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_layers_of_many_stages_are_compiled_once() -> None:
+    """0.5.0, more than 8 compiled stages in a process: the ninth ran uncompiled, with a line in the log.
+
+    A layer where a stage begins or ends had a class of its own. torch.compile compiles a function anew for
+    each class, 8 times at most.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = tiny_model("llama", layers=6)
+    pipe = pipeline(model, ranks=6, microbatches=2, layers_per_stage=1, parallelize_fn=compiling("eager"))
+    pipe.step(ragged_batch())
+    pipe.close()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    torch._dynamo.reset()
+
+
 class Branching(nn.Module):
     """Two branches behind a condition on values."""
 

@@ -45,6 +45,7 @@ from penstock.parallel.world import World, WorldOptions, close_on_error, goes_in
 from penstock.pipeline import auto_pipeline, stages
 from penstock.runtime import stream
 from penstock.runtime.transport import distributed, stream_channels
+from penstock.runtime.transport import groups as groups_of
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.groups import Groups
 from penstock.schedule import Schedule
@@ -472,8 +473,10 @@ class ComputeStream:
     def now(self) -> Mark:
         return Mark(self._gpu)
 
-    def synchronize(self) -> None:
-        self._gpu.synchronize()
+    def anchor(self) -> tuple[float, Mark]:
+        mark = self.now()
+        mark.synchronize()
+        return mark._entry.at, mark
 
 
 # ---- NCCL
@@ -657,7 +660,7 @@ def _open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, s
     with close_on_error(transport):
         transport.open(schedule, options.wire, batched=batched, network=None)
     mesh: Any = SimpleNamespace(size=lambda: groups.size)
-    return World((gpu.rank,), device, transport, transport, 0.0, batched, mesh, Reductions())
+    return World((gpu.rank,), device, transport, transport, transport, 0.0, batched, mesh, Reductions())
 
 
 @contextmanager
@@ -692,6 +695,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
         patch.setattr(distributed, "_store", store)
+        patch.setattr(groups_of, "within", lambda seconds, what, call: call())  # in the thread of the rank
         patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
         patch.setattr(dist, "batch_isend_irecv", lambda ops: ops[0].group.batch(ops))
         patch.setattr(dist, "destroy_process_group", destroy)

@@ -58,9 +58,10 @@ def make(
     kind: str = "adamw",
     axes: Axes | None = None,
     layers: int = 4,
+    timeout: float = 30.0,
 ) -> tuple[Pipeline, list[Optimizer]]:
     """A pipeline of a model that is always the same, and its optimizers."""
-    auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30, axes=axes)
+    auto = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=timeout, axes=axes)
     pipe = auto.build(tiny_model(family, layers=layers))
     made = KINDS[kind]([p for p in pipe.parameters() if p.requires_grad])
     return pipe, made if isinstance(made, list) else [made]

@@ -108,8 +108,11 @@ def _work(connection: Connection) -> None:
     import transformers
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+    from support.remembered import share_again
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    share_again()
     caches = _caches()
     gc.freeze()  # what is imported: a collection takes a tenth of the time without it
     while True:

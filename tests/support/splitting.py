@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.parallel.fsdp import Sharded, shard_stage
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
+from penstock.runtime.split_backward.casts import WeightCasts
 from penstock.runtime.split_backward.deferred import Deferred
 from penstock.runtime.split_backward.recording import deferring
 from support.reference import TOLERANCE, assert_gradients, gradients_of
@@ -63,13 +64,13 @@ def split(
     found: dict[int, list[Tensor]] = {}
     live: dict[int, tuple[Live, list[Tensor]]] = {}
     deferred: dict[int, Deferred] = {}
-    held = 0
+    held, casts = 0, WeightCasts()
     for op in order.split():
         kind, number = op[0], int(op[1:])
         if kind == "F":
             inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in microbatches[number]]
             torch.manual_seed(number)
-            with deferring() as tape:
+            with deferring(casts) as tape:
                 outputs = outputs_of(call(module, *inputs))
             live[number] = hold(inputs, outputs, tape), upstream(outputs, number)
             del inputs, outputs

@@ -91,6 +91,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
+def held_out_losses(folder: Path) -> list[float]:
+    """Those of the run of `tree(folder)`, in order."""
+    return [row["held_out_loss"] for row in metrics(folder) if "held_out_loss" in row]
+
+
 def checkpoint(folder: Path, step: int) -> Path:
     """The checkpoint of the run of `tree(folder)`."""
     return folder / "out" / "checkpoints" / f"step-{step:08d}"

@@ -38,7 +38,7 @@ def test_a_nan_is_no_metric(tmp_path: Path) -> None:
 
 def row(step: int, padding: float = 0.0) -> dict[str, float]:
     numbers = {"loss": 2.5, "tokens_per_second": 1234.5, "bubble": 0.125, "learning_rate": 1e-3}
-    return {"step": step, **numbers, "padding": padding}
+    return {"step": step, **numbers, "tflops_per_device": 0.0123, "padding": padding}
 
 
 def test_a_log_has_a_line_every_so_often_and_at_both_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_a_log_has_a_line_every_so_often_and_at_both_ends(capsys: pytest.Capture
             display.step(row(step))
         display.say("that is all [bold]")
     said = capsys.readouterr().out.splitlines()
-    assert said[1] == "step 3/7  loss 2.500  1,234 tokens/s  bubble 12.5%  lr 1.00e-03"
+    assert said[1] == "step 3/7  loss 2.500  1,234 tokens/s  0.0123 TFLOP/s  bubble 12.5%  lr 1.00e-03"
     assert [line.split()[1] for line in said[:-1]] == ["1/7", "3/7", "6/7", "7/7"]
     assert said[-1] == "that is all [bold]"
 
@@ -56,6 +56,14 @@ def test_a_log_has_a_line_every_so_often_and_at_both_ends(capsys: pytest.Capture
 def test_padding_is_shown_where_there_is_some(capsys: pytest.CaptureFixture[str]) -> None:
     make_display(True, 7, 0, 1).step(row(1, padding=0.0625))
     assert "bubble 12.5%  padding 6.2%  lr" in capsys.readouterr().out
+
+
+def test_the_share_of_the_peak_and_memory_are_shown_where_they_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    known = {"tflops_per_device": 412.6, "mfu": 0.417, "peak_allocated": [2**30, 3 * 2**30]}
+    make_display(True, 7, 0, 1).step({**row(1), **known})
+    assert "tokens/s  413 TFLOP/s (MFU 41.7%)  3.0 GiB  bubble" in capsys.readouterr().out
 
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,22 +17,23 @@ from transformers import AutoModelForCausalLM
 from penstock.cli.plan import memory, optimizers
 from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
+from penstock.train.config.load import load_config
 from penstock.train.optimizer import (
-    MOMENTS,
-    OPTIMIZERS,
+    AdafactorSection,
     AdamWKeys,
     AdamWSection,
     AnyOptimizer,
+    GroupSection,
     MuonSection,
-    learning_rate,
     make_optimizers,
     set_learning_rates,
+    shares_of,
     trained_by,
 )
 from penstock.train.run import preflight
 from support import zoo
 from support.families import FAMILIES, tiny_model
-from support.tiny import config
+from support.tiny import config, config_file
 
 
 def some() -> list[tuple[str, nn.Parameter]]:
@@ -69,6 +72,106 @@ def test_biases_do_not_decay_though_they_have_two_dimensions() -> None:
     assert {name for name in rest if not re.search("norm|bias|ln_|layer_norm|sinks", name)} == set()
 
 
+GROUPS = (
+    GroupSection(match=r"embed|lm_head", learning_rate=0.1),
+    GroupSection(match=r"norm\.weight$", weight_decay=0.5),
+    GroupSection(match=r"layers\.[01]\.", learning_rate=0.2, weight_decay=0.0),
+)
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    """The first that matches counts: a norm of layer 0 is in the second."""
+    section = AdamWSection(learning_rate=1.0, weight_decay=0.3, groups=GROUPS)
+    model = tiny_model("gpt_neox", layers=3)
+    named = {re.sub("^gpt_neox", "model", name): p for name, p in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in named.items()}
+    optimizers = made(section, named.items())
+    set_learning_rates(section, optimizers, 10, 10)  # a tenth of each
+    met = set()
+    for group in optimizers[0].param_groups:
+        for name in (names[id(parameter)] for parameter in group["params"]):
+            rate, decay = 0.1, 0.0 if named[name].ndim < 2 or name.endswith("bias") else 0.3
+            if "embed" in name or "lm_head" in name:
+                rate = 0.01
+            elif name.endswith("norm.weight"):
+                decay = 0.5
+            elif "layers.0." in name or "layers.1." in name:
+                rate, decay = 0.02, 0.0
+            assert group["lr"] == pytest.approx(rate), name
+            assert group["weight_decay"] == decay, name
+            met.add(name)
+    assert met == named.keys()
+
+
+def test_parameters_of_a_group_step_as_in_one_of_torch() -> None:
+    section = AdamWSection(groups=(GroupSection(match="bias", learning_rate=0.5, weight_decay=0.2),))
+    ours, theirs = nn.Linear(2, 3), nn.Linear(2, 3)
+    theirs.load_state_dict(ours.state_dict())
+    optimizers = made(section, ours.named_parameters())
+    options: Any = {"betas": section.betas, "eps": section.eps, "fused": True}
+    expected = torch.optim.AdamW(
+        [
+            {"params": [theirs.weight], "lr": 3e-4, "weight_decay": 0.1},
+            {"params": [theirs.bias], "lr": 0.5, "weight_decay": 0.2},
+        ],
+        **options,
+    )
+    for _ in range(3):
+        for module in (ours, theirs):
+            module.zero_grad()
+            module(torch.ones(4, 2)).square().sum().backward()
+        set_learning_rates(AdamWSection(schedule="constant"), optimizers, 3, 1)
+        expected.step()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            AdamWSection(groups=(GroupSection(match="q_porj", weight_decay=0.0),)),
+            r"optimizer\.groups\[0\]\.match=q_porj: no parameter that AdamW trains has such a name\. Names",
+        ),
+        (
+            AdamWSection(groups=(*GROUPS[:1], GroupSection(match="lm_head", weight_decay=0.0))),
+            r"optimizer\.groups\[1\]\.match=lm_head: earlier groups have all that it matches\. Put it before",
+        ),
+        (
+            MuonSection(adamw=AdamWKeys(groups=(GroupSection(match="q_proj", weight_decay=0.0),))),
+            r"optimizer\.adamw\.groups\[0\]\.match=q_proj: no parameter that AdamW trains has such a name",
+        ),
+    ],
+)
+def test_a_group_without_parameters_is_refused(section: AnyOptimizer, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained_by(section, tiny_model("llama", layers=2), "model.layers")
+
+
+def test_a_group_of_a_tied_weight_goes_by_its_first_name() -> None:
+    """By the second one it was accepted, and held nothing."""
+    tied = tiny_model("llama", layers=2, tied=True)
+    for match in ("lm_head", "embed_tokens"):
+        section = AdamWSection(groups=(GroupSection(match=match, learning_rate=1e-5),))
+        with pytest.raises(ConfigError, match="no parameter") if match == "lm_head" else nullcontext():
+            trained_by(section, tied, "model.layers")
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"match": "q_proj"}, r"match='q_proj' sets nothing\. Give learning_rate, weight_decay, or both"),
+        ({"match": "(", "weight_decay": 0.0}, r"'\(' is no regular expression"),
+        ({"learning_rate": 1.0}, "match"),
+    ],
+)
+def test_a_group_that_says_too_little_is_refused(tmp_path: Path, group: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(config_file(tmp_path, optimizer={"groups": [group]}))
+
+
 def test_muon_and_adamw_have_rates_of_their_own_that_fall_together() -> None:
     section = MuonSection(
         learning_rate=1.0, weight_decay=0.2, momentum=0.8, ns_steps=3, adjust="match_rms_adamw",
@@ -95,18 +198,19 @@ def test_a_process_may_hold_nothing_of_one_kind() -> None:
     assert groups(MuonSection(), 0) == [("AdamW", 1)]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_table_says_what_an_optimizer_keeps(name: str) -> None:
-    """The dry run's memory and the check of a checkpoint's shapes read it."""
-    section, shares = OPTIMIZERS[name].section(), OPTIMIZERS[name].shares
-    for kind, share in shares.items():
-        parameter = nn.Parameter(torch.ones(2, 3))
-        optimizer = share.make(section, [("weight", parameter)])
-        assert type(optimizer).__name__ == kind
-        parameter.grad = torch.ones(2, 3)
-        optimizer.step()
-        kept = {part for part, value in optimizer.state[parameter].items() if value.shape == (2, 3)}
-        assert kept == {*MOMENTS[kind]} == {*share.moments}
+@pytest.mark.parametrize("section", [AdamWSection(), MuonSection(), AdafactorSection()])
+def test_the_table_says_what_an_optimizer_keeps(section: AnyOptimizer) -> None:
+    """The dry run's memory reads it, and resuming the names of the classes."""
+    for kind, share in shares_of(section).items():
+        for shape in ((2, 3), (4, 2, 3), (5,))[: 2 if kind == "Muon" else 3]:
+            parameter = nn.Parameter(torch.ones(shape))
+            optimizer = share.make(section, [("weight", parameter)])
+            assert type(optimizer).__name__ == kind
+            parameter.grad = torch.ones(shape)
+            optimizer.step()
+            state = optimizer.state[parameter]
+            kept = sum(value.nbytes for part, value in state.items() if part != "step")
+            assert kept == share.kept(parameter, parameter.numel()) > 0
 
 
 LLAMA = {f"self_attn.{x}_proj.weight" for x in "qkvo"} | {
@@ -139,23 +243,10 @@ def test_a_model_without_matrices_is_refused() -> None:
         trained_by(MuonSection(), tiny_model("llama", layers=2).requires_grad_(False), "model.layers")
 
 
-def test_the_rate_rises_in_a_line_and_falls_along_a_cosine_to_its_floor() -> None:
-    section = AdamWSection(warmup_steps=4, final_fraction=0.1)
-    rates = [learning_rate(section, 2.0, 12, step) for step in range(1, 13)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[7] == pytest.approx(2.0 * 0.55)  # half-way down
-    assert rates[-1] == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (0, 3), (3, 3)])
-def test_short_runs_have_a_rate_at_every_step(warmup: int, steps: int) -> None:
-    section = AdamWSection(warmup_steps=warmup)
-    assert all(0 < learning_rate(section, 1.0, steps, step) <= 1 for step in range(1, steps + 1))
-
-
 def test_a_dry_run_shows_which_parameters_go_where(tmp_path: Path) -> None:
-    plain, muon = (preflight(config(tmp_path, keys={"optimizer": {"name": name}})) for name in OPTIMIZERS)
+    plain, muon = (
+        preflight(config(tmp_path, keys={"optimizer": {"name": name}})) for name in ("adamw", "muon")
+    )
     parameters = sum(p.numel() for p in plain.plan.source.model.parameters())
     assert {name: trained.parameters for name, trained in optimizers(plain).items()} == {"AdamW": 25}
     found = optimizers(muon)

@@ -24,7 +24,6 @@ from penstock.errors import (
 )
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.rows import DocumentRows
 from penstock.train.run import Prepared, preflight, run
 from support.folders import check_folder, flip
 from support.tiny import (
@@ -91,7 +90,8 @@ def test_a_run_leaves_checkpoints_metrics_and_a_picture(
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "bubble", "seconds"}
-    assert all(set(row) == {*keys, "padding"} and row["tokens"] == 4 * 15 for row in steps)
+    keys |= {"padding", "rows", "tflops_per_device", "peak_resident", "seconds_by_part"}
+    assert all(set(row) == keys and row["tokens"] == 4 * 15 for row in steps)
     assert all(row["padding"] == 0 for row in steps)
     assert held_out(tmp_path)[0] == pytest.approx(math.log(256), abs=0.3)
     assert held_out(tmp_path)[-1] < held_out(tmp_path)[0]
@@ -291,15 +291,13 @@ def test_packed_documents_are_trained_as_if_each_were_alone(
     run(prepared)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(tmp_path, 3)).eval()
     rows = prepared.data.held_out
-    assert isinstance(rows, DocumentRows)
     chosen = len(rows) // 4 * 4  # whole batches
     total, tokens = 0.0, 0
     for row in np.linspace(0, len(rows) - 1, chosen).round().astype(int):
-        for piece in rows.packing[row]:
-            start, length = int(rows.pieces.starts[piece]), int(rows.pieces.lengths[piece])
-            ids = torch.from_numpy(rows.tokens[None, start : start + length].astype(np.int64))
-            total += float(model(input_ids=ids, labels=ids).loss.detach()) * (length - 1)
-            tokens += length - 1
+        for piece in rows.read(row):
+            ids = torch.from_numpy(piece.ids[None])
+            total += float(model(input_ids=ids, labels=ids).loss.detach()) * (len(piece.ids) - 1)
+            tokens += len(piece.ids) - 1
     last = [row for row in metrics(tmp_path) if "held_out_loss" in row][-1]
     assert last["tokens"] == tokens
     assert last["held_out_loss"] == pytest.approx(total / tokens, rel=1e-5)

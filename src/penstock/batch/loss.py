@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.batch.head_logits import HeadLogits, Penalties, cross_entropy
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
+from penstock.batch.placement import host_values
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
 
@@ -101,16 +102,17 @@ class NextToken:
         labels = labels.to(logits.device, torch.int64)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        if (
-            type(labels) is Tensor and labels.device.type == "cpu" and labels.numel()
-        ):  # a GPU would be waited for
-            check_tokens("labels", labels, logits.shape[-1], "the model gives a logit for each of")
+        seen = host_values(microbatch)["shift_labels" if shifted else "labels"]
+        seen = seen if shifted else seen[:, 1:]
+        if type(seen) is Tensor and seen.is_cpu and seen.numel():  # a GPU would be waited for
+            check_tokens("labels", seen, logits.shape[-1], "the model gives a logit for each of")
         if isinstance(logits, HeadLogits):
             total = cross_entropy(logits, labels, IGNORED, self.penalties)
         else:
             total = _of_whole_logits(logits, labels, self.penalties)
         if "auxiliary_loss" in outputs:
-            items = microbatch[VALID_ITEMS] if VALID_ITEMS in microbatch else self.weight(microbatch)
+            counted = microbatch.get(VALID_ITEMS)
+            items = self.weight(host_values(microbatch)) if counted is None else counted
             total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
 

@@ -59,6 +59,15 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
 
     Raises BatchError where it has fewer rows than microbatches.
     """
+    rows = check_rows(batch, count, sharding)
+    parts = {name: _split(name, value, count, _dimension(name, value, sharding))
+             for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
+    parts |= _split_documents(batch, rows, count, sharding)
+    return [{name: each[number] for name, each in parts.items()} for number in range(count)]
+
+
+def check_rows(batch: Batch, count: int, sharding: Sharding) -> int:
+    """The rows of a batch that is to become `count` microbatches. Raises BatchError for too few."""
     rows = batch_rows(batch, sharding)
     if rows < count:
         raise BatchError(
@@ -66,10 +75,7 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
             f"it is to be split into {count} microbatches of at least one row each",
             f"Give {count} rows or more, or set microbatches to at most {rows}",
         )
-    parts = {name: _split(name, value, count, _dimension(name, value, sharding))
-             for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
-    parts |= _split_documents(batch, rows, count, sharding)
-    return [{name: each[number] for name, each in parts.items()} for number in range(count)]
+    return rows
 
 
 def check_entries(batch: Batch, sharding: Sharding) -> None:
@@ -251,10 +257,10 @@ _SAMPLED = 1 << 16
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """The `checksum` of each. Waits for a GPU once."""
     sampled = [_sampled(tensor) for tensor in tensors]
-    if not all(each.is_cpu for each in sampled):
-        first = next(each.device for each in sampled if not each.is_cpu)
-        joined = torch.cat([each.to(first) for each in sampled]).cpu()
-        sampled = list(torch.split(joined, [len(each) for each in sampled]))
+    away = [each for each in sampled if not each.is_cpu]
+    if away:
+        fetched = iter(torch.split(torch.cat(away).cpu(), [len(each) for each in away]))
+        sampled = [each if each.is_cpu else next(fetched) for each in sampled]
     return [zlib.crc32(each.numpy().data) for each in sampled]
 
 

@@ -57,8 +57,8 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
         remedy = "Numbers made of a tensor's values cannot be known beforehand: use shapes='exchanged'"
     elif torch._C._is_any_autocast_enabled():
         remedy = (
-            "Autocast is on, and shapes are inferred without it: let stages end in .to(dtype), or use "
-            "shapes='exchanged'"
+            "Autocast is on, and shapes are inferred without a region of yours: give the option autocast= in "
+            "its place, let stages end in .to(dtype), or use shapes='exchanged'"
         )
     else:
         remedy = (

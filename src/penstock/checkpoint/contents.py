@@ -60,8 +60,10 @@ def collector(
     text = json.dumps(state or {}, indent=1) + "\n"
 
     def collect() -> Publish:
+        random = _random_states(pipe)  # first: the host waits for it, and would wait for the copies too
         optimizer_state = state_of(optimizer, named, copied=copied)
-        write_weights, random = pipe._weights_writer(copied=copied), _random_states(pipe)
+        # last: what writes the weights first waits until a GPU has copied all that was collected
+        write_weights = pipe._weights_writer(copied=copied)
 
         def write(folder: Path, processes: Processes) -> Hashed:
             entries = write_weights(folder, processes)

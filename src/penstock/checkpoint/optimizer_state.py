@@ -1,6 +1,7 @@
 """The state of any optimizer, by names of parameters, in safetensors and JSON.
 
-    optimizer-00001-of-00002.safetensors   tensors, by part and name: "exp_avg.model.norm.weight"
+    optimizer-00001-of-00002.safetensors   tensors, by part and name: "exp_avg.model.norm.weight"; of one in
+                                           blocks of few bits "exp_avg:codes" and "exp_avg:scale"
     optimizer-00001-of-00002.json          groups: optimizer, lr, options, names and dtypes of parameters
                                            numbers: by name and part, the parts that are plain numbers
 
@@ -35,6 +36,7 @@ Group = dict[str, Any]
 
 # options of torch's optimizers that keep one more tensor of each parameter, and its name
 OPTIONAL_PARTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_PIECES = ("codes", "scale")
 
 
 def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, Group, Named]]:
@@ -109,10 +111,18 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
             for part, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, Tensor):
                     state.numbers.setdefault(name, {})[part] = value
-                else:
-                    whole = host_copy(value) if copied else full_tensor(value).detach().contiguous()
-                    state.tensors[f"{part}.{name}"] = whole
+                    continue
+                for piece, tensor in _plain(part, value).items():
+                    whole = host_copy(tensor) if copied else full_tensor(tensor).detach().contiguous()
+                    state.tensors[f"{piece}.{name}"] = whole
     return state
+
+
+def _plain(part: str, value: Tensor) -> dict[str, Tensor]:
+    """A part of a state as plain tensors: one in blocks, of torchao, is its codes and the blocks' scales."""
+    if not _is_in_blocks(value):
+        return {part: value}
+    return {f"{part}:{piece}": getattr(value, piece) for piece in _PIECES}
 
 
 def check_state(optimizers: Optimizers, named: Named) -> None:
@@ -132,8 +142,16 @@ def check_state(optimizers: Optimizers, named: Named) -> None:
 
 def _is_plain(value: object) -> bool:
     if isinstance(value, Tensor):
-        return type(value) in (Tensor, nn.Parameter, DTensor) and value.layout is torch.strided
+        if _is_in_blocks(value):
+            return True
+        value = value._local_tensor if type(value) is DTensor else value
+        return type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
     return value is None or type(value) in (int, float, bool)
+
+
+def _is_in_blocks(value: object) -> bool:
+    """Whether it is one of torchao's tensors of codes with a scale for each block of them."""
+    return type(value).__name__ in ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 
 
 # ---- load
@@ -245,7 +263,8 @@ class StoredState:
         def restore() -> None:
             for optimizer, group, entries, lr in found:
                 for parameter, entry in entries:
-                    state = {**entry.numbers, **self._tensors(group, parameter, entry)}
+                    tensors = self._tensors(group, parameter, entry)
+                    state = {**entry.numbers, **_with_blocks(tensors, optimizer, parameter)}
                     optimizer.state.pop(parameter, None)
                     if state:
                         optimizer.state[parameter] = state
@@ -297,11 +316,27 @@ class StoredState:
                     dtype = torch.float32
                 else:
                     device = torch.device("cpu")
+            elif ":" in part:  # of blocks
+                pass
             elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
                 dtype = parameter.dtype
             # a copy: safetensors gives all readers of a tensor the same memory
             tensors[part] = shard_like(value, parameter).to(device, dtype, copy=True)
         return tensors
+
+
+def _with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """`tensors` with each part in blocks put together, in a buffer as `optimizer` makes it."""
+    found = {}
+    for part, value in tensors.items():
+        name, _, piece = part.partition(":")
+        if piece and name not in found:
+            found[name] = optimizer._new_buffer(parameter.detach(), name == "exp_avg")
+        if piece:
+            getattr(found[name], piece).copy_(value)
+        else:
+            found[part] = value
+    return found
 
 
 def unfit(path: Path, found: str, rule: str) -> CheckpointError:

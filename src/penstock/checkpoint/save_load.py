@@ -30,10 +30,11 @@ from penstock.errors import AlteredError, CheckpointError, RunError
 from penstock.models.weights.folder import check_lengths, together
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
+from penstock.models.weights.saved_adapter import BASE
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.calls import calling
-from penstock.runtime.transport.distributed import in_background
+from penstock.runtime.transport.distributed import in_background, patient
 
 # keys of a model's config that may differ between a checkpoint and the model that loads it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -134,10 +135,13 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
     Both are compared as files return them; writer, name, dtype and cache do not count.
     """
     try:
-        content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if (path / BASE).is_file():  # of an adapter
+            content = json.loads((path / BASE).read_text(encoding="utf-8"))["config"]
+        else:
+            content = json.loads((path / "config.json").read_text(encoding="utf-8"))
         theirs = _comparable(type(config).from_dict(content).to_dict())
         kind = content.get("model_type")
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(
             f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
         ) from error
@@ -170,7 +174,7 @@ class CheckpointWriter:
 
     def __init__(self, pipe: Pipeline, *, background: bool = True) -> None:
         self._pipe, self._background = pipe, background
-        self._processes = in_background(pipe.processes) if background else pipe.processes
+        self._processes = in_background(pipe.processes) if background else patient(pipe.processes)
         self._target: Path | None = None  # of the write under way
         self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
         self._abandoned = False
@@ -209,8 +213,8 @@ class CheckpointWriter:
         if not self._background:
 
             def write() -> None:
-                publish(target, pipe.processes)
-                follow(target, then, pipe.processes)
+                publish(target, self._processes)
+                follow(target, then, self._processes)
 
             pipe._first_alone(f"write checkpoint {target}", write)
             return

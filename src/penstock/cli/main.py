@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(schedule_commands.app, name="schedule")
+data_commands = typer.Typer(no_args_is_help=True, help="Look at the data of a run.")
+app.add_typer(data_commands, name="data")
 
 
 def main() -> None:
@@ -93,6 +95,24 @@ def train(
         _end(error)
 
 
+@data_commands.command("show")
+def data_show(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config file.")],
+    arguments: Annotated[list[str] | None, typer.Argument(
+        metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to print.")] = 3,
+) -> None:  # fmt: skip
+    """Show which tokens the loss counts: totals, lengths, and the first rows in colour.
+
+    Needs no model's weights. Example: penstock data show configs/sft_full.yaml
+    """
+    settings, _ = _read(config, arguments or [], resume=False)
+    from penstock.cli.data import show
+
+    with ending_quietly():
+        show(settings, rows)
+
+
 class Dtype(Enum):
     """The dtypes that `check` computes in."""
 
@@ -141,6 +161,47 @@ def check(
     )
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command()
+@taking()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help=
+        "The output folder of a run; of several to compare them.")],
+    out: Annotated[Path | None, typer.Option(
+        "--out", "-o", help="The page. Default: report.html in the first folder.")] = None,
+) -> None:  # fmt: skip
+    """Show a run as one HTML page: curves, timeline, memory, time, config.
+
+    The run may go on, or have been killed. The page needs no network.
+
+    Example: penstock report runs/stdlib
+    """
+    from penstock.train.report.page import report as write
+
+    print(f"wrote {write(folders, out)}")
+
+
+@app.command()
+def merge(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", help=
+        "The output folder of a run, whose newest checkpoint counts, or a folder with adapter_config.json.")],
+    out: Annotated[Path, typer.Option(help="Folder for the merged model.")],
+    base: Annotated[Path | None, typer.Option(
+        help="The base model's folder. Default: the one that adapter_config.json names.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "50GB",
+) -> None:  # fmt: skip
+    """Merge an adapter into its base model.
+
+    The result is a folder that transformers opens, in the dtype of the base model. One layer is in memory at
+    a time.
+
+    Example: penstock merge runs/sft --out models/merged
+    """
+    from penstock.cli.merge import merge_folder
+
+    merged = merge_folder(folder, out, base, max_shard_size)
+    print(f"{out} holds the base model with {merged}")
 
 
 def _read(config: Path, arguments: list[str], resume: bool) -> tuple[TrainConfig, str | None]:

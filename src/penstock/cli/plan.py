@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from torch import Tensor
 
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
@@ -25,7 +26,7 @@ from penstock.pipeline.build_plan import StagePlan
 from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.train.config.sections import TrainConfig
-from penstock.train.optimizer import MOMENTS, OPTIMIZERS
+from penstock.train.optimizer import shares_of
 from penstock.train.run import Planned, dry_run
 from penstock.train.settings import largest_microbatch
 
@@ -65,6 +66,8 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     dtype = str(model.dtype).removeprefix("torch.")
     yield "model", f"{type(model).__name__}, {plan.chain.count} layers, {parameters:,} parameters, {dtype}"
     yield "weights", _weights(planned)
+    if planned.auto.autocast is not None:
+        yield "precision", "mixed: products in bfloat16, weights, gradients and states in float32"
     sizes = f"pp={schedule.ranks}{'' if axes == Axes() else f' x {axes}'}"
     yield "mesh", f"{_count(schedule.ranks * axes.ranks_per_stage, 'process', 'es')}: {sizes}"
     yield "step", _step(planned)
@@ -103,7 +106,11 @@ def _step(planned: Planned) -> str:
     config, parts = planned.config, planned.axes.batch_parts
     rows, length = config.train.batch_size, config.data.sequence_length
     whole = f"{_count(rows, 'row')} of {'' if config.data.packing == 'stream' else 'at most '}{length} tokens"
-    return whole if parts == 1 else f"{whole}, divided between {parts} pipelines"
+    calls = config.train.accumulate
+    whole += "" if parts == 1 else f", divided between {parts} pipelines"
+    whole += "" if calls == 1 else f", in {calls} calls of the pipeline"
+    smaller = config.train.ramp[-1].until if config.train.ramp else 0
+    return f"{whole}; smaller up to step {smaller}" if smaller else whole
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -254,7 +261,7 @@ def optimizers(planned: Planned) -> dict[str, Trained]:
     model, layers = planned.plan.source.model, re.escape(planned.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     found = {}
-    for kind in OPTIMIZERS[planned.config.optimizer.name].shares:
+    for kind in shares_of(planned.config.optimizer):
         mine = [name for name in trained if planned.kinds[name] == kind]
         short = dict.fromkeys(re.sub(rf"^{layers}\.\d+\.", "", name) for name in mine)
         if mine:
@@ -274,11 +281,11 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
     account = planned.auto.account(planned.plan)
-    copied = planned.config.train.step_in_drain  # weights and moments
+    shares, copied = shares_of(planned.config.optimizer), planned.config.train.step_in_drain
 
-    def kept(name: str) -> int:
-        moments = len(MOMENTS[planned.kinds[name]])
-        return 2 * moments + 1 if copied else moments
+    def kept(name: str, parameter: Tensor, entries: int) -> float:
+        states = shares[planned.kinds[name]].kept(parameter, entries)
+        return 2 * states + parameter.itemsize * entries if copied else states  # weights and states
 
     return account.ranks(largest_microbatch(planned.config), kept)
 
@@ -299,6 +306,8 @@ def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
         "gradients": column(lambda need: need.gradients),
         "moments": column(lambda need: need.optimizer),
     }
+    if any(need.casts for need in needs):
+        columns["casts"] = column(lambda need: need.casts)
     if any(need.gathered_weights + need.gathered_gradients for need in needs):
         columns["gathered"] = column(lambda need: need.gathered_weights + need.gathered_gradients)
     if any(need.host for need in needs):

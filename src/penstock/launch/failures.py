@@ -11,38 +11,42 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import PeerError, PeerLostError, PenstockError, account_of
+from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, account_of
 
 INTERRUPTED = 130  # as shells have it for a command that Ctrl-C ended
 GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end by themselves
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _TERMINATED = 128 + signal.SIGTERM
+_ENDED = "was ended by SIGTERM"
 
 
 class Cause(NamedTuple):
     """Why one rank failed. The lowest one is the first cause: `order` is its kind, then comes the time.
 
     Attributes:
+        who: the rank and its host; empty where the message names them
         where: the op and phase that the rank was in; empty where the message says it or it is unknown
     """
 
     order: int
     time: float
     rank: int
+    who: str
     message: str
     where: str
     traceback: str
     exit_code: int
 
     def __str__(self) -> str:
-        return f"{self.message}, {self.where}" if self.where else self.message
+        return f"{self.who}{self.message}, {self.where}" if self.where else f"{self.who}{self.message}"
 
 
 def exit_code(error: BaseException) -> int:
@@ -54,14 +58,27 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: BaseException, rank: int | None = None) -> str:
     """The text for stderr: one `penstock: error:`, after the traceback of an error that is not typed."""
-    where = "" if rank is None or isinstance(error, PeerError) else f"rank {rank}: "
+    where = "" if rank is None or isinstance(error, PeerError) else _who(rank, exit_code(error))
     text = str(error) if isinstance(error, PenstockError) else _brief(error)
     return f"{_traceback(error)}penstock: error: {where}{text}"
 
 
 def ending_file(error_file: str) -> Path:
-    """The file that the launcher writes when it ends the rank; a later failure of that rank is no cause."""
+    """The file that a rank makes when it is to end; a later failure of it is no cause."""
     return Path(error_file).with_name("ending")
+
+
+def record_end(since: float) -> None:
+    """Write that SIGTERM, which came at `since`, ended this rank, unless an error is written already."""
+    path = Path(os.environ[ERROR_FILE])
+    if not path.exists():
+        _write(path, _ENDED, "", since, {"ended": since})
+
+
+def _write(path: Path, message: str, stack: str, when: float, ours: Mapping[str, object]) -> None:
+    theirs = {"py_callstack": stack or message, "timestamp": str(int(when))}
+    record = {"message": {"message": message, "extraInfo": theirs, "penstock": ours}}
+    path.write_text(json.dumps(record), encoding="utf-8")
 
 
 def record(error: BaseException) -> None:
@@ -80,9 +97,7 @@ def record(error: BaseException) -> None:
         "account": "" if account is None else str(account),
         "reports": dict(error.reports) if isinstance(error, PeerError) else {},
     }
-    theirs = {"py_callstack": _traceback(error) or _brief(error), "timestamp": str(int(now))}
-    message = {"message": _brief(error), "extraInfo": theirs, "penstock": ours}
-    Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
+    _write(Path(path), _brief(error), _traceback(error), now, ours)
 
 
 def report(failures: Mapping[int, Any]) -> int:
@@ -92,7 +107,7 @@ def report(failures: Mapping[int, Any]) -> int:
     causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
     noticed = min(cause.time for cause in causes)
     first = min(_unless_late(cause, noticed) for cause in causes)
-    lines = [f"penstock: error: {first}"]
+    lines = [f"penstock: error: {_of_all(first, causes)}"]
     if last:
         lines.append("What the ranks did last:")
         lines += [f"  rank {rank} {last.get(rank, 'left no report')}" for rank in sorted({*failures, *last})]
@@ -110,7 +125,8 @@ def _recorded(failure: Any) -> dict[str, Any]:
 def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """The last account of each rank: its own, else the latest one that another rank had of it."""
     accounts: dict[int, str] = {}
-    for written in sorted(filter(None, records.values()), key=lambda written: float(written["time"])):
+    raised = [written for written in records.values() if "reports" in written]
+    for written in sorted(raised, key=lambda written: float(written["time"])):
         accounts |= {int(other): text for other, text in written["reports"].items()}
     return accounts | {
         rank: written["account"] for rank, written in records.items() if written.get("account")
@@ -118,24 +134,42 @@ def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _cause(rank: int, failure: Any, written: Mapping[str, Any], last: str) -> Cause:
-    """By order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a peer, 5 ended.
+    """By order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a peer, or ended.
 
-    The launcher ends the other ranks by SIGTERM, and libraries end by SIGABRT when a peer goes away.
+    The launcher ends the other ranks by SIGTERM after the first has failed. So a rank that was to end before
+    another one lost a peer got SIGTERM from elsewhere. Libraries end by SIGABRT when a peer goes away.
     """
     code, when = failure.exitcode, failure.timestamp
+    here = f"rank {rank} on {socket.gethostname()} "
+    if "ended" in written:
+        return Cause(4, written["ended"], rank, here, _ENDED, last, "", _TERMINATED)
     if written:
         order = 4 if written["secondary"] else 1
-        message = written["message"] if written["names_rank"] else f"rank {rank}: {written['message']}"
+        who = "" if written["names_rank"] else _who(rank, code)
         where, trace = written["where"], written["traceback"]
-        return Cause(order, written["time"], rank, message, where, trace, max(code, 1))
+        return Cause(order, written["time"], rank, who, written["message"], where, trace, max(code, 1))
     if code in (-signal.SIGTERM, _TERMINATED):
-        return Cause(5, when, rank, f"rank {rank} was ended", "", "", _TERMINATED)
+        return Cause(5, when, rank, here, _ENDED, last, "", _TERMINATED)
     if code < 0:
         number = signal.Signals(-code)
         order = 2 if number == signal.SIGABRT else 0
-        message = f"rank {rank} was killed by signal {-code} ({number.name})"
-        return Cause(order, when, rank, message, last, "", 128 - code)
-    return Cause(2, when, rank, f"rank {rank} ended with exit code {code}", last, "", code)
+        killed = f"was killed by signal {-code} ({number.name})"
+        return Cause(order, when, rank, here, killed, last, "", 128 - code)
+    return Cause(2, when, rank, here, f"ended with exit code {code}", last, "", code)
+
+
+def _of_all(first: Cause, causes: Sequence[Cause]) -> Cause:
+    """The first cause; if other ranks raised the same, such as a loss of NaN, with all of their numbers."""
+    ranks = sorted(cause.rank for cause in causes if cause.message == first.message)
+    if first.order != 1 or not first.who or len(ranks) == 1:
+        return first
+    who = first.who.replace(f"rank {first.rank}", f"ranks {', '.join(map(str, ranks))}", 1)
+    return first._replace(who=who)
+
+
+def _who(rank: int, code: int) -> str:
+    """What stands before an error. A wrong input is of no machine."""
+    return f"rank {rank}: " if code == InputError.exit_code else f"rank {rank} on {socket.gethostname()}: "
 
 
 def _unless_late(cause: Cause, noticed: float) -> Cause:

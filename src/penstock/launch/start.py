@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 from penstock.launch import failures
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
-_PROCESS_FILE = "process"  # next to the error file: the rank's process id
 _LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
 
 
@@ -77,26 +76,25 @@ def relaunch(ranks: int) -> None:
 
 
 def follow_parent() -> None:
-    """In a rank that `launch` started: end when the launcher is gone, so that no rank is left behind.
+    """In a rank: end when `launch` is gone, so that no rank is left behind.
 
-    When another rank has failed the launcher sends SIGTERM. This rank then has two seconds to notice the
-    failure itself and to report what it did last. Call it from the main thread, as it handles a signal.
+    When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
+    to notice the failure itself and to report what it did last. Call it from the main thread, as it handles a
+    signal.
     """
-    parent = int(os.environ.get(LAUNCHER, 0))
-    if not parent or not under_torchrun():
+    parent, file = int(os.environ.get(LAUNCHER, 0)), os.environ.get(failures.ERROR_FILE)
+    if not under_torchrun() or not file:
         return
-    file = os.environ.get(failures.ERROR_FILE)
-    if file:
-        Path(file).with_name(_PROCESS_FILE).write_text(str(os.getpid()))
     signals = _signals_to_pipe()
 
     def follow() -> None:
-        while os.getppid() == parent:
+        while parent in (0, os.getppid()):
             readable, _, _ = select.select([signals], [], [], 0.5)
             if readable and signal.SIGTERM in os.read(signals, 64):
-                if file:
-                    failures.ending_file(file).touch()
+                since = time.time()
+                failures.ending_file(file).touch()
                 time.sleep(_LAST_SECONDS)
+                failures.record_end(since)
                 break
         os._exit(128 + signal.SIGTERM)
 
@@ -191,16 +189,18 @@ def _surroundings() -> Iterator[None]:
 def _end_stragglers(logs: Path) -> Iterator[None]:
     """Kill the ranks that are left some time after a failure: a stopped process ignores SIGTERM.
 
-    The launcher itself would wait for half a minute.
+    The launcher itself would wait for half a minute. A rank is known by its environment, as it may have been
+    stopped before it did anything.
     """
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
             if any(logs.rglob("error.json")) and not over.wait(failures.GRACE_SECONDS):
-                for file in logs.rglob(_PROCESS_FILE):
-                    with suppress(ProcessLookupError, ValueError):
-                        os.killpg(int(file.read_text()), signal.SIGKILL)
+                for environment in Path("/proc").glob("[0-9]*/environ"):
+                    with suppress(OSError):
+                        if f"{failures.ERROR_FILE}={logs}/".encode() in environment.read_bytes():
+                            os.killpg(int(environment.parent.name), signal.SIGKILL)
                 return
 
     watcher = threading.Thread(target=watch, name="end-stragglers", daemon=True)

@@ -164,7 +164,8 @@ def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) 
             return checkpoint(run, *values, use_reentrant=False)
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
+    named = {"__module__": kind.__module__, "forward": forward, "is_checkpointed": True}
+    return type(kind.__name__, (kind,), named)
 
 
 # ---- Selective checkpointing

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
+from penstock.batch.shapes import Microbatch
 from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.stage import StageInfo
+from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
 from penstock.runtime.memory import Measured, Sizes, footprint
-from penstock.runtime.stage import Stage
+from penstock.runtime.split_backward.deferred import without_autocast
+from penstock.runtime.stage import Stage, StageCall
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
@@ -89,6 +93,17 @@ def _as_one_document(model: nn.Module) -> None:
             config._attn_implementation_internal = _ONE_DOCUMENT
 
 
+class _Under(NamedTuple):
+    """A call of a stage under autocast: innermost, so that other modes see what is cast."""
+
+    autocast: AutocastWithoutValues
+    call: StageCall
+
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        with self.autocast:
+            return self.call(received, microbatch)
+
+
 def stage_sizes(
     part: PreTrainedModel,
     info: StageInfo,
@@ -98,17 +113,19 @@ def stage_sizes(
     entries: frozenset[str] | None = None,
     shared: Sequence[object] = (),
     defers_head: bool = True,
+    autocast: torch.dtype | None = None,
 ) -> Sizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`.
 
-    From a forward and the first half of a backward without values, the next-token loss included. Each row
-    counts as one document.
+    From a forward and the first half of a backward without values, the next-token loss included. A region of
+    autocast that this is called in is left out. Each row counts as one document.
 
     Args:
         shape: rows and sequence of the microbatch.
         split: whether backwards are split, and something is held for W.
         entries: those of a microbatch that the model takes, if axes have changed its forward.
         shared: what a copy of the stage takes as it is, such as a mesh.
+        autocast: the dtype of autocast; None for none. Its casts of weights do not count.
 
     Returns None where the model's forward looks at values, so that only a real run can show it.
     """
@@ -120,10 +137,13 @@ def stage_sizes(
         edge = edges(info.stage, microbatch)
         incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
         received = None if info.is_first else incoming
-        stage = Stage(info.stage, model.train(), HFCall(model, info, entries, defers_head=defers_head))
+        lowered = None if autocast is None else AutocastWithoutValues(autocast)
+        call = HFCall(model, info, entries, defers_head=defers_head)
+        stage = Stage(info.stage, model.train(), call if lowered is None else _Under(lowered, call))
         _as_one_document(model)
+        casts = tuple if lowered is None else lambda: lowered.casts.storages
         try:
-            with _Fused(), Measured() as measured:
+            with without_autocast(), _Fused(), Measured(casts) as measured:
                 if info.is_last:
                     stage.forward_loss(0, received, microbatch, NextToken(), split)
                     sent: tuple[torch.Tensor, ...] = ()
@@ -131,7 +151,8 @@ def stage_sizes(
                     sent = stage.forward(0, received, microbatch, edge, split).tensors
         except Exception:  # a forward that looks at values
             return None
-        held = footprint(measured.nbytes, stage.live[0].inputs, sent)
+        held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
-        stage.input_backward(0, gradients)
+        with nullcontext() if lowered is None else lowered:  # layers that run again
+            stage.input_backward(0, gradients)
         return Sizes(held.activation, held.output, incoming.nbytes, stage.deferred[0].nbytes)

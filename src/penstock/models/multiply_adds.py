@@ -8,7 +8,7 @@ what grows with the length of a row, and what with its square, follows for any l
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,23 @@ _SHORT = 16  # tokens
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+class Work(NamedTuple):
+    """Multiply-adds of a forward, which grow with its tokens, and with the squared lengths of its documents.
+
+    counted: False for parameters once a token, and nothing for attention, where counting failed
+    """
+
+    token: float
+    square: float = 0.0
+    counted: bool = True
+
+    def of(self, tokens: int, squares: int) -> float:
+        """Of documents with so many tokens in all. squares: sum of each one's tokens, squared"""
+        return self.token * tokens + self.square * squares
+
+
 def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = None) -> LayerCosts:
     """Multiply-adds of each layer, of the embedding and of the head, in the forward of one row.
-
-    A mixture counts the experts that work on a token. A part that cannot run without values, or that always
-    works on more tokens than so short a row has, counts its parameters once a token.
 
     Args:
         sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow if that
@@ -45,13 +57,22 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = N
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None) or SEQUENCE
     tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
-    costs = [tokens * count for count in _parameters(model, chain)]
+    *layers, embedding, head = (int(work.of(tokens, tokens**2)) for work in works(model, chain))
+    return LayerCosts(layers, embedding, head)
+
+
+def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
+    """The work of each layer, of the embedding and of the head.
+
+    A mixture counts the experts that work on a token. A part that cannot run without values, or that always
+    works on more tokens than so short a row has, counts its parameters once a token.
+    """
+    found = [Work(count, counted=False) for count in _parameters(model, chain)]
     for part, (once, twice) in enumerate(_short_rows(model, chain)):
         if twice >= 2 * once:
             square = (twice - 2 * once) / (2 * _SHORT**2)
-            costs[part] = int(tokens * (once / _SHORT + square * (tokens - _SHORT)))
-    *layers, embedding, head = costs
-    return LayerCosts(layers, embedding, head)
+            found[part] = Work(once / _SHORT - _SHORT * square, square)
+    return found
 
 
 _REMEMBERED = 64  # models
@@ -124,6 +145,8 @@ def _counted(
         return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
 
     with shadow(model, alike) as whole, torch.no_grad():
+        if "flash" in str(whole.config._attn_implementation):  # of the same work, and needs a GPU
+            whole.set_attn_implementation("sdpa")
         if whole._can_set_experts_implementation():
             whole.set_experts_implementation("batched_mm")  # its work depends on no value
         for index in first.values():

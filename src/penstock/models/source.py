@@ -1,8 +1,9 @@
-"""The model that a pipeline is built from: an object, a config, or a local Hugging Face folder."""
+"""The model that a pipeline is built from, and its values: an object, a config, or a local folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -15,7 +16,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from penstock.errors import CheckpointError, ModelError
-from penstock.models.weights.files import weight_files
+from penstock.models.adapters import (
+    Adapter,
+    LoraConfig,
+    adapter_of,
+    add_adapter,
+    initialise_adapter,
+    unwrap,
+    without_adapters,
+)
+from penstock.models.quantized import Quantize, check_quantized, quantize_base
+from penstock.models.tracing.meta import is_empty
+from penstock.models.weights import files as weights
+from penstock.models.weights import initial
+from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
 from penstock.models.weights.folder import MANIFEST, check_lengths
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
@@ -38,12 +52,70 @@ class Source:
     files: with its weights; none where they are in `model`, or are to be initialised
     other_files: further files of its folder that belong to the model, by their names there
     written: its folder, if penstock wrote it: a manifest says what is in each file
+    adapter: what of `model` PEFT added, and which is not in `files`; None for a model without adapters
+    quantize: what the matrices under the adapter are put in, once they have their values
     """
 
     model: PreTrainedModel
     files: tuple[Path, ...] = ()
     other_files: Mapping[str, Path] = field(default_factory=dict)
     written: Path | None = None
+    adapter: Adapter | None = None
+    quantize: Quantize | None = None
+
+    def fill(self, model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
+        """Give values to `model`, the whole one or a stage's, on meta; or to a `write_through` twin.
+
+        seed: of what has no values; device: where weights from files go, None leaves them in host memory
+        Raises CheckpointError, ModelError.
+        """
+        has_values = not is_empty(self.model)
+        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
+            ties = weights.tied_names(self.model)
+            if self.files:
+                weights.load(model, self.files, ties, device or torch.device("cpu"))
+            elif has_values:
+                weights.copy_values(model, self.model)
+            initial.initialise(model, self.model, ties, seed)
+        if self.adapter is not None:
+            if has_values:
+                weights.copy_values(model, self.model)
+            initialise_adapter(model, self.adapter, seed)
+            weights.tie_within(model, weights.tied_names(self.model))
+        if self.quantize is not None:
+            quantize_base(model)
+
+    @contextmanager
+    def _frozen_stays_frozen(self, model: PreTrainedModel) -> Iterator[None]:
+        """transformers unfreezes what it reads, and so the base model of an adapter."""
+        trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        yield
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if self.adapter is not None:
+                parameter.requires_grad_(trained[name])
+
+    def check(self, model: PreTrainedModel, *, whole: bool = False) -> None:
+        """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values.
+
+        whole: `model` is the whole one: a tensor that it has no place for is an error, too
+        """
+        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
+            weights.check(model, self.files, weights.tied_names(self.model), whole=whole)
+
+    def base_fingerprint(self, seed: int) -> Callable[[], str]:
+        """What makes a digest of an adapter's base model. Of files it reads a few KB of each weight.
+
+        It does not keep the model.
+        """
+        if self.files:
+            return functools.cache(functools.partial(fingerprint_of_files, self.files))
+        found = f"random weights of seed {seed}"
+        if not is_empty(self.model):
+            with without_adapters(self.model):
+                copies = {name for names in weights.tied_names(self.model) for name in names[1:]}
+                state = self.model.state_dict()
+                found = fingerprint_of_tensors({n: t for n, t in state.items() if n not in copies})
+        return lambda: found
 
     def read_other_files(self) -> dict[str, bytes]:
         """Read them now: the folder may be gone when the model is saved. Raises CheckpointError."""
@@ -57,28 +129,40 @@ class Source:
             ) from cause
 
 
-def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | None) -> Source:
+def open_source(
+    model: ModelLike,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    adapter: LoraConfig | None = None,
+    quantize: Quantize | None = None,
+) -> Source:
     """Find the model without reading any weight. Of a folder that penstock wrote it checks the lengths.
 
-    model: a transformers model, which already has this dtype and attention; a config, or a local folder
+    model: a transformers model, which already has this dtype and attention, or a PeftModel of one; a config,
+        or a local folder
     dtype, attention: None takes the config's
-    Raises ModelError, CheckpointError.
+    adapter: of a new adapter; not for an object
+    quantize: of the matrices under an adapter
+    Raises ConfigError, ModelError, CheckpointError.
     """
+    model = unwrap(model)
     if isinstance(model, PreTrainedModel):
         _check_options(model, dtype, attention)
-        return Source(model)
+        if adapter is not None:
+            rule = "a model object is taken as it is"
+            raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
+        return _checked(Source(model, adapter=adapter_of(model), quantize=quantize))
     files: tuple[Path, ...] = ()
     others: dict[str, Path] = {}
     written: Path | None = None
     config = model
     if isinstance(model, str | Path):
-        folder = Path(model).absolute()
+        folder, config = Path(model).absolute(), config_of(Path(model))
         if (folder / MANIFEST).is_file():
             check_lengths(folder)
             written = folder
         if folder.is_dir():
-            files, others = tuple(weight_files(folder)), other_files(folder)
-        config = config_of(Path(model))
+            files, others = tuple(weights.weight_files(folder)), other_files(folder)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
@@ -107,7 +191,15 @@ def open_source(model: ModelLike, dtype: torch.dtype | None, attention: str | No
             "from a config or a folder, weights are made anew as their values come, and hooks stay behind",
             "Give the model object, whose hooks are copied",
         )
-    return Source(built, files, others, written)
+    if adapter is not None:
+        add_adapter(built, adapter, str(Path(model).absolute()) if files else None)
+    return _checked(Source(built, files, others, written, adapter_of(built), quantize))
+
+
+def _checked(source: Source) -> Source:
+    if source.quantize is not None:
+        check_quantized(source.model, source.adapter, source.quantize)
+    return source
 
 
 def _check_causal(model: PreTrainedModel) -> None:
@@ -127,20 +219,24 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def open_without_flash(
-    model: ModelLike, dtype: torch.dtype | None, attention: str | None
+    model: ModelLike,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    adapter: LoraConfig | None = None,
+    quantize: Quantize | None = None,
 ) -> tuple[Source, str | None]:
     """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
 
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
     """
     try:
-        return open_source(model, dtype, attention), None
+        return open_source(model, dtype, attention, adapter, quantize), None
     except ModelError as error:
         config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)))
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa")
+    source = open_source(model, dtype, "sdpa", adapter, quantize)
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash
@@ -187,10 +283,13 @@ def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention:
 def config_of(folder: Path) -> PretrainedConfig:
     """The config of a model's folder. Raises ModelError."""
     if not (folder / "config.json").is_file():
+        remedy = "Give the path of a local Hugging Face model folder"
+        if (folder / "adapter_config.json").is_file():
+            remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
         raise ModelError(
             f"model folder {folder}",
             "it holds no config.json" if folder.is_dir() else "there is no such folder",
-            "Give the path of a local Hugging Face model folder",
+            remedy,
         )
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)

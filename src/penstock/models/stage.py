@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import Parameter
@@ -24,6 +25,7 @@ from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.partition import partition
+from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
 from penstock.runtime.transport.groups import Processes
 
@@ -181,15 +183,22 @@ def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def provided_edges(
-    provider: Provider, modules: Mapping[int, nn.Module], stages: int, processes: Processes
+    provider: Provider,
+    modules: Mapping[int, nn.Module],
+    stages: int,
+    processes: Processes,
+    autocast: torch.dtype | None = None,
 ) -> InferredEdges | DeclaredEdges:
     """Declared edges where every stage of every process declares its own, else inferred ones. Collective.
 
     modules: this process's, by stage; stages: how many make up a copy of the model
+    autocast: the dtype of torch.autocast in forwards
     """
     mine = {stage % stages: module for stage, module in modules.items()}
     declares = all(_declares(module, StageInfo(stage, stages)) for stage, module in mine.items())
-    return DeclaredEdges(mine, stages) if all(processes.gather(declares)) else InferredEdges(provider, stages)
+    if all(processes.gather(declares)):
+        return DeclaredEdges(mine, stages)
+    return InferredEdges(provider, stages, autocast)
 
 
 def _declares(module: nn.Module, info: StageInfo) -> bool:
@@ -201,14 +210,15 @@ def _declares(module: nn.Module, info: StageInfo) -> bool:
 class InferredEdges(CachedEdges):
     """The specs of each edge, from one run of all stages on the meta device for each shape."""
 
-    def __init__(self, provider: Provider, stages: int) -> None:
+    def __init__(self, provider: Provider, stages: int, autocast: torch.dtype | None = None) -> None:
         super().__init__(self._run_undisturbed)
-        self._provider, self._stages = provider, stages
+        self._provider, self._stages, self._autocast = provider, stages, autocast
 
     def _run_undisturbed(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
         # a provider may draw random numbers or seed torch: this run must not change those of the step
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
+        lowered = nullcontext() if self._autocast is None else AutocastWithoutValues(self._autocast)
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), lowered:
             return self._run_all(microbatch)
 
     def _run_all(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:

@@ -8,7 +8,8 @@ until the stage's last backward, and then reduces the gradients of all microbatc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map_only
+from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import ModelError
 from penstock.parallel.mesh import flattened, job_backend, present
@@ -91,15 +93,19 @@ def shard_stage(
     sharded: Sharded,
     experts: Sequence[nn.Module] = (),
     copies: DeviceMesh | None = None,
+    autocast: torch.dtype | None = None,
 ) -> StageShards:
     """Apply FSDP2 to a stage in place, layer by layer, then to the rest; it may be on the meta device.
 
     Args:
         experts: modules whose weights are distributed already; they are sharded over `copies`
         copies: the ranks that hold the same experts; None where there is one such rank
+        autocast: the dtype of torch.autocast in forwards. Weights that it casts are gathered in it
     """
     from torch.distributed.fsdp import fully_shard
 
+    if autocast is not None:
+        sharded = replace(sharded, param_dtype=autocast, reduce_dtype=sharded.reduce_dtype or torch.float32)
     refuse_scalars(module)
     _refuse_shared(module, layers)
     distributed = {parameter for part in experts for parameter in part.parameters()}
@@ -110,7 +116,32 @@ def shard_stage(
             layer.register_forward_pre_hook(_with_copies, prepend=True, with_kwargs=True)
     for part in (*(layer for layer in layers if layer is not module), module):
         fully_shard(part, mesh=mesh, ignored_params=distributed, **sharded.options)
+    if autocast is not None:
+        _gather_the_rest_as_it_is(module, sharded)
     return StageShards(module, sharded)
+
+
+def is_cast(parameter: Tensor, owners: Sequence[nn.Module]) -> bool:
+    """Whether autocast casts a parameter in each of its uses. owners: the modules that hold it"""
+    return parameter.dtype == torch.float32 and all(isinstance(each, nn.Linear | Conv1D) for each in owners)
+
+
+def _gather_the_rest_as_it_is(module: nn.Module, sharded: Sharded) -> None:
+    """Let FSDP2 gather in `param_dtype` what autocast casts, and in its own dtype what autocast leaves.
+
+    FSDP2 has one policy for each group of weights, from which each weight takes its dtypes before it is first
+    gathered. Gradients of all of them are summed in `reduce_dtype`.
+    """
+    own = replace(sharded, param_dtype=None).options["mp_policy"]
+    for part in sharded_modules(module):
+        for weight in (weight for group in param_groups(part) for weight in group.fsdp_params):
+            info = weight._module_info
+            if not is_cast(weight.sharded_param, (info.module, *info.shared_modules)):
+                weight.init_dtype_attrs = partial(_with_policy, weight, own)
+
+
+def _with_policy(weight: Any, policy: Any, of_group: Any) -> None:
+    type(weight).init_dtype_attrs(weight, policy)
 
 
 def refuse_scalars(module: nn.Module) -> None:

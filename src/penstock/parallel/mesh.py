@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from penstock.errors import ConfigError, ModelError, WorldSizeError
+from penstock.errors import ConfigError, ModelError, PeerLostError, StalledPeerError, WorldSizeError
 from penstock.parallel.axes import MESH, Axes
 from penstock.parallel.nccl import backend_of_gpus
-from penstock.runtime.transport.groups import backend_for, pipelines
+from penstock.runtime.health.limits import begun, within
+from penstock.runtime.health.watch import Watch
+from penstock.runtime.transport.groups import backend_for, naming_peers, pipelines
 
 
 def make_mesh(axes: Axes, ranks: int, device: torch.device) -> DeviceMesh:
@@ -79,10 +83,14 @@ def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
 
 # ranks may start further apart than they may be in a step: importing torch takes seconds on a busy machine
 _START_SECONDS = 60.0
+_SPARE = 2.0  # seconds after its own limit in which torch gives up
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def init_process_group(device: torch.device, timeout: float, backend: str | None = None) -> None:
+def init_process_group(device: torch.device, timeout: float, backend: str | None = None) -> Watch | None:
     """Initialise torch.distributed from torchrun's environment, unless the caller has done so.
+
+    Returns a watch of all processes; None if the caller has done so.
 
     Each restart of a job has its own keys in the store: gloo may hang on those of the last attempt.
 
@@ -90,28 +98,96 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
         timeout: seconds
         backend: None takes what fits the device; gloo where processes share a GPU
 
-    Raises ConfigError where rank 0 cannot listen, or does not answer.
+    Raises ConfigError where rank 0 cannot listen, or does not answer, and for a network interface that this
+    machine lacks; StalledPeerError, PeerLostError where other ranks do not come.
     """
     if dist.is_initialized():
-        return
-    limit = datetime.timedelta(seconds=max(timeout, _START_SECONDS))
-    try:
-        store, rank, world = next(rendezvous("env://", timeout=limit))
-    except (DistNetworkError, DistStoreError) as cause:
-        port = os.environ.get("MASTER_PORT")
-        at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
-        if "EADDRINUSE" not in str(cause):
-            rule = f"rank 0 does not answer there: {str(cause).splitlines()[0]}"
-            raise ConfigError(at, rule, "Start every rank with the address of rank 0's machine") from cause
-        raise ConfigError(
-            at,
-            f"rank 0 listens on port {port}, and another process does so already",
-            "End that process, or give another port: torchrun --master-port, or --standalone for a free one",
-        ) from cause
+        return None
+    _check_interface()
+    seconds = max(timeout, _START_SECONDS)
+    store, rank, world = _rendezvous(seconds)
     attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    if backend is None:
-        backend = "gloo" if device.type != "cuda" else backend_of_gpus(attempt, rank, world, device)
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=world, timeout=limit)
+    making = "the making of the job's process group"
+    if interface := os.environ.get(_INTERFACE):
+        making += f" over {_INTERFACE}={interface}"
+    limit = datetime.timedelta(seconds=seconds)
+    watch = Watch(PrefixStore("penstock-start", attempt), rank, world, timeout)
+    try:
+        _await_all(watch, rank, world, seconds)
+        if backend is None:
+            backend = "gloo" if device.type != "cuda" else backend_of_gpus(attempt, rank, world, device)
+        make = functools.partial(
+            dist.init_process_group, backend, store=attempt, rank=rank, world_size=world, timeout=limit
+        )
+        with naming_peers(watch, making):
+            if backend == "gloo":
+                watch.wait_patiently(making, begun(making, make), limit)
+            else:  # a thread has its own current GPU
+                make()
+    except BaseException:
+        watch.close()
+        raise
+    return watch
+
+
+def _rendezvous(seconds: float) -> tuple[Store, int, int]:
+    """The job's store, this process's rank, and the number of processes, from torchrun's environment."""
+    limit, silence = datetime.timedelta(seconds=seconds), "the store does not answer"
+    try:
+        found: tuple[Store, int, int] = within(
+            seconds + _SPARE, silence, lambda: next(rendezvous("env://", timeout=limit))
+        )
+        return found
+    except RuntimeError as cause:
+        port, first_line = os.environ.get("MASTER_PORT"), str(cause).splitlines()[0]
+        at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
+        if "EADDRINUSE" in str(cause):
+            raise ConfigError(
+                at,
+                f"rank 0 listens on port {port}, and another process does so already",
+                "End that process, or give another port: torchrun --master-port, or --standalone for one",
+            ) from cause
+        if "clients joined" in str(cause):  # rank 0 itself holds the store, and waits for the others
+            raise StalledPeerError(_FOR_ALL, first_line, _COME) from cause
+        if isinstance(cause, dist.DistError) or silence in str(cause):
+            rule = f"rank 0 does not answer there: {first_line}"
+            raise ConfigError(at, rule, "Start every rank with the address of rank 0's machine") from cause
+        raise
+
+
+_FOR_ALL = "rank 0 waiting for all processes of the job"
+_COME = "See what became of the others, and start all of them together"
+
+
+def _await_all(watch: Watch, rank: int, world: int, seconds: float) -> None:
+    """Wait until all processes of the job have come to its store."""
+    missing = watch.absent(seconds)
+    if watch.cut_off:
+        raise PeerLostError(
+            f"rank {rank} waiting for all {world} processes of the job",
+            "the store of the job does not answer",
+            "See whether its machine lives: that of rank 0, or of the first launcher",
+        )
+    if missing:
+        ranks = " and ".join(f"rank {other}" for other in missing)
+        raise StalledPeerError(
+            f"rank {rank} waiting for all {world} processes of the job",
+            f"{ranks} did not come within {seconds:.0f} s",
+            _COME,
+        )
+
+
+def _check_interface() -> None:
+    """Raise ConfigError where gloo is to use a network interface that this machine lacks."""
+    named, present = os.environ.get(_INTERFACE, ""), [name for _, name in socket.if_nameindex()]
+    host = socket.gethostname()
+    for name in filter(None, named.split(",")):
+        if name not in present:
+            raise ConfigError(
+                f"{_INTERFACE}={named}",
+                f"machine {host} has no network interface {name}; it has {', '.join(present)}",
+                "Name the one by which the machines reach each other, or leave it out",
+            )
 
 
 def pipeline_mesh(

@@ -44,6 +44,7 @@ class ParallelOptions:
     sharded: how FSDP2 shards weights
     context: how attention works over a split sequence, "ulysses" or "ring"
     sequence_parallel: whether tp also shards the activations between its matrices, along the sequence
+    autocast: the dtype of torch.autocast in forwards; None for none
 
     Raises ConfigError for another `context`.
     """
@@ -51,6 +52,7 @@ class ParallelOptions:
     sharded: Sharded = field(default_factory=Sharded)
     context: Method = "ulysses"
     sequence_parallel: bool = False
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.context not in ("ulysses", "ring"):
@@ -169,7 +171,8 @@ class MeshPlan:
         if self._data is not None:
             experts = [] if self._experts is None else list(expert.mixtures(module).values())
             copies = None if self._experts is None else self._experts.copies
-            return shard_stage(module, layers, self._data, self._options.sharded, experts, copies)
+            options = self._options
+            return shard_stage(module, layers, self._data, options.sharded, experts, copies, options.autocast)
         return _TensorShards(module) if self.axes.tp > 1 else None
 
     def split_sequences(self, microbatches: Sequence[Microbatch]) -> None:

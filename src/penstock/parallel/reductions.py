@@ -15,7 +15,7 @@ Gradients are summed and never averaged: the loss is divided by all valid tokens
 from __future__ import annotations
 
 import datetime
-import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +23,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.batch.placement import to_device
 from penstock.errors import BatchError, InputError
 from penstock.parallel.axes import BATCH, LOSS
 from penstock.parallel.mesh import flattened
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.calls import call_number, different_calls
-from penstock.runtime.transport.groups import GroupProcesses, Processes, limit_waits
-
-_SLOW = datetime.timedelta(hours=1)  # a disk may be
+from penstock.runtime.transport.groups import (
+    GroupProcesses,
+    PatientProcesses,
+    Processes,
+    limit_waits,
+    new_group,
+)
 
 
 class BatchFacts(NamedTuple):
@@ -40,6 +45,7 @@ class BatchFacts(NamedTuple):
     Args:
         fingerprint: a number made from the data; 0 where they are not compared.
         description: of the data, for the message where they differ.
+        total_tokens: by which the loss is to be divided; 0 where it is by `tokens` of all parts.
     """
 
     microbatches: int
@@ -47,6 +53,7 @@ class BatchFacts(NamedTuple):
     tokens: int = 0
     fingerprint: int = 0
     description: str = ""
+    total_tokens: int = 0
 
 
 class Reductions:
@@ -69,6 +76,7 @@ class Reductions:
         self._batch: dist.ProcessGroup | None = None
         self._loss: dist.ProcessGroup | None = None
         self._others: dist.ProcessGroup | None = None
+        self._patient: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
     @classmethod
@@ -86,16 +94,11 @@ class Reductions:
         groups = [None if each is None else each.get_group() for each in flat]
         self._all, self._batch, self._loss, self._others = groups
         limit_waits(filter(None, groups), limit.total_seconds())
-        self._patient = dist.new_group(mesh.mesh.flatten().tolist(), timeout=_SLOW, backend="gloo")
+        self._patient = new_group(mesh.mesh.flatten().tolist(), limit, "patient")
         if flat[1] is not None:
             self.batch_part = flat[1].get_local_rank(), flat[1].size()
         self.stage_ranks = frozenset(mesh[others].mesh.flatten().tolist() if others else [dist.get_rank()])
         self.is_first = all(mesh.get_local_rank(name) == 0 for name in others)
-
-    def shared_token(self) -> int:
-        """A random number that the processes of this mesh share. Collective."""
-        token = secrets.randbits(60)
-        return token if self._all is None else int(next(iter(self._gather(token).values())))
 
     def same_call(self, name: str) -> None:
         """Raise ConfigError, on all ranks, where ranks call different methods of the pipeline."""
@@ -112,12 +115,13 @@ class Reductions:
         """Agree on the next step's batch, in one collective. Returns the valid tokens of all its parts.
 
         Raises on all ranks the error of the first rank that refuses its part of the batch, and BatchError
-        where ranks have other numbers of microbatches, labels on some ranks only, or other data of one part.
+        where ranks have other numbers of microbatches, labels on some ranks only, other totals, or other
+        data of one part.
         Without a mesh nothing is raised: the ranks of a pipeline have one batch, and agree by other means.
         """
         if self._all is None:
             return mine.tokens
-        part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels))
+        part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels), mine.total_tokens)
         with self._watch.waiting("the other ranks' batches", None):
             numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
             everyone = self._all_gather(numbers)
@@ -137,6 +141,14 @@ class Reductions:
                 "all parts of a batch are split into as many, as their ranks exchange something in each",
                 "Give every rank a list of the same length",
             )
+        totals = {rank: total for rank, (_, _, _, total, *_) in words.items()}
+        if len(set(totals.values())) > 1:
+            raise BatchError(
+                "total_tokens: "
+                + "; ".join(f"{n or 'none'} on process {rank}" for rank, n in totals.items()),
+                "the losses of all parts of a batch are divided by the same number",
+                "Give every rank what Pipeline.count_tokens returns",
+            )
         without = [str(rank) for rank, (_, _, labels, *_) in words.items() if not labels]
         if without and len(without) < len(words):
             raise BatchError(
@@ -150,7 +162,7 @@ class Reductions:
         raise BatchError(
             "; ".join(
                 f"process {rank}: {text}"
-                for rank, (number, _, _, text, _) in words.items()
+                for rank, (number, _, _, _, text, _) in words.items()
                 if number == differing
             ),
             "all ranks of pp, cp and tp step on the same part of the batch",
@@ -170,13 +182,24 @@ class Reductions:
 
     def sum_tokens(self, count: int) -> int:
         """Valid tokens of the whole batch, where this pipeline's part has `count`."""
-        counts = torch.tensor([count], dtype=torch.int64, device=self._device)
+        if self._batch is None:
+            return count
+        counts = to_device(torch.tensor([count], dtype=torch.int64), self._device)
         return int(self._sum(counts, self._batch, "the other parts of the batch"))
 
-    def sum_loss(self, loss: float) -> float:
-        """Loss of the whole batch, to which this pipeline contributes `loss`."""
-        losses = torch.tensor([loss], dtype=torch.float64, device=self._device)
-        return float(self._sum(losses, self._loss, "the loss of the other parts of the batch"))
+    def sum_loss(self, loss: float, facts: Sequence[float]) -> tuple[float, list[list[float]]]:
+        """Loss of the whole batch, to which this pipeline contributes `loss`, and every pipeline's `facts`.
+
+        One collective for both. The facts are in the order of the ranks, of those with the same place on tp.
+        """
+        if self._loss is None:
+            return loss, [[*facts]]
+        pipelines, place, count = self._loss.size(), self._loss.rank(), len(facts)
+        numbers = [loss, *[0.0] * (pipelines * count)]
+        numbers[1 + place * count : 1 + (place + 1) * count] = facts
+        vector = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
+        total, *found = self._sum(vector, self._loss, "the loss of the other parts of the batch").tolist()
+        return total, [found[at * count : (at + 1) * count] for at in range(pipelines)]
 
     def sum_over_batch(self, gradient: Tensor) -> Tensor:
         """Sum over the parts of the batch, in place."""
@@ -189,9 +212,9 @@ class Reductions:
     @property
     def everyone(self) -> Processes | None:
         """All processes of the mesh, which wait up to an hour, as a disk may be slow. None without a mesh."""
-        if self._all is None:
+        if self._all is None or self._patient is None:
             return None
-        return GroupProcesses(self._patient, _SLOW, torch.device("cpu"))
+        return PatientProcesses(GroupProcesses(self._patient, self._limit, torch.device("cpu")), self._watch)
 
     def first_problem(self, problem: str | None) -> str | None:
         """The first process's problem, the same on all."""
@@ -201,21 +224,22 @@ class Reductions:
 
     def close(self) -> None:
         """Free the group that only this uses; those of the mesh's axes stay, as DTensors use them too."""
-        if self.stage_ranks and dist.is_initialized():  # else it has gone with all others
+        if self._patient is not None and dist.is_initialized():  # else it has gone with all others
             dist.destroy_process_group(self._patient)
 
     def _max(self, numbers: list[int]) -> list[int]:
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        tensor = to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
         self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._all, async_op=True))
-        return [int(number) for number in tensor]
+        largest: list[int] = tensor.tolist()  # a GPU is waited for once
+        return largest
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         """Each process's `numbers`, which are as many on all of them."""
         assert self._all is not None
-        mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        mine = to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
         everyone = [torch.empty_like(mine) for _ in range(self._all.size())]
         self._wait(dist.all_gather(everyone, mine, group=self._all, async_op=True))
-        rows: list[list[int]] = torch.stack(everyone).tolist()  # a GPU is waited for once
+        rows: list[list[int]] = torch.stack(everyone).tolist()
         return rows
 
     def _gather(self, value: Any) -> dict[int, Any]:

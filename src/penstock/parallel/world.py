@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PeerLostError
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh import init_process_group, pipeline_mesh
 from penstock.parallel.nccl import check_connections, fits_batches, set_environment
 from penstock.parallel.reductions import Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
-from penstock.runtime.transport.distributed import DistributedTransport, clock_offset
+from penstock.runtime.health.watch import Watch
+from penstock.runtime.transport.distributed import (
+    DistributedTransport,
+    clock_offset,
+    times_built,
+    watch_of,
+)
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess, Processes
+from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess, Processes, naming_peers
 from penstock.runtime.transport.interface import LocalTransport, Transport
 from penstock.schedule import Schedule
+
+_MAKING = "the making of the process groups"
 
 
 @dataclass(frozen=True)
@@ -82,25 +91,34 @@ class World:
 
     ranks: the pipeline's ranks that this process hosts
     processes: the pipeline's processes
+    everyone: those of all pipelines where the mesh has other axes, else the same
     clock_offset: seconds to add to this process's clock to get rank 0's
     batched: whether what a rank sends and receives between two ops goes together
     mesh: None where all ranks live in this process
     reductions: sums and agreement over the rest of the mesh
+    on_nccl: whether messages go over NCCL
     """
 
     ranks: tuple[int, ...]
     device: torch.device
     transport: Transport
     processes: Processes
+    everyone: Processes
     clock_offset: float = 0.0
     batched: bool = False
     mesh: DeviceMesh | None = None
     reductions: Reductions = field(default_factory=Reductions)
+    on_nccl: bool = False
 
     @property
     def alone(self) -> bool:
         """Whether no other process takes part."""
         return self.mesh is None or self.mesh.size() == 1
+
+    def check(self, schedule: Schedule) -> None:
+        """Raise ConfigError for a schedule whose messages cannot go here, on the placement of the first."""
+        if self.on_nccl:
+            check_connections(schedule, self.batched)
 
 
 def remaining_ranks(options: WorldOptions) -> int:
@@ -150,17 +168,20 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         local = LocalTransport(options.wire)
         local.overlap = overlap
         batched = goes_in_batches(options, "local", schedule)
-        return World(tuple(range(schedule.ranks)), device, local, OneProcess(), batched=batched)
-    init_process_group(device, options.timeout, options.transport)
+        alone = OneProcess()
+        return World(tuple(range(schedule.ranks)), device, local, alone, alone, batched=batched)
+    started = init_process_group(device, options.timeout, options.transport)
     common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
-    if options.takes_all:  # before any group is made: ranks that differ would hang in making them
-        shake_hands(AllProcesses(options.timeout, device), common)
-    mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
-    groups = Groups(mesh, options.timeout, options.transport)
+    with _job_watch(options, started) as watch:
+        if options.takes_all:  # before any group is made: ranks that differ would hang in making them
+            shake_hands(AllProcesses(options.timeout, device, watch), common)
+        with nullcontext() if watch is None else naming_peers(watch, _MAKING):
+            mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
+            groups = Groups(mesh, options.timeout, options.transport)
+            transport = DistributedTransport(groups, device, options.timeout, watch)
     batched = goes_in_batches(options, groups.backend, schedule)
-    transport = DistributedTransport(groups, device, options.timeout)
     transport.overlap = overlap
-    with close_on_error(transport):
+    with close_on_error(transport), naming_peers(transport.watch, _MAKING):
         if not options.takes_all:
             shake_hands(transport, common)
         if device.type == "cpu" and options.transport is None:
@@ -169,13 +190,46 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             check_connections(schedule, batched)
         transport.open(schedule, options.wire, batched=batched, network=options.network)
         offset = clock_offset(transport)
+        everyone: Processes = transport
         reductions = Reductions()
         if options.axes is not None:
             reductions = Reductions.over(mesh, transport.watch, groups.limit)
             transport.closers.append(reductions.close)
-            transport.share_failures(reductions.shared_token())
             transport.same_call = reductions.same_call
-    return World((transport.rank,), device, transport, transport, offset, batched, mesh, reductions)
+            everyone = AllProcesses(options.timeout, device, transport.watch)
+    on_nccl, rank = groups.backend == "nccl", transport.rank
+    return World((rank,), device, transport, transport, everyone, offset, batched, mesh, reductions, on_nccl)
+
+
+@contextmanager
+def _job_watch(options: WorldOptions, started: Watch | None) -> Iterator[Watch | None]:
+    """A watch of all processes of the job, from before they make the pipeline's groups; closed on an error.
+
+    None where other pipelines of the job may be anything.
+
+    started: the one that has watched the start of the job
+    """
+    if not options.takes_all:
+        if started is not None:
+            started.close()
+        yield None
+        return
+    watch = started or _new_watch(options)
+    with close_on_error(watch):
+        yield watch
+
+
+def _new_watch(options: WorldOptions) -> Watch:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        built = times_built(options.timeout)
+    except RuntimeError as cause:
+        raise PeerLostError(
+            f"rank {rank} waiting for the store of the job",
+            f"it does not answer: {cause}",
+            "See whether its machine lives: that of rank 0, or of the first launcher",
+        ) from cause
+    return watch_of(f"{built}", rank, world, options.timeout)
 
 
 def goes_in_batches(options: WorldOptions, backend: str, schedule: Schedule) -> bool:
@@ -189,13 +243,17 @@ def goes_in_batches(options: WorldOptions, backend: str, schedule: Schedule) -> 
     return options.exchange == "batched"
 
 
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
 @contextmanager
-def close_on_error(transport: Transport) -> Iterator[None]:
-    """Close `transport` if the block fails: a pipeline that is refused frees its threads and groups."""
+def close_on_error(opened: _Closes) -> Iterator[None]:
+    """Close a transport if the block fails: a pipeline that is refused frees its threads and groups."""
     try:
         yield
     except BaseException:
-        transport.close()
+        opened.close()
         raise
 
 

@@ -8,7 +8,7 @@ Pipeline      the stages, ready to step
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.adapters import LoraConfig, names_in_file
 from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
@@ -25,20 +26,29 @@ from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, 
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.multiply_adds import multiply_adds
 from penstock.models.partition import check_enough, check_one_description, partition
-from penstock.models.source import ModelLike, Source, open_source
-from penstock.models.tracing.chain import Chain, find_chain
-from penstock.models.tracing.meta import is_empty, placed, shadow, write_through
+from penstock.models.quantized import Quantize
+from penstock.models.source import ModelLike, open_source
+from penstock.models.tracing.chain import Chain, find_chain, under_autocast
+from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.weights import files as weights
-from penstock.models.weights import initial
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
+from penstock.models.weights.saved_adapter import SavedAdapter
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.check import check_padded
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.build_plan import BuildPlan, check_fits, fastest_split, plan_stages, shared_weights
+from penstock.pipeline.build_plan import (
+    BuildPlan,
+    check_adapter,
+    check_fits,
+    fastest_split,
+    frozen_stages,
+    plan_stages,
+    shared_weights,
+)
 from penstock.pipeline.memory import Account
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
@@ -46,10 +56,12 @@ from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages,
 from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
-from penstock.runtime.transport.groups import AllProcesses, Processes
-from penstock.schedule import Costs, Schedule, verify
+from penstock.runtime.transport.groups import Processes
+from penstock.schedule import Costs, Proof, Schedule, verify
+from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import parse_layout
 from penstock.schedule.ops import collector_paused
+from penstock.schedule.recompute import Places, first_in_flight
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,10 @@ class AutoPipeline(Options):
             routers chose the first time, however nearly others tie with them. Steps then take
             `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
             those they chose.
+        adapter: a LoraConfig of PEFT: the pipeline of a folder or a config trains a new adapter, and the rest
+            is frozen. A model object brings its own: give get_peft_model(model, config).
+        quantize: "nf4" puts the matrices under the adapter in 4 bits (QLoRA, by torchao). Not with other
+            axes.
     """
 
     embedding_weight: int | None = None
@@ -96,6 +112,8 @@ class AutoPipeline(Options):
     dtype: torch.dtype | None = None
     attention: str | None = None
     replay_routing: bool = False
+    adapter: LoraConfig = None
+    quantize: Quantize | None = None
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
@@ -114,17 +132,20 @@ class AutoPipeline(Options):
         if self.layout is not None:
             parse_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
-        proof = verify(schedule)
-        source = open_source(model, self.dtype, self.attention)
+        verify(schedule)
+        source = open_source(model, self.dtype, self.attention, self.adapter, self.quantize)
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
             refuse_padding(source.model)
             check_padded(source.model)
         options = self.parallel_options()
         if self.axes is not None:
+            check_adapter(source, self.axes)
             check_model(source.model, self.axes, options)
         routed = self._routed(source.model)
         chain = find_chain(source.model)
+        if self.autocast is not None:
+            chain = under_autocast(source.model, chain, self.autocast)
         if self.axes is not None:
             check_fits(source.model, chain, self.axes, options, trains=schedule.trains)
         if self.exchange == "batched" and not chain.only_hidden_states:
@@ -134,7 +155,8 @@ class AutoPipeline(Options):
                 "Take exchange='channels'",
             )
         stages = plan_stages(source.model, chain, schedule, self._ranges(source.model, chain, schedule))
-        plan = BuildPlan(schedule, proof, stages, source, chain, routed)
+        schedule = without_weight_gradients(schedule, frozen_stages(source.model, stages))
+        plan = BuildPlan(schedule, verify(schedule), stages, source, chain, routed)
         return self._within_memory(plan) if self.axes is None or self.axes.resolved else plan
 
     def _within_memory(self, plan: BuildPlan) -> BuildPlan:
@@ -149,8 +171,10 @@ class AutoPipeline(Options):
             limited = self._limited_split(account)
             if limited is None:
                 raise
-            stages = plan_stages(plan.source.model, plan.chain, plan.schedule, limited)
-            plan = replace(plan, stages=stages)
+            model, schedule = plan.source.model, self.chosen_schedule()
+            stages = plan_stages(model, plan.chain, schedule, limited)
+            schedule = without_weight_gradients(schedule, frozen_stages(model, stages))
+            plan = replace(plan, schedule=schedule, proof=verify(schedule), stages=stages)
             self.account(plan).recomputed()
         return plan
 
@@ -171,10 +195,11 @@ class AutoPipeline(Options):
         Under torchrun this process becomes one rank; otherwise it holds them all.
 
         Args:
-            model: a transformers model, whose values are copied stage by stage while it stays as it is; a
-                local folder, from which each rank reads its stages' weights; or a config. A config or a
-                folder without weights gets initial values from `seed`. The pipeline is in training mode,
-                also where the model is in evaluation mode, as from_pretrained returns it.
+            model: a transformers model, whose values are copied stage by stage while it stays as it is, or
+                a PeftModel of one, with LoRA; a local folder, from which each rank reads its stages'
+                weights; or a config. A config or a folder without weights gets initial values from `seed`.
+                The pipeline is in training mode, also where the model is in evaluation mode, as
+                from_pretrained returns it.
 
         Raises what `build_plan` raises, WorldSizeError and HandshakeError.
         """
@@ -250,13 +275,18 @@ def exchange_of(auto: AutoPipeline, plan: BuildPlan) -> str:
     return "channels" if auto.exchange == "auto" and carry_shapes else auto.exchange
 
 
-def fill(model: PreTrainedModel, source: Source, ties: weights.Ties, seed: int) -> None:
-    """Give values to a stage's model on meta, or to its sharded weights through a `write_through` twin."""
-    if source.files:
-        weights.load(model, source.files, ties)
-    elif not is_empty(source.model):
-        weights.copy_values(model, source.model)
-    initial.initialise(model, source.model, ties, seed)
+def _recomputation(auto: AutoPipeline, plan: BuildPlan, axes: Axes | None) -> Callable[[Proof], Places]:
+    """Finds the (stage, microbatch) whose layers run again in the backward, for any number of microbatches.
+
+    axes: resolved, where there are any
+    """
+    how = auto.checkpointing()
+    if how is not None and how.memory_limit is not None:
+        plan = plan.without_values()
+        return lambda proof: auto.account(
+            replace(plan, schedule=proof.schedule, proof=proof), axes
+        ).recomputed()
+    return lambda proof: frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
 
 
 class _Build:
@@ -272,10 +302,10 @@ class _Build:
         schedule, source = plan.schedule, plan.source
         if mesh_plan is not None:  # by now sizes of -1 are known
             axes, options = mesh_plan.axes, auto.parallel_options()
+            check_adapter(source, axes)
             check_model(source.model, axes, options)
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
-        on_mesh = mesh_plan is not None
-        everyone = AllProcesses(auto.timeout, world.device) if on_mesh else world.processes
+        everyone = world.everyone
         self._compare_values(everyone)
         # an altered file must not load silently
         hashed = nullcontext() if source.written is None else hashed_meanwhile(source.written, everyone)
@@ -286,6 +316,7 @@ class _Build:
     def _built(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source
+        self._completed = plan.completed()
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
         stages = [self._stage(index, model) for index, model in models.items()]
@@ -293,8 +324,9 @@ class _Build:
         edges = None
         if auto.shapes != "exchanged" and plan.chain.only_hidden_states:
             computed = None if mesh_plan is None else mesh_plan.param_dtype
-            edges = HFEdges(source.model, plan.chain, computed)
-        generation = getattr(source.model, "generation_config", None)
+            # without an adapter a frozen stage may be unfrozen later, as parallelize_fn may do
+            fixed = source.adapter is not None and auto.parallelize_fn is None
+            edges = HFEdges(source.model, plan.chain, computed, plan.first_trained if fixed else 0)
         files = source.read_other_files() if world.processes.index == 0 else {}  # process 0 writes them
         return BuiltStages(
             schedule,
@@ -304,16 +336,35 @@ class _Build:
             edges,
             auto.loss(),
             auto.batch_splitter(
-                plan.completed(),
+                self._completed,
                 BatchCheck(source.model, own_loss=auto.own_loss),
                 counts_tokens=asks_for_balance(source.model),
             ),
+            auto.schedules(schedule, plan.frozen),
             mesh_plan,
             shared=shared_weights(plan, self._ties, modules),
-            saved=SavedModel(source.model.config, generation, self._ties, files, type(source.model)),
+            saved=self._saved(files),
             names=names,
-            recomputed=auto.account(plan, None if mesh_plan is None else mesh_plan.axes).recomputed(),
+            recomputed=_recomputation(auto, plan, None if mesh_plan is None else mesh_plan.axes),
             trace_folder=auto.trace_folder,
+            autocast=auto.autocast,
+        )
+
+    def _saved(self, other_files: Mapping[str, bytes]) -> SavedModel:
+        source = self._plan.source
+        model, adapter = source.model, source.adapter
+        generation = getattr(model, "generation_config", None)
+        if adapter is None:
+            return SavedModel(model.config, generation, self._ties, other_files, type(model))
+        return SavedAdapter(
+            model.config,
+            generation,
+            self._ties,
+            other_files,
+            type(model),
+            adapter=adapter,
+            names=names_in_file(model, adapter),
+            base=source.base_fingerprint(self._auto.seed),
         )
 
     def _compare_values(self, everyone: Processes) -> None:
@@ -330,14 +381,16 @@ class _Build:
         if self._mesh_plan is None:
             self._fill(model)
         elif self._plan.source.files:
-            weights.check(model, self._plan.source.files, self._ties)
+            self._plan.source.check(model)
         return model if model.training else model.train()
 
     def _fill(self, model: PreTrainedModel) -> None:
-        fill(model, self._plan.source, self._ties, self._auto.seed)
+        source = self._plan.source
+        # the whole dtype's weights may not fit where those in 4 bits do
+        source.fill(model, self._auto.seed, None if source.quantize else self._world.device)
 
     def _stage(self, index: int, model: PreTrainedModel) -> Stage:
-        auto, plan = self._auto, self._plan
+        auto, plan, completed = self._auto, self._plan, self._completed
         info = plan.info(index)
         shard = None if self._mesh_plan is None else self._sharding(model)
         defers_head = auto.own_loss and auto.chunked_loss and shard is None
@@ -348,7 +401,13 @@ class _Build:
             layers=plan.layers_of(model, index),
             checkpointing=auto.checkpointing(),
             parallelize_fn=auto.parallelize_fn,
-            call=lambda module: HFCall(module, info, self._entries, defers_head=defers_head),
+            call=lambda module: HFCall(
+                module,
+                info,
+                self._entries,
+                defers_head=defers_head,
+                from_shapes=lambda: completed.made_from_shapes,
+            ),
             routing=None if plan.routed is None else plan.routed.for_stage(model),
             after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,
             position=info.stage,

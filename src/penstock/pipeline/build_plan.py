@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import transformers
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
+from penstock.models.adapters import wrappers
 from penstock.models.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
 from penstock.models.huggingface.entries import MicrobatchCompleter
 from penstock.models.huggingface.references import reaching_out
@@ -25,6 +26,7 @@ from penstock.models.partition import to_layout
 from penstock.models.source import Source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.meta import bare, is_empty
 from penstock.models.weights.files import Ties
 from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
@@ -70,9 +72,12 @@ class BuildPlan:
     source: Source
     chain: Chain
     routed: ModelRouting | None = None
-    known_sizes: dict[object, Costs | None] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    known_sizes: dict[object, Costs | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def without_values(self) -> BuildPlan:
+        """The same, of a model without values: what lives on with a pipeline must not keep the caller's."""
+        model = self.source.model
+        return self if is_empty(model) else replace(self, source=replace(self.source, model=bare(model)))
 
     @property
     def facts(self) -> dict[str, str]:
@@ -85,7 +90,19 @@ class BuildPlan:
             "transformers": transformers.__version__,
             "attention": str(model.config._attn_implementation),
             "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
+            **flat("adapter", {} if self.source.adapter is None else self.source.adapter.facts),
         }
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The stages that train nothing."""
+        return frozen_stages(self.source.model, self.stages)
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage of a copy of the model that trains anything."""
+        frozen = self.frozen
+        return next((stage.stage for stage in self.stages if stage.stage not in frozen), 0)
 
     def info(self, stage: int) -> StageInfo:
         """The position of `stage` in its copy of the model."""
@@ -160,6 +177,12 @@ def _plan_stage(
     )
 
 
+def frozen_stages(model: PreTrainedModel, stages: Sequence[StagePlan]) -> frozenset[int]:
+    """The stages that train nothing."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return frozenset(stage.stage for stage in stages if trained.isdisjoint(stage.parameter_names))
+
+
 def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
     """The weights that several stages hold: tied ones, and all where the model has two copies.
 
@@ -227,6 +250,27 @@ def fastest_split(costs: LayerCosts, schedule: Schedule, memory: Memory | None =
 
 # what models call the dropout of a block's whole output
 _AFTER_BLOCK = ("resid", "hidden_dropout")
+
+
+def check_adapter(source: Source, axes: Axes) -> None:
+    """Raise ConfigError for axes that would shard what an adapter computes with as a whole."""
+    if source.quantize is not None and axes.ranks_per_stage != 1:
+        rule = "the other axes shard weights, and those in 4 bits are not sharded"
+        raise ConfigError(f"quantize={source.quantize!r} with {axes}", rule, "Leave out one of the two")
+    for name, wrapper in wrappers(source.model) if max(axes.tp, axes.ep) > 1 else ():
+        if axes.tp > 1:
+            raise ConfigError(
+                f"tp={axes.tp} for a model with an adapter (on {name})",
+                "PEFT's layers compute with whole matrices, and tp gives each rank a part of them",
+                "Take dp_shard in its place",
+            )
+        inside = [f"{name}.{inner}" for inner, _ in wrapper.named_modules()]
+        if any("experts" in each.split(".") for each in inside):
+            raise ConfigError(
+                f"ep={axes.ep} for an adapter on {name}",
+                "ep gives each rank some of the experts, and the adapter's matrices are of all of them",
+                "Target other modules, such as q_proj, or leave out ep",
+            )
 
 
 def check_fits(

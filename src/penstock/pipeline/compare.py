@@ -16,6 +16,7 @@ from penstock.batch.loss import Loss
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, DifferenceError
+from penstock.models.adapters import unwrap
 from penstock.models.huggingface.stages import outcome
 from penstock.models.stage import ProvidedCall
 from penstock.parallel.reductions import Reductions
@@ -23,7 +24,7 @@ from penstock.pipeline.split_batch import BatchLike, RefusedBatch, as_list
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.step import StepResult
 from penstock.runtime.sharded_weights import full_tensor as gathered
-from penstock.runtime.stage import evaluating, without_gradients
+from penstock.runtime.stage import autocasting, evaluating, without_gradients
 
 # largest difference that passes, relative to the largest entry of the tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -145,8 +146,10 @@ def compare(
     batch: BatchLike,
     loss: Loss,
     tolerance: float | None = None,
+    autocast: torch.dtype | None = None,
 ) -> Report:
-    """Pipeline.compare; `step` and `split` are the pipeline's. Collective."""
+    """Pipeline.compare; `step`, `split` and `autocast` are the pipeline's. Collective."""
+    model = unwrap(model)
     whole = dict(model.named_parameters(remove_duplicate=False))
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
@@ -161,7 +164,7 @@ def compare(
     with without_gradients([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = step(batch).loss
-            expected = whole_backward(model, split(batch), loss, pipe.reductions)
+            expected = whole_backward(model, split(batch), loss, pipe.reductions, autocast)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
             _gradient(
@@ -186,7 +189,11 @@ def _of_all_processes(pipe: SplitModel, found: Sequence[Compared]) -> list[Compa
 
 
 def whole_backward(
-    model: nn.Module, microbatches: Sequence[Microbatch], loss: Loss, reductions: Reductions | None = None
+    model: nn.Module,
+    microbatches: Sequence[Microbatch],
+    loss: Loss,
+    reductions: Reductions | None = None,
+    autocast: torch.dtype | None = None,
 ) -> float:
     """Add the whole model's gradients to `.grad` and return its loss, one microbatch after the other.
 
@@ -195,6 +202,7 @@ def whole_backward(
 
     Args:
         reductions: sum over the parts of a batch that the ranks of a mesh step on: then collective
+        autocast: the dtype of torch.autocast in each forward; None for none
     """
     reductions = reductions or Reductions()
     weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
@@ -202,12 +210,13 @@ def whole_backward(
     total = 0.0
     for microbatch in microbatches:
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
-        if isinstance(model, PreTrainedModel):
-            inputs = {name: value for name, value in microbatch.items() if name != "labels"}
-            output = outcome(model, model(**inputs, use_cache=False))
-        else:
-            output = ProvidedCall(model)((), microbatch)
-        share = loss.total(output, microbatch) / weight
+        with autocasting(autocast, device):
+            if isinstance(model, PreTrainedModel):
+                inputs = {name: value for name, value in microbatch.items() if name != "labels"}
+                output = outcome(model, model(**inputs, use_cache=False))
+            else:
+                output = ProvidedCall(model)((), microbatch)
+            share = loss.total(output, microbatch) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
     for parameter in model.parameters():
@@ -235,7 +244,7 @@ def only_one(kind: Literal["weight", "gradient"], place: Place) -> Compared:
 def _weight(place: Place, split: Tensor, whole: Tensor | None) -> Compared:
     if whole is None:
         return only_one("weight", place)
-    split, whole = split.detach().cpu(), whole.detach().cpu()
+    split, whole = split.detach().cpu(), gathered(whole).detach().cpu()
     if split.shape != whole.shape:
         remark = f"its shape is {list(split.shape)}, and {list(whole.shape)} in the whole model"
         return Compared("weight", *place, inf, 0.0, 0.0, remark)

@@ -15,12 +15,11 @@ from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
 from penstock.parallel.reductions import BatchFacts
 from penstock.parallel.world import World
+from penstock.pipeline.schedules import LoweredSchedule
 from penstock.pipeline.split_batch import BatchLike, as_list
 from penstock.pipeline.stages import BuiltStages
-from penstock.pipeline.step import LoweredSchedule, StepResult, StepRunner
+from penstock.pipeline.step import StepResult, StepRunner
 from penstock.runtime.stage import RoutedStage, evaluating
-from penstock.schedule import verify
-from penstock.schedule.builders.gpipe import forwards
 
 
 class Evaluation(NamedTuple):
@@ -45,7 +44,6 @@ class Evaluations:
 
     def __init__(self, built: BuiltStages, steps: StepRunner) -> None:
         self._built, self._steps = built, steps
-        self._lowered: dict[int, LoweredSchedule] = {}  # by number of microbatches
 
     def loss(self, batch: BatchLike) -> StepResult:
         return self._run(batch)[0]
@@ -120,11 +118,7 @@ class Evaluations:
             count = min(self._built.schedule.microbatches, rows)
         else:
             count = len(batch)
-        count = self._built.world.reductions.min(max(count, 1))
-        if count not in self._lowered:
-            proof = verify(forwards(self._built.schedule.placement, count))
-            self._lowered[count] = self._steps.lower(proof)
-        return self._lowered[count]
+        return self._steps.schedules.forwards(self._built.world.reductions.min(max(count, 1)))
 
 
 def in_rows(outputs: Sequence[Any]) -> Any:
@@ -196,13 +190,13 @@ def _broadcast(
 # ---- the experts that the last step chose
 
 
-def chosen_experts(built: BuiltStages) -> Tensor | list[Tensor]:
+def chosen_experts(built: BuiltStages, microbatches: int) -> Tensor | list[Tensor]:
     """Experts of this pipeline's part of the batch, (rows, sequence, mixtures, top_k), on all its processes.
 
     A list by microbatch where these differ in length. Collective over the pipeline, and over cp.
-    Raises ConfigError, on all of them, where the last step recorded nothing.
+    microbatches: of the last step
+    Raises ConfigError, on all of them, where it recorded nothing.
     """
-    microbatches = built.schedule.microbatches
     local: dict[int, tuple[list[int], Tensor]] = {}
     for stage in built.stages:
         found: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, ModelError
@@ -25,6 +27,7 @@ from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
+from penstock.parallel.fsdp import is_cast
 from penstock.parallel.mesh import imagined
 from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
 from penstock.parallel.tensor.shard import tensor_parallel
@@ -33,12 +36,13 @@ from penstock.runtime.memory import Sizes
 from penstock.schedule import Costs, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
-Moments = Callable[[str], int]  # number of tensors that an optimizer keeps of a parameter, by its name
+# Bytes that an optimizer keeps of a parameter: by its name, the parameter, and how many entries are held here
+Kept = Callable[[str, Tensor, int], float]
 
 
-def adamw(name: str) -> int:
-    """AdamW keeps two of every parameter."""
-    return 2
+def adamw(name: str, parameter: Tensor, entries: int) -> float:
+    """AdamW keeps two tensors of every parameter."""
+    return 2 * parameter.itemsize * entries
 
 
 class RankMemory(NamedTuple):
@@ -52,6 +56,7 @@ class RankMemory(NamedTuple):
         gathered_gradients: the sums over a step's microbatches, before they are sharded
         host: how much of weights, gradients and optimizer lies in host memory (cpu_offload)
         activations: of live microbatches, with messages, at their peak; None where only a step shows them
+        casts: copies of weights in the dtype of autocast, throughout a step
     """
 
     weights: int
@@ -61,11 +66,12 @@ class RankMemory(NamedTuple):
     gathered_gradients: int = 0
     host: int = 0
     activations: int | None = None
+    casts: int = 0
 
     @property
     def fixed(self) -> int:
         """Bytes on the device that do not depend on the batch."""
-        return sum(self[:5]) - self.host
+        return sum(self[:5]) - self.host + self.casts
 
     @property
     def total(self) -> int:
@@ -88,49 +94,60 @@ class Account:
     how: Checkpointing | None = None
     chunked_loss: bool = True
 
-    def ranks(self, shape: tuple[int, int] | None = None, moments: Moments = adamw) -> list[RankMemory]:
+    def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
 
         shape: (rows, sequence) of a microbatch before cp and tp shard it; None leaves activations out
+        kept: by the optimizer
         """
         schedule = self.plan.schedule
         costs = None if shape is None else self.costs(shape)
         peaks = [None] * schedule.ranks if costs is None else map(int, simulate(schedule, costs).peak_memory)
-        fixed = (self._fixed(rank, moments) for rank in range(schedule.ranks))
+        fixed = (self._fixed(rank, kept) for rank in range(schedule.ranks))
         return [each._replace(activations=peak) for each, peak in zip(fixed, peaks, strict=True)]
 
-    def _fixed(self, rank: int, moments: Moments) -> RankMemory:
+    def _fixed(self, rank: int, kept: Kept) -> RankMemory:
         """Without activations."""
         stages = [stage for stage in self.plan.stages if stage.rank == rank]
-        found = [self._weights(stage.parameter_names, moments) for stage in stages]
+        found = [self._weights(stage.parameter_names, kept) for stage in stages]
         summed = RankMemory(*(sum(column) for column in zip(*(each[:6] for each, _ in found), strict=True)))
+        summed = summed._replace(casts=sum(each.casts for each, _ in found))
         layers = [self._gathered(stage, gathered) for stage, (_, gathered) in zip(stages, found, strict=True)]
-        kept, working = zip(*layers, strict=True)
-        return summed._replace(gathered_weights=sum(kept) + max(working))
+        throughout, working = zip(*layers, strict=True)
+        return summed._replace(gathered_weights=sum(throughout) + max(working))
 
-    def _weights(self, names: Iterable[str], moments: Moments) -> tuple[RankMemory, dict[str, int]]:
+    def _weights(self, names: Collection[str], kept: Kept) -> tuple[RankMemory, dict[str, int]]:
         """The memory of parameters of one stage, and the bytes of whole weights that FSDP2 gathers, by layer.
 
         A weight under two names counts once.
         """
-        model, sharded = self.plan.source.model, self.options.sharded
+        model, sharded, autocast = self.plan.source.model, self.options.sharded, self.options.autocast
         distinct = {id(model.get_parameter(name)): name for name in sorted(names, reverse=True)}
-        weights = gradients = kept = summed = host = 0
+        weights = gradients = optimizer = summed = host = casts = 0
+        owners: dict[int, list[nn.Module]] = defaultdict(list)
+        for name in names:
+            owners[id(model.get_parameter(name))].append(model.get_submodule(name.rpartition(".")[0]))
         gathered: dict[str, int] = defaultdict(int)
         for name in distinct.values():
             parameter, local = model.get_parameter(name), self._local[name]
-            computed = sharded.param_dtype or parameter.dtype
+            computed, reduced = sharded.param_dtype or parameter.dtype, sharded.reduce_dtype
+            if autocast is not None:
+                reduced = reduced or torch.float32
+                if local.whole and is_cast(parameter, owners[id(parameter)]):
+                    computed = autocast
+                elif any(is_cast(parameter, [owner]) for owner in owners[id(parameter)]):
+                    casts += (local.whole or local.held) * autocast.itemsize
             own = local.held * parameter.itemsize
-            copies = 1 + moments(name) if parameter.requires_grad else 0
+            states = math.ceil(kept(name, parameter, local.held)) if parameter.requires_grad else 0
             weights += own
             gathered[self._layer(name)] += local.padded * computed.itemsize
-            if copies:
+            if parameter.requires_grad:
                 gradients += own
-                kept += (copies - 1) * own
-                summed += local.whole * (sharded.reduce_dtype or computed).itemsize
+                optimizer += states
+                summed += local.whole * (reduced or computed).itemsize
             if sharded.cpu_offload and local.whole:
-                host += (1 + copies) * own
-        return RankMemory(weights, gradients, kept, 0, summed, host), gathered
+                host += own + states + own * parameter.requires_grad
+        return RankMemory(weights, gradients, optimizer, 0, summed, host, None, casts), gathered
 
     @cached_property
     def _local(self) -> dict[str, Local]:
@@ -220,7 +237,8 @@ class Account:
 
     def _sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
         """Bytes of microbatches, if `how` checkpoints all layers."""
-        key = shape, how, self.axes, self.options
+        split = frozenset(stage for stage, _ in self.plan.schedule.split)
+        key = shape, how, self.axes, self.options, split, self.plan.stages
         if key not in self.plan.known_sizes:
             self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), how)
         return self.plan.known_sizes[key]
@@ -268,7 +286,15 @@ class Account:
         edges, entries = HFEdges(plan.source.model, plan.chain, computed), taken(plan.source.model)
         shared = (mesh,) if mesh else ()
         return stage_sizes(
-            part, plan.info(stage), edges, shape, split, entries, shared, defers_head=self._defers_head
+            part,
+            plan.info(stage),
+            edges,
+            shape,
+            split,
+            entries,
+            shared,
+            defers_head=self._defers_head,
+            autocast=self.options.autocast,
         )
 
     @property
@@ -303,7 +329,12 @@ class Account:
             if how is not None:
                 install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)
             found = stage_sizes(
-                part, info, edges, self.axes.local_shape(shape), defers_head=self._defers_head
+                part,
+                info,
+                edges,
+                self.axes.local_shape(shape),
+                defers_head=self._defers_head,
+                autocast=self.options.autocast,
             )
             if found is None:
                 raise ModelError(

@@ -13,20 +13,22 @@ are those of the first line, bit for bit.
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.errors import ConfigError
-from penstock.pipeline.split_model import SplitModel, clip_scale, norm_of
+from penstock.pipeline.split_model import SplitModel, clip_scale
 from penstock.runtime import step_report as report
+from penstock.runtime import stream
 from penstock.runtime.sharded_weights import local_shard
+from penstock.runtime.stream import Time
 
 _NO_TENSORS = (bool, int, float, str, type(None))  # values that nothing changes in place
 
@@ -91,17 +93,21 @@ class OptimizerStep:
         """Whether the squared norms travel with the step reports."""
         return self._drain is not None
 
-    def squared_norm(self) -> float:
+    def squares(self) -> Tensor:
         """This rank's part of the squared norm. Collective over the ranks that host the same stages."""
+        return self._model._squared_norm()
+
+    def decide(self, squared: float) -> None:
+        """Decide whether to step early. Collective as `squares`, whose value is `squared`."""
         assert self._drain is not None
-        squares, reductions = self._model._squared_norm(), self._world.reductions
-        own = math.sqrt(float(squares))
+        own, reductions = math.sqrt(squared), self._world.reductions
         fits = math.isfinite(own) and clip_scale(own, self.max_norm) >= 1  # the whole norm is no smaller
         early = fits and self._drain.is_worthwhile() and self._drain.copies.prepare(self._optimizers)
-        expects = torch.full_like(squares, float(early))
-        # all of these ranks step early, or none: Muon gathers matrices over them
-        self._expects = float(reductions.sum_over_mesh(expects)) == max(1, len(reductions.stage_ranks))
-        return float(squares)
+        ranks = max(1, len(reductions.stage_ranks))
+        if ranks > 1:  # all of these ranks step early, or none: Muon gathers matrices over them
+            agreeing = torch.full((1,), float(early), dtype=torch.float64, device=self._world.device)
+            early = float(reductions.sum_over_mesh(agreeing)) == ranks
+        self._expects = early
 
     def step_early(self) -> None:
         """Step, if this promises to save time and can be undone."""
@@ -117,12 +123,13 @@ class OptimizerStep:
         Collective without `in_drain`.
         """
         if self._drain is None:
-            norm = norm_of(self._model._exchange_squares(self._model._squared_norm()))
+            norm = self._model._norm_of(self._model._exchange_squares(self._model._squared_norm()))
         else:
-            norm = norm_of(torch.tensor([each.squares], dtype=torch.float64) for each in reports)
+            norm = self._model._norm_of(torch.tensor([e.squares], dtype=torch.float64) for e in reports)
         finite = math.isfinite(norm) and math.isfinite(loss)
         clipped = not finite or clip_scale(norm, self.max_norm) < 1
         if self._drain is not None:
+            self._drain.copies.measure()
             ends = report.ends(reports)
             self._drain.waited = max(ends) - ends[self._world.ranks[0]]
             self._drain.clipped = clipped
@@ -132,7 +139,8 @@ class OptimizerStep:
             return norm
         self.undo()
         if finite:
-            self._model._clip(norm, self.max_norm)
+            with record_function("clip"):
+                self._model._clip(norm, self.max_norm)
             self._step()
         return norm
 
@@ -159,6 +167,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self._copied: tuple[Time, Time] | None = None  # start and end of the last copy, until it is measured
         self._optimizers: Sequence[Optimizer] = ()
         self._tensors: list[Tensor] = []
         self._copies: list[Tensor] = []
@@ -189,11 +198,17 @@ class Copies:
             self._copies = [torch.empty_like(each) for each in self._tensors]
             _copy(self._copies, self._tensors)  # the first touch of new memory takes long, and does not count
             self.seconds = math.inf
-        began = time.perf_counter()
+        gpus = (each.device for each in self._tensors if each.is_cuda)
+        now = stream.stream_of(next(gpus, torch.device("cpu"))).now
+        began = now()
         _copy(self._copies, self._tensors)
-        for device in {each.device for each in self._tensors if each.is_cuda}:
-            torch.cuda.synchronize(device)
-        self.seconds = min(self.seconds, time.perf_counter() - began)
+        self._copied = began, now()
+
+    def measure(self) -> None:
+        """Measure the last copy, if it is over."""
+        if self._copied is not None and stream.is_over(self._copied[1]):
+            self.seconds = min(self.seconds, stream.seconds(*self._copied))
+            self._copied = None
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import update_wrapper
@@ -30,7 +30,8 @@ from penstock.pipeline.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule
-from penstock.schedule.choose import ScheduleLike, chosen_schedule
+from penstock.schedule.choose import ScheduleLike, chosen_schedule, with_microbatches
+from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.order import exchanges
 
 Shapes = str | Padding
@@ -60,6 +61,8 @@ class Options:
             between CPUs of one host where it is Linux on x86-64, else gloo
         exchange: "channels", "batched", or "auto": batched on NCCL where the schedule and its messages can
             (docs/guides/clusters.md), else channels
+        autocast: torch.bfloat16 runs every forward and its loss under `torch.autocast`: products compute in
+            it, weights and gradients keep their dtype. None leaves that to the caller's own region.
         wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
             the model's changes the gradients.
         network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
@@ -106,6 +109,7 @@ class Options:
     timeout: float = 300.0
     transport: str | None = None
     exchange: str = "auto"
+    autocast: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
     network: Network | None = None
     sharding: Sharding | None = None
@@ -139,6 +143,7 @@ class Options:
         options.check()
         self.padding()
         self._check_axes(self.axes or Axes())
+        self._check_autocast()
         ranks = remaining_ranks(options) if self.ranks == -1 else self.ranks
         schedule = chosen_schedule(self.schedule, ranks, self.microbatches)
         if self.exchange == "batched":
@@ -156,6 +161,17 @@ class Options:
                 "Take dualpipe_v, dualpipe or 1f1b with paired=True, or overlap='auto'",
             )
         return schedule
+
+    def schedules(self, chosen: Schedule, frozen: Collection[int] = ()) -> Callable[[int], Schedule]:
+        """What makes the chosen schedule for another number of microbatches. It raises ConfigError.
+
+        frozen: the stages that train nothing
+        """
+
+        def make(count: int) -> Schedule:
+            return without_weight_gradients(with_microbatches(self.schedule, chosen, count), frozen)
+
+        return make
 
     def world_options(self) -> WorldOptions:
         """How the ranks communicate. Raises ConfigError for a mesh without `pipeline_axis`."""
@@ -210,7 +226,7 @@ class Options:
         return checkpointing(self.activation_checkpointing)
 
     def parallel_options(self) -> ParallelOptions:
-        return ParallelOptions(self.sharded, self.context, self.sequence_parallel)
+        return ParallelOptions(self.sharded, self.context, self.sequence_parallel, self.autocast)
 
     def mesh_plan(self, world: World) -> MeshPlan | None:
         """How the other axes change stages and microbatches; None without them. Collective.
@@ -243,6 +259,20 @@ class Options:
                 "it returns the mean over whole rows, and each rank of cp holds a part of each row",
                 "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
                 "rank's part (penstock.batch.loss.Loss), or leave out cp",
+            )
+
+    def _check_autocast(self) -> None:
+        if self.autocast not in (None, torch.bfloat16):
+            raise ConfigError(
+                f"autocast={self.autocast}",
+                "float16 needs a scaled loss, which penstock lacks, and other dtypes are not narrower",
+                "Give torch.bfloat16, or None",
+            )
+        if self.autocast is not None and self.sharded.param_dtype is not None:
+            raise ConfigError(
+                f"autocast={self.autocast} with {self.sharded}",
+                "both are mixed precision: autocast computes products in it, and FSDP2's param_dtype all",
+                "Leave param_dtype out, or autocast",
             )
 
     def batch_splitter(

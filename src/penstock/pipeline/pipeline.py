@@ -11,35 +11,39 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from penstock.batch.microbatches import Collect, with_entries
+from penstock.batch.microbatches import Collect, check_rows, with_entries
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, ModelError, PeerError
 from penstock.models.balanced_split import LayerCosts
 from penstock.models.stage import Provider
-from penstock.pipeline.compare import Report, compare
+from penstock.pipeline.compare import TOLERANCE, Report, compare
 from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
 from penstock.pipeline.optimizer_step import Drain, OptimizerStep, optimizer_error
 from penstock.pipeline.optimizer_watch import OptimizerWatch
 from penstock.pipeline.options import Options, takes_options
+from penstock.pipeline.put_off import warn_of_whole_backwards
+from penstock.pipeline.schedules import LoweredSchedule
 from penstock.pipeline.split_batch import BatchLike, RefusedBatch
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
-from penstock.runtime.memory import Held
+from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.sharded_weights import check_not_replaced
 from penstock.runtime.shared_weights import SharedGradients
 from penstock.runtime.stage import without_gradients
 from penstock.runtime.transport.calls import collective
-from penstock.schedule import Costs, Proof, Timeline, verify
+from penstock.schedule import Costs, Proof, Timeline
+from penstock.schedule.ops import check_size
 
 
 class Pipeline(SplitModel):
     """Stages of one model, and the schedule that they run.
 
     AutoPipeline.build and Pipeline.from_provider make it. Every rank calls its methods together, except
-    properties and `summary`.
+    properties and `summary`. `schedule` and `proof` are those of the build; a step of another number of
+    microbatches runs the schedule for that number, which is made and proven when it is first needed.
     """
 
     def __init__(self, built: BuiltStages) -> None:
@@ -51,8 +55,8 @@ class Pipeline(SplitModel):
             built.world.reductions.batch_part[1],
         )  # fmt: skip
         self._steps = StepRunner(built)
-        self._proof = verify(built.schedule)
-        self._training = self._steps.lower(self._proof, built.recomputed)
+        self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
+        self._proof = self._training.proof
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
         self._optimizers = OptimizerWatch(self.parameters())
@@ -91,11 +95,16 @@ class Pipeline(SplitModel):
         self,
         batch: BatchLike,
         *,
+        microbatches: int | None = None,
+        total_tokens: int | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float = math.inf,
         **entries: Any,
     ) -> StepResult:
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
+
+        The number of microbatches may change from call to call. The first call with a number makes and proves
+        its schedule; later ones find it (penstock.pipeline.schedules keeps those used last).
 
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
         bit for bit, and its result has the norm. If loss or norm is not finite the optimizer does not step.
@@ -106,8 +115,12 @@ class Pipeline(SplitModel):
 
         Args:
             batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every
-                rank of the pipeline; or a list of as many microbatches as the schedule has, which may differ
-                in rows and length
+                rank of the pipeline; or a list of microbatches, which may differ in rows and length
+            microbatches: how many tensors by name are split into; None takes the number of the build. A list
+                has its own number
+            total_tokens: what the sum of the loss is divided by, in place of the batch's own valid tokens.
+                Calls whose gradients add up take the tokens of all of them, from `count_tokens`: then
+                gradients, and the sum of their losses, are those of one batch
             optimizer: one or several, over this process's `parameters()`, which keep in `state` and
                 `param_groups` alone what their steps change, and draw no random numbers. One with hooks on
                 its step, or with other objects than tensors and numbers in its state, never steps early.
@@ -118,9 +131,10 @@ class Pipeline(SplitModel):
                 the form of `Pipeline.routed_experts`, -1 for the routers' own choice; `evaluate` and `infer`
                 take it as well.
 
-        Raises BatchError for a batch that cannot be split or differs between ranks, ConfigError for an
-        optimizer over other parameters or one that needs a closure (LBFGS), ShapeError where a stage returns
-        another shape than inferred, PeerLostError or StalledPeerError where another rank fails.
+        Raises BatchError for a batch that cannot be split or differs between ranks, ConfigError for a number
+        of microbatches that the schedule does not take, an optimizer over other parameters or one that needs
+        a closure (LBFGS), ShapeError where a stage returns another shape than inferred, PeerLostError or
+        StalledPeerError where another rank fails.
         """
         if not self.schedule.trains:
             raise ConfigError(
@@ -133,14 +147,22 @@ class Pipeline(SplitModel):
         update = OptimizerStep(self, optimizers, max_norm, self._drain) if optimizers is not None else None
         error: InputError | None = self._shared.replaced()
         error = error or optimizer_error(optimizers or (), self.parameters())
+        error = error or _total_error(total_tokens)
         given = self._with(batch, entries) if error is None else RefusedBatch(error)
+        lowered, given = self._scheduled(given, microbatches)
         self._optimizers.before_step()
         self._shared.begin_step()
+        is_first = self._last is None
         try:
             with torch.enable_grad():
                 result, self._last = self._steps.run(
-                    self._training, given, changed=lambda: self._shared.changed, optimizer_step=update
+                    lowered,
+                    given,
+                    changed=lambda: self._shared.changed,
+                    optimizer_step=update,
+                    total_tokens=None if error else total_tokens,
                 )
+            self._training = lowered
             if any(each.changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
@@ -148,12 +170,14 @@ class Pipeline(SplitModel):
                 result = result._replace(norm=update.finish(result.loss, self._last[1]))
         except BaseException as error:
             if isinstance(error, PeerError):  # perhaps in the sum over shared weights, or of the norms
-                self._steps.fail(error, self._training)
+                self._steps.fail(error, lowered)
             if update is not None:
                 update.undo()
             self._shared.restore()
             raise
         self._optimizers.after_step()
+        if is_first:
+            warn_of_whole_backwards(self.stages)
         return result
 
     @overload
@@ -209,11 +233,31 @@ class Pipeline(SplitModel):
 
     @collective
     def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:
-        """Split `batch` as a step does, on this process's device, into `count` or the schedule's number.
+        """Split `batch` as a step does, on this process's device.
 
-        Collective on a mesh, and where microbatches are padded to the longest. Raises BatchError.
+        Collective on a mesh, and where microbatches are padded to the longest.
+
+        Args:
+            batch: as for `step`
+            count: as `microbatches` for `step`
+
+        Raises BatchError.
         """
-        return self._steps.split(batch, count or self.schedule.microbatches)
+        return self._steps.split(batch, self._count(batch, count or None))
+
+    @collective
+    def count_tokens(self, *batches: BatchLike) -> int:
+        """Count the valid tokens of batches, over all parts of the mesh, as `step` reports them.
+
+        For `total_tokens` of `step`. With a loss of your own it is the sum of all microbatches' weights.
+        Collective on a mesh; without one, each rank counts the batches that it has.
+
+        Args:
+            batches: each as for `step`; on every rank as many
+
+        Raises BatchError.
+        """
+        return self._steps.count_tokens([self._with(batch, {}) for batch in batches])
 
     @collective
     def routed_experts(self) -> Tensor | list[Tensor]:
@@ -224,11 +268,33 @@ class Pipeline(SplitModel):
         `routed_experts`, with the same batch.
         Raises ConfigError, on every rank, without replay_routing=True and before the first step.
         """
-        return chosen_experts(self._built)
+        return chosen_experts(self._built, self._training.schedule.microbatches)
 
     def close(self) -> None:
         """Release the pipeline's thread and process groups; the modules stay usable."""
         self._world.transport.close()
+
+    def _count(self, batch: BatchLike, count: int | None) -> int:
+        """How many microbatches a batch becomes."""
+        if count is not None:
+            return count
+        return self.schedule.microbatches if isinstance(batch, Mapping) else max(len(batch), 1)
+
+    def _scheduled(self, batch: BatchLike, count: int | None) -> tuple[LoweredSchedule, BatchLike]:
+        """The schedule of a step on `batch`, and the batch. If none fits: that of the build, and the refusal.
+
+        This rank may be the only one to find that, and the ranks have not met yet.
+        """
+        find, built, count = self._steps.schedules.training, self.schedule, self._count(batch, count)
+        if count == built.microbatches or isinstance(batch, RefusedBatch):
+            return find(built.microbatches), batch
+        try:
+            check_size(built.ranks, count)
+            if isinstance(batch, Mapping):  # before a schedule of any size is made
+                check_rows(batch, count, self._built.splitter.sharding)
+            return find(count), batch
+        except InputError as error:
+            return find(built.microbatches), RefusedBatch(error)
 
     def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
         try:
@@ -248,9 +314,15 @@ class Pipeline(SplitModel):
         they are reported.
 
         Args:
-            tolerance: relative to each gradient's largest entry; None takes the dtype's
+            tolerance: relative to each gradient's largest entry; None takes the dtype's, and on a mesh that
+                of `autocast`
         """
-        return compare(self, self.step, self.microbatches, model, batch, self._built.loss, tolerance)
+        built = self._built
+        if tolerance is None and built.autocast is not None and built.mesh_plan is not None:
+            tolerance = TOLERANCE[built.autocast]  # the ranks of a mesh round partial sums to it
+        return compare(
+            self, self.step, self.microbatches, model, batch, built.loss, tolerance, built.autocast
+        )
 
     @collective
     def verify_against(self, model: nn.Module, batch: BatchLike) -> Report:
@@ -288,6 +360,15 @@ class Pipeline(SplitModel):
         if not self._last:
             return (Held(),) * self.schedule.ranks
         return tuple(each.held for each in self._last[1])
+
+    @property
+    def peak_memory(self) -> tuple[PeakMemory, ...]:
+        """By process, the most bytes that it had held at the end of the last step or evaluation.
+
+        In the order of the ranks. With tp, of the ranks with this process's place on that axis. Empty before
+        the first step.
+        """
+        return self._steps.peaks
 
     @property
     def deferred_bytes(self) -> tuple[int, ...]:
@@ -329,7 +410,7 @@ class Pipeline(SplitModel):
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         memory = None if self._last is None else self.memory
         timeline = None if self._last is None else self.timeline
-        return summary(self.schedule, self._info, self._weights, memory, timeline)
+        return summary(self._training.schedule, self._info, self._weights, memory, timeline)
 
     __str__ = summary
 
@@ -345,6 +426,14 @@ class Pipeline(SplitModel):
         if self._last is None:
             raise ConfigError(f"{asked} before the first step", "it is of the last step", "Call step() first")
         return self._last
+
+
+def _total_error(total_tokens: int | None) -> ConfigError | None:
+    """The error of a number that a loss cannot be divided by."""
+    if total_tokens is None or (type(total_tokens) is int and total_tokens > 0):
+        return None
+    rule = "the loss is divided by it: a whole number, and 1 at least"
+    return ConfigError(f"total_tokens={total_tokens!r}", rule, "Give what Pipeline.count_tokens returns")
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float) -> Sequence[Optimizer] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from penstock.batch.microbatches import Batch, Sharding, check_entries, split
+from penstock.batch.packing import PER_TOKEN
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
@@ -46,20 +47,25 @@ class BatchSplitter(NamedTuple):
     check: Callable[[Microbatch], None] = lambda batch: None
 
     def split(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
-        """Return `count` microbatches on the world's device.
+        """Return `count` microbatches of a batch `on_host`.
 
         Collective over the pipeline where they are padded to the longest of all ranks.
         Raises BatchError; where collective, on every rank.
         """
         if self.padding is None:
-            return [self.complete(part) for part in self._divide(batch, count, world)]
+            return [self.complete(part) for part in self._divide(batch, count)]
         if self.padding.length is None:
             microbatches, longest = self._longest(self.padding, batch, count, world)
         else:
-            microbatches = self._divide(batch, count, world)
+            microbatches = self._divide(batch, count)
             longest = self.padding.longest(microbatches)
         lengths = self.padding.lengths(longest)
         return [self.complete(self.padding.pad(part, lengths)) for part in microbatches]
+
+    def unpadded(self, batch: BatchLike) -> list[Microbatch]:
+        """The microbatches of a list, or a mapping as one, where a loss counts items. Raises BatchError."""
+        count = 1 if isinstance(batch, Mapping) else max(len(batch), 1)
+        return [self.complete(part) for part in self._divide(batch, count)]
 
     def _longest(
         self, padding: Padding, batch: BatchLike, count: int, world: World
@@ -67,7 +73,7 @@ class BatchSplitter(NamedTuple):
         """The microbatches, and the length of the longest on any rank of the pipeline."""
         refusal, microbatches, longest = None, list[Microbatch](), -1
         try:
-            microbatches = self._divide(batch, count, world)
+            microbatches = self._divide(batch, count)
             longest = padding.longest(microbatches)
         except InputError as error:
             refusal = error
@@ -80,24 +86,20 @@ class BatchSplitter(NamedTuple):
             raise found from refusal
         return microbatches, max(lengths)
 
-    def _divide(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
+    def _divide(self, batch: BatchLike, count: int) -> list[Microbatch]:
         if isinstance(batch, RefusedBatch):
             raise batch.error
-        for part in as_list(batch):  # before they go to a GPU, where a look at a value waits
+        parts = as_list(batch)
+        for part in parts:
             check_entries(part, self.sharding)
             self.check(part)
-        device, ordered = world.device, world.device.type == "cuda"  # what reads a copy on a GPU follows it
-        parts = [
-            tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ordered), dict(part))
-            for part in as_list(batch)
-        ]
         if isinstance(batch, Mapping):
             parts = split(parts[0], count, self.sharding)
         elif len(parts) != count:
             raise BatchError(
                 f"a list of {len(parts)} microbatches",
-                f"the schedule has {count}",
-                f"Give {count} of them, or build the pipeline with microbatches={len(parts)}",
+                f"this call is of {count}, by `microbatches` or by what other ranks give, and of 1 at least",
+                "Give a list of the same length, 1 or more, on every rank, and leave `microbatches` out",
             )
         for number, part in enumerate(parts):
             tensors = [value for value in part.values() if isinstance(value, Tensor)]
@@ -107,3 +109,28 @@ class BatchSplitter(NamedTuple):
             if isinstance(ids, Tensor) and not ids.numel():
                 raise BatchError(f"microbatch {number}", "its rows have no tokens", "Leave it out")
         return parts
+
+
+def on_host(batch: BatchLike, device: torch.device) -> BatchLike:
+    """`batch` with its whole numbers and booleans on the host, which looks at them. Waits for a GPU once.
+
+    device: where the pipeline computes. Embeddings and other large tensors of floating point, at whose values
+        nothing looks, go there from a GPU
+    """
+    if isinstance(batch, RefusedBatch):
+        return batch
+    waited_for = set[torch.device]()
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_cpu:
+            return tensor
+        if device.type != "cpu" and tensor.is_floating_point() and tensor.dim() > PER_TOKEN:
+            return tensor.to(device)
+        if tensor.is_cuda:
+            waited_for.add(tensor.device)
+        return tensor.to("cpu", non_blocking=True)
+
+    parts = [tree_map_only(Tensor, moved, dict(part)) for part in as_list(batch)]
+    for each in waited_for:
+        torch.cuda.current_stream(each).synchronize()
+    return parts[0] if isinstance(batch, Mapping) else parts

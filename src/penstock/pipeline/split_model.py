@@ -9,25 +9,34 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import record_function
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from penstock.errors import CheckpointError, ModelError, RunError
 from penstock.models.weights.folder import Hashed, together, write_folder
-from penstock.models.weights.saved import MAX_SHARD_SIZE, FileLayout, SavedModel
+from penstock.models.weights.saved import MAX_SHARD_SIZE, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.stages import BuiltStages, StageFacts, parameter_names, stage_facts
+from penstock.runtime import stream
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.calls import collective
+from penstock.runtime.transport.distributed import patient
 from penstock.runtime.transport.groups import Processes
 
 T = TypeVar("T")
 
 
 class SplitModel:
-    """This process's stages of a model: parameters, gradients and files. Pipeline adds the steps."""
+    """This process's stages of a model: parameters, gradients and files. Pipeline adds the steps.
+
+    Attributes:
+        not_finite: ranks and hosts whose gradients were not finite in the last norm; empty where all were
+    """
+
+    not_finite = ""
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -128,8 +137,9 @@ class SplitModel:
         Returns the norm before: one over all stages and ranks, a shared weight counted once; the same
         number on every rank.
         """
-        norm = norm_of(self._exchange_squares(self._squared_norm()))
-        self._clip(norm, max_norm)
+        with record_function("clip"):
+            norm = self._norm_of(self._exchange_squares(self._squared_norm()))
+            self._clip(norm, max_norm)
         return norm
 
     @torch.no_grad()
@@ -157,6 +167,13 @@ class SplitModel:
         places = range(len(self._world.ranks))
         return self._world.transport.exchange([squares if p == 0 else squares.new_zeros(1) for p in places])
 
+    def _norm_of(self, squares: Iterable[Tensor]) -> float:
+        """The norm over all ranks, from the squared norm of each in their order."""
+        by_rank = torch.stack(list(squares)).cpu()  # a GPU may add in another order
+        odd = [rank for rank, finite in enumerate(by_rank.isfinite().flatten().tolist()) if not finite]
+        self.not_finite = " and ".join(map(self._world.transport.name_of, odd))
+        return float(by_rank.sum().sqrt())
+
     @torch.no_grad()
     def _clip(self, norm: float, max_norm: float) -> None:
         scale = clip_scale(norm, max_norm)
@@ -166,7 +183,7 @@ class SplitModel:
     # ---- files
 
     def load_weights(self, folder: str | Path) -> None:
-        """Read this process's weights, in place, from a folder that save_pretrained wrote.
+        """Read this process's weights, or its adapter's, in place, from a folder that save_pretrained wrote.
 
         Raises CheckpointError for a folder that is missing or holds other weights.
         """
@@ -175,6 +192,8 @@ class SplitModel:
     @collective
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write a folder that `from_pretrained` opens: complete or not at all. Collective.
+
+        Of a model with an adapter it is PEFT's folder, for `PeftModel.from_pretrained(base_model, path)`.
 
         Args:
             path: on a file system that all processes share
@@ -185,7 +204,7 @@ class SplitModel:
         """
         action = f"write {path}"
         self._all_or_none(action, lambda: self._check_savable(pretrained=True))
-        write, processes = self._weights_writer(copied=False), self.processes
+        write, processes = self._weights_writer(copied=False), patient(self.processes)
 
         def write_all(folder: Path) -> Hashed:
             return write(folder, processes, max_shard_size)
@@ -203,10 +222,12 @@ class SplitModel:
         values = None
         if copied or sharded:
             kept = self._writes
-            values = {index: _values(stage, saved.copies, kept) for index, stage in stages.items()}
+            values = {i: _values(stage, saved.written(stage.module), kept) for i, stage in stages.items()}
+        copied_at = stream.stream_of(self._world.device).now()
 
         def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> Hashed:
-            layouts: dict[int, FileLayout] = {}
+            stream.reach(copied_at)  # a GPU may still be copying
+            layouts: dict[int, Any] = {}
             together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, values)))
             return saved.write(folder, layouts, processes, size)
 
@@ -231,8 +252,7 @@ class SplitModel:
         """
         odd = [name for index, names in self._names.items()
                for name in names ^ parameter_names(self._stages[index].module)]  # fmt: skip
-        trained = {name for stage in self._stages.values() for name, _ in stage.module.named_parameters()}
-        unread = self._saved_model.unread(trained) if pretrained else None
+        unread = self._saved_model.unread(self._stages, pretrained=pretrained)
         odd += [] if unread is None else [unread]
         ours = self._world.reductions.stage_ranks
         foreign = [name for name, p in self.named_parameters()
@@ -241,8 +261,9 @@ class SplitModel:
         if name := next((name for name, _ in everyone if name is not None), None):
             raise ModelError(
                 f"weights with {name}, which only the model or what was made of it has",
-                "a folder holds weights under the names that from_pretrained reads",
-                "Put the model's own modules back, e.g. by merging adapters, or save `modules` yourself",
+                "a folder holds weights under the names that from_pretrained reads, or an adapter's alone",
+                "Put the model's own modules back, freeze what an adapter does not hold, or save `modules` "
+                "yourself",
             )
         if name := next((name for _, name in everyone if name is not None), None):
             raise CheckpointError(
@@ -294,15 +315,15 @@ class SplitModel:
         return results[0]
 
 
-def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Tensor]:
-    """Copy the stage's values into host memory; a tied weight once. Collective where they are sharded.
+def _values(stage: Stage, names: Collection[str], kept: bool) -> dict[str, Tensor]:
+    """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded.
 
     kept: False takes part in gathering sharded values and keeps none
     """
     copies: dict[int, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, value in stage.module.state_dict(keep_vars=True).items():
-        if name in left_out:
+        if name not in names:
             continue
         if id(value) not in copies:
             copies[id(value)] = host_copy(value) if kept else full_tensor(value).new_empty(0)
@@ -311,11 +332,6 @@ def _values(stage: Stage, left_out: Collection[str], kept: bool) -> dict[str, Te
 
 
 # ---- the norm of all gradients, over all stages and all ranks of the mesh
-
-
-def norm_of(squares: Iterable[Tensor]) -> float:
-    """The norm over all ranks, from the squared norm of each in their order."""
-    return float(torch.stack([each.cpu() for each in squares]).sum().sqrt())  # a GPU may add in another order
 
 
 def clip_scale(norm: float, max_norm: float) -> float:

@@ -26,8 +26,8 @@ from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, shared_by_replicas
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
-from penstock.runtime.transport.groups import AllProcesses, Processes
-from penstock.schedule import Schedule
+from penstock.runtime.transport.groups import Processes
+from penstock.schedule import Proof, Schedule
 from penstock.schedule.ops import Placement
 from penstock.schedule.recompute import Places, first_in_flight
 
@@ -44,9 +44,11 @@ class BuiltStages:
     edges: the shapes that cross each edge; None where messages carry them
     mesh_plan: how the axes other than the pipeline's change a microbatch; None without them
     shared: weights that several stages hold
+    make_schedule: makes the schedule of another number of microbatches; raises ConfigError
     names: by stage of this process, the names of the parameters that are saved
-    recomputed: the (stage, microbatch) whose layers run again in the backward
+    recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
     trace_folder: where each process writes the timeline of a step that fails
+    autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
     """
 
     schedule: Schedule
@@ -56,12 +58,14 @@ class BuiltStages:
     edges: EdgeShapes | None
     loss: Loss
     splitter: BatchSplitter
+    make_schedule: Callable[[int], Schedule]
     mesh_plan: MeshPlan | None = None
     shared: Sequence[SharedWeights] = ()
     saved: SavedModel | None = None
     names: Mapping[int, frozenset[str]] | None = None
-    recomputed: Places = frozenset()
+    recomputed: Callable[[Proof], Places] = lambda proof: frozenset()
     trace_folder: str | Path | None = None
+    autocast: torch.dtype | None = None
 
 
 class StageFacts(NamedTuple):
@@ -247,7 +251,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
-    everyone = world.processes if mesh_plan is None else AllProcesses(options.timeout, world.device)
+    everyone = world.everyone
     if mesh_plan is not None:
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
@@ -267,7 +271,9 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         ]
         modules = _modules(stages)
     exchanged = options.shapes == "exchanged"
-    edges = None if exchanged else provided_edges(provider, modules, depth, world.processes)
+    edges = None
+    if not exchanged:
+        edges = provided_edges(provider, modules, depth, world.processes, options.autocast)
     return BuiltStages(
         schedule,
         world,
@@ -276,10 +282,14 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         edges,
         options.loss(),
         options.batch_splitter(),
+        options.schedules(schedule),
         mesh_plan,
         shared=list(shared_by_replicas(schedule.placement, modules)),
-        recomputed=frozenset() if how is None else first_in_flight(schedule, how.in_flight),
+        recomputed=lambda proof: (
+            frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
+        ),
         trace_folder=options.trace_folder,
+        autocast=options.autocast,
     )
 
 

@@ -18,24 +18,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import Loss
+from penstock.batch.loss import Loss, MeanOverRows, NextToken
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
+from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.parallel.reductions import BatchFacts
 from penstock.pipeline.optimizer_step import OptimizerStep
-from penstock.pipeline.split_batch import BatchLike, as_list
+from penstock.pipeline.schedules import LoweredSchedule, Schedules
+from penstock.pipeline.split_batch import BatchLike, as_list, on_host
 from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
 from penstock.runtime.executor import Executor, run_together
 from penstock.runtime.health.post_mortem import write_post_mortem
-from penstock.runtime.plan import lower
-from penstock.runtime.recorder import Progress, Recorder
+from penstock.runtime.memory import PeakMemory
+from penstock.runtime.recorder import Progress
 from penstock.runtime.rng import draw_seed, next_seed, seeded_step
-from penstock.schedule import Proof, Schedule
-from penstock.schedule.order import exchanges
-from penstock.schedule.recompute import Places
+from penstock.runtime.stage import autocasting
+from penstock.schedule import Schedule
 
 StepRecord = tuple[Schedule, report.Reports]  # a step's schedule, and the ranks' reports
 _REFUSED = 1 << 32  # above all fingerprints of batches
@@ -57,14 +58,6 @@ class StepResult(NamedTuple):
     norm: float | None = None
 
 
-class LoweredSchedule(NamedTuple):
-    """A schedule ready to run in this process; `number` is equal on ranks that hold the same schedule."""
-
-    schedule: Schedule
-    executors: list[Executor]
-    number: int
-
-
 class StepRunner:
     """Runs schedules on this process's stages."""
 
@@ -73,34 +66,11 @@ class StepRunner:
         self._built, self._world = built, built.world
         self._stages = {stage.index: stage for stage in built.stages}
         self._trace_folder = None if built.trace_folder is None else Path(built.trace_folder)
-        world = built.world
-        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
+        self.schedules = Schedules(built)
         self._broken = False
         self._rngs = [stage.rng for stage in built.stages if stage.rng is not None]
-        self.draws: bool = any(world.processes.gather(bool(self._rngs)))
-
-    def lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
-        """Lower a proven schedule to an executor for each rank of this process.
-
-        recomputed: the (stage, microbatch) whose layers run again in the backward
-        """
-        world, schedule = self._world, proof.schedule
-        together = exchanges(schedule) if world.batched else None
-        executors = []
-        reduced = frozenset(index for index, stage in self._stages.items() if stage.shards is not None)
-        for rank in world.ranks:
-            plan = lower(
-                proof,
-                rank,
-                recomputed=recomputed,
-                exchanges=together,
-                reduced=reduced,
-                overlap=world.transport.overlap,
-            )
-            hosted = {stage: self._stages[stage] for stage in schedule.placement.stages_of(rank)}
-            recorder, built = self._recorders[rank], self._built
-            executors.append(Executor(plan, hosted, built.edges, built.loss, world.transport, recorder))
-        return LoweredSchedule(schedule, executors, zlib.crc32(str(schedule).encode()))
+        self.peaks: tuple[PeakMemory, ...] = ()  # of the processes, at the end of the last schedule
+        self.draws: bool = any(built.world.processes.gather(bool(self._rngs)))
 
     def run(
         self,
@@ -111,14 +81,16 @@ class StepRunner:
         scored: bool = False,
         changed: Callable[[], bool] = lambda: False,
         optimizer_step: OptimizerStep | None = None,
+        total_tokens: int | None = None,
     ) -> tuple[StepResult, StepRecord]:
         """Run the schedule on `batch`. Collective.
 
         collect: called with the last stage's outputs in place of the loss; with `scored`, in addition to it
         changed: see step_report.StepReport
         optimizer_step: takes its early part here; the caller has to finish it, or to undo it
+        total_tokens: what the loss is divided by; None takes the valid tokens of `batch`
         """
-        schedule, executors, _ = lowered
+        schedule, executors = lowered.schedule, lowered.executors
         transport = self._world.transport
         if self._broken:
             raise RunError(
@@ -128,9 +100,11 @@ class StepRunner:
             )
         begun = False
         try:
-            step, seeds = self._prepare(lowered, batch, collect, scored, optimizer_step)
+            step, tokens, seeds = self._prepare(lowered, batch, collect, scored, optimizer_step, total_tokens)
             begun = True
-            with seeds:
+            for stage in self._stages.values() if schedule.trains else ():
+                stage.begin_step()
+            with seeds, autocasting(self._built.autocast, self._world.device):
                 run_together(executors, step)
             if not schedule.trains:
                 for stage in self._stages.values():
@@ -138,29 +112,50 @@ class StepRunner:
             if collect and scored:
                 for executor in executors:
                     _take_loss_out(executor, step.weight)
-            if optimizer_step is not None and optimizer_step.in_drain:
-                (executor,) = executors
-                own = report.pack(executor, changed(), optimizer_step.squared_norm())
-                vectors = transport.exchange([own], optimizer_step.step_early)
-            else:
-                vectors = transport.exchange([report.pack(executor, changed()) for executor in executors])
+            drain = optimizer_step if optimizer_step is not None and optimizer_step.in_drain else None
+            losses, squares = report.read(executors, None if drain is None else drain.squares())
+            if drain is not None:
+                drain.decide(squares)
+            packed = zip(executors, losses, strict=True)
+            memory = PeakMemory.now(self._world.device)
+            own = [report.pack(each, memory, loss, changed(), squares) for each, loss in packed]
+            vectors = transport.exchange(own) if drain is None else transport.exchange(own, drain.step_early)
             reports = report.unpack(schedule, vectors)
-            loss = self._world.reductions.sum_loss(sum(each.loss for each in reports))
+            loss = self._sum_reports(reports)
             transport.messages.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
             raise
         left = transport.messages.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
-        return StepResult(loss, step.weight, report.bubble(schedule, reports)), (schedule, reports)
+        return StepResult(loss, tokens, report.bubble(schedule, reports)), (schedule, reports)
+
+    def _sum_reports(self, reports: report.Reports) -> float:
+        """The loss over the whole mesh, where `peaks` are from then on known too."""
+        processes, width = reports[:1] if self._world.alone else reports, len(PeakMemory._fields)
+        own = [number for each in processes for number in each.memory]
+        loss, pipelines = self._world.reductions.sum_loss(sum(each.loss for each in reports), own)
+        by_rank = [each[at : at + width] for at in range(0, len(own), width) for each in pipelines]
+        self.peaks = tuple(PeakMemory(*map(int, numbers)) for numbers in by_rank)
+        return loss
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
         with self._agreed(count, has_labels=True):
-            microbatches = self._built.splitter.split(batch, count, self._world)
+            hosted = on_host(batch, self._world.device)
+            microbatches = self._built.splitter.split(hosted, count, self._world)
             if self._built.mesh_plan is not None:
                 self._built.mesh_plan.split_sequences(microbatches)
-            return microbatches
+            return list(placed(microbatches, self._world.device))
+
+    def count_tokens(self, batches: Sequence[BatchLike]) -> int:
+        """The valid tokens of batches, over all their parts. Collective on a mesh."""
+        found, built = 0, self._built
+        with self._agreed(len(batches), has_labels=True):
+            for batch in batches:
+                microbatches = built.splitter.unpadded(on_host(batch, self._world.device))
+                found += sum(map(built.loss.weight, self._weighed(microbatches)))
+        return self._world.reductions.sum_tokens(found)
 
     def _prepare(
         self,
@@ -169,24 +164,32 @@ class StepRunner:
         collect: Collect | None,
         scored: bool,
         optimizer_step: OptimizerStep | None,
-    ) -> tuple[StepInput, AbstractContextManager[None]]:
-        """Split the batch, and agree on it before anything is sent. Returns the input, and `_seeds`."""
-        schedule, executors, number = lowered
+        total_tokens: int | None,
+    ) -> tuple[StepInput, int, AbstractContextManager[None]]:
+        """Split the batch, and agree on it before anything is sent.
+
+        Returns the input, the batch's valid tokens, and `_seeds`.
+        """
+        schedule, executors = lowered.schedule, lowered.executors
         world, transport, built = self._world, self._world.transport, self._built
         counts = scored or not collect
-        facts, refusal = BatchFacts(schedule.microbatches, counts), None
+        facts, refusal = BatchFacts(schedule.microbatches, counts, total_tokens=total_tokens or 0), None
+        batch = on_host(batch, world.device)
         try:
             microbatches = built.splitter.split(batch, schedule.microbatches, world)
             if built.mesh_plan is not None:
                 built.mesh_plan.split_sequences(microbatches)
-            weight = sum(built.loss.weight(microbatch) for microbatch in microbatches) if counts else 1
+            weight = sum(map(built.loss.weight, self._weighed(microbatches))) if counts else 1
             self._infer_edges(microbatches, schedule.placement.depth)
             facts = facts._replace(tokens=weight)
             if world.mesh is not None:
-                data, description = fingerprint(as_list(batch), len(microbatches), number)
+                data, description = fingerprint(as_list(batch), len(microbatches), lowered.number)
                 if optimizer_step is not None:
                     description += f", an optimizer, max_norm={optimizer_step.max_norm}"
                     data = zlib.crc32(f"{data} {optimizer_step.max_norm}".encode())
+                if total_tokens is not None:
+                    description += f", total_tokens={total_tokens}"
+                    data = zlib.crc32(f"{data} of {total_tokens}".encode())
                 facts = facts._replace(fingerprint=data, description=description)
         except InputError as error:
             refusal, words = error, f"it refuses its batch ({error})"
@@ -198,7 +201,7 @@ class StepRunner:
         if refusal is not None:
             transport.settle()  # it raises, unless every rank refuses
             raise refusal
-        weight = tokens if counts else 1
+        weight = total_tokens or (tokens if counts else 1)
         if weight == 0:
             transport.settle()  # or a rank with another batch would wait for this one
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
@@ -207,12 +210,14 @@ class StepRunner:
                 if unseen := built.edges.unseen(microbatches):
                     transport.settle()  # or ranks with other batches would not meet in what follows
                     built.edges.agree(unseen, world.processes)
-        local = microbatches
+        local: Sequence[Microbatch] = microbatches
         if built.mesh_plan is not None:
             local = [built.mesh_plan.local(microbatch) for microbatch in microbatches]
+        local = placed(local, world.device)
         if collect and scored:
             collect = _with_loss(collect, built.loss, local)
-        return StepInput(local, weight, collect), self._seeds(schedule, microbatches, local)
+        seeds = self._seeds(schedule, microbatches, local)
+        return StepInput(local, weight, collect), tokens if counts else 1, seeds
 
     @contextmanager
     def _agreed(self, count: int, has_labels: bool) -> Iterator[None]:
@@ -225,6 +230,12 @@ class StepRunner:
         self._world.reductions.agree(BatchFacts(count, has_labels), refusal)
         if refusal is not None:
             raise refusal
+
+    def _weighed(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """The microbatches whose valid items are counted: a user's loss finds them where it computes."""
+        if isinstance(self._built.loss, NextToken | MeanOverRows):
+            return microbatches
+        return placed(microbatches, self._world.device)
 
     def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
         """Infer the edges before ranks with other parts of the batch step: one part may be refused."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,12 +16,14 @@ from penstock.models.balanced_split import LayerCosts
 from penstock.pipeline.stages import Layers, StageFacts
 from penstock.pipeline.step import StepRecord
 from penstock.runtime import step_report as report
+from penstock.runtime import stream
 from penstock.runtime.executor import Executor
 from penstock.runtime.memory import Held, Sizes
+from penstock.runtime.stream import Time
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Schedule, Timeline
 
-Times = dict[tuple[int, int], list[float]]  # by stage and layer, seconds of each call
+Times = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
 
 
 def step_costs(last: StepRecord, executors: Sequence[Executor], processes: Processes) -> Costs:
@@ -57,7 +58,7 @@ def layer_costs(
     step()  # compiles, and warms up
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
-    local = [(*place, median(seconds)) for place, seconds in times.items()]
+    local = [(*place, median([stream.seconds(*call) for call in calls])) for place, calls in times.items()]
     forward: dict[int, dict[int, float]] = defaultdict(dict)
     for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
         forward[stage][number] = seconds
@@ -93,18 +94,15 @@ def timed(layers: Layers, device: torch.device) -> Iterator[Times]:
             layer.__class__ = kind
 
 
-def _timed(kind: type[nn.Module], times: list[float], device: torch.device) -> type[nn.Module]:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+def _timed(kind: type[nn.Module], times: list[tuple[Time, Time]], device: torch.device) -> type[nn.Module]:
+    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         began = now()
         try:
             return kind.__call__(self, *args, **kwargs)
         finally:  # a stage may leave its last layer by an exception
-            times.append(now() - began)
+            times.append((began, now()))
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
 

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch.autograd import profiler
+
 from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
-from penstock.runtime.ops import Ops
+from penstock.runtime.ops import Ops, Run
 from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import (
     Action,
@@ -55,6 +57,7 @@ class Executor:
     Args:
         stages: the stages of this rank, by index.
         edges: what crosses each edge; None where each message carries its own specs.
+        overlap_thread: this rank's, where the plan has pairs for it.
     """
 
     def __init__(
@@ -65,28 +68,25 @@ class Executor:
         loss: Loss,
         transport: Transport,
         recorder: Recorder,
+        overlap_thread: OverlapThread | None = None,
     ) -> None:
         self.plan, self.transport, self.recorder = plan, transport, recorder
+        self._program = plan.schedule.programs[plan.rank]
         self.messages = messages = transport.messages
         self.stages, self._with_specs = stages, edges is None
         self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: messages.buffer_bytes)
-        self._by_kind = self.ops.by_kind
+        self._by_kind: Mapping[str, Run] = {}
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
         self.overlapped = 0  # pairs that have run in two threads so far
-        self._overlaps = any(isinstance(action, Begin) for action in plan.actions)
-        self.overlap_thread: OverlapThread | None = None
+        self.overlap_thread = overlap_thread
         self._bound: list[tuple[Effect, Any]] = []
 
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields each message that another rank of this process must send first."""
         if not self._bound:
             self._bound = list(self._effects())
-        if self._overlaps and self.overlap_thread is None:
-            # not earlier: the user may have wrapped modules since the build
-            self.overlap_thread = OverlapThread(self.stages, self.recorder.now)
-            self.transport.closers.append(self.overlap_thread.close)
         try:
             yield from self._run(self._bound, step)
         except BaseException as error:
@@ -98,8 +98,11 @@ class Executor:
             raise
 
     def _run(self, bound: Iterable[tuple[Effect, Any]], step: StepInput) -> Iterator[Message]:
-        self.recorder.begin_step()
+        self.recorder.begin_step(self._program)
         self.ops.begin_step()
+        self._by_kind = self.ops.by_kind
+        if profiler._is_profiler_enabled:  # asked once a step: without a profiler an op costs nothing more
+            self._by_kind = {kind: _in_profile(run) for kind, run in self._by_kind.items()}
         for effect, action in bound:
             if effect is not None:
                 effect(action, step)
@@ -204,6 +207,8 @@ class Executor:
         ops.live_in_overlap = ops.held + 1  # the forward's own among them
         self.overlapped += 1
         work = partial(ops.gradients, backward, gradients)
+        if profiler._is_profiler_enabled:
+            work = partial(_in_profile(ops.gradients), backward, gradients)
         thread.begin(forward.op.stage, backward.op.stage, work)
 
     def _end(self, action: End, step: StepInput) -> None:
@@ -228,7 +233,8 @@ class Executor:
     @property
     def progress(self) -> Progress:
         """How far this rank is. Any thread may ask."""
-        return Progress(self.plan.schedule.programs[self.plan.rank], self.recorder.done, self.current)
+        # between steps it is the end of the last one, which may have had other microbatches
+        return Progress(self.recorder.program or self._program, self.recorder.done, self.current)
 
     @property
     def left_over(self) -> int:
@@ -239,10 +245,23 @@ class Executor:
         """Forget a failed step."""
         if self.overlap_thread is not None:
             self.overlap_thread.close()
-        self.current = self.overlap_thread = None
+        self.current = None
         self.inbox.clear()
         self.outbox.clear()
         self.ops.reset()
+
+
+def _in_profile(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which a profiler shows under the op's name; an NVTX range where that is what it asks for.
+
+    Not by the name alone: torch takes 2F0 for a mangled name of C++, and shows F0.
+    """
+
+    def named(compute: Compute, *args: Any) -> Any:
+        with profiler.record_function(f"op {compute.op}"):
+            return run(compute, *args)
+
+    return named
 
 
 def run_together(executors: Sequence[Executor], step: StepInput) -> None:

@@ -1,11 +1,12 @@
 """The bytes that a rank holds during a step: activations, buffers, and what waits for W.
 
-A forward is measured when its shape is seen for the first time, and counted from then on, so that a step
-pays a few additions. Weights, gradients, and what an op needs only while it runs, are not counted.
+A forward is measured when its shape is new, and counted from then on, so that a step pays a few additions.
+Weights, their casts under autocast, gradients, and what an op needs only while it runs, are not counted.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -64,6 +65,29 @@ class Sizes(NamedTuple):
     held_for_weight: int
 
 
+class PeakMemory(NamedTuple):
+    """The most bytes that a process has held.
+
+    allocated: by tensors on its GPU; reserved: by torch there. Both since torch.cuda.reset_peak_memory_stats,
+        and 0 without a GPU
+    resident: in host memory, since the process began
+    """
+
+    allocated: int = 0
+    reserved: int = 0
+    resident: int = 0
+
+    @classmethod
+    def now(cls, device: torch.device) -> PeakMemory:
+        """Up to now; does not wait for the GPU."""
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if device.type != "cuda":
+            return cls(resident=resident)
+        known = torch.cuda.memory_stats_as_nested_dict(device)
+        allocated, reserved = (known[f"{kind}_bytes"]["all"]["peak"] for kind in ("allocated", "reserved"))
+        return cls(allocated, reserved, resident)
+
+
 class Ledger:
     """The bytes that a rank holds over one step, and their peak."""
 
@@ -73,6 +97,7 @@ class Ledger:
         self._activations = self._deferred = self._most = 0
         self._received = 0  # not yet taken by an op
         self._forwards: dict[Place, tuple[Footprint, int]] = {}
+        self._live: dict[Place, int] = {}  # bytes of activations, from forward to backward
         self._for_weight: dict[Place, int] = {}
 
     def sample(self, buffers: int) -> None:
@@ -90,13 +115,28 @@ class Ledger:
 
     def forward(self, op: Op, footprint: Footprint, result: int) -> None:
         """Count a forward. result: bytes for another stage"""
-        self._forwards[op.stage, op.microbatch] = footprint, result
+        place = op.stage, op.microbatch
+        self._forwards[place] = footprint, result
+        self._live[place] = footprint.activation
         self._activations += footprint.activation
+
+    def has_run(self, stage: int) -> bool:
+        """Whether the stage has run a forward in this step."""
+        return any(place[0] == stage for place in self._forwards)
+
+    def correct(self, wrong: Footprint, right: Footprint) -> None:
+        """Count the forwards of this step that were counted as `wrong` as `right`."""
+        for place, (found, result) in self._forwards.items():
+            if found is wrong:
+                self._forwards[place] = right, result
+                if place in self._live:
+                    self._live[place] = right.activation
+                    self._activations += right.activation - wrong.activation
 
     def backward(self, op: Op, deferred: int) -> None:
         """Count a backward. deferred: bytes still held for W"""
         place = op.stage, op.microbatch
-        self._activations -= self._forwards[place][0].activation
+        self._activations -= self._live.pop(place)
         if deferred:
             self._for_weight[place] = deferred
             self._deferred += deferred

@@ -21,7 +21,7 @@ from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
 
-_REMEMBERED = 4096  # shapes whose footprints are known
+_REMEMBERED = 4096  # shapes of each stage whose footprints are known
 
 Run = Callable[[Compute, Payload | None, StepInput], Payload | None]  # returns the payload for another stage
 
@@ -46,7 +46,6 @@ class Ops:
         self._plan, self._stages, self._edges, self._loss = plan, stages, edges, loss
         self._device, self._buffers = device, buffers
         self._held = [held for stage in stages.values() for held in (stage.live, stage.deferred)]
-        self._footprints: dict[object, Footprint] = {}  # of all shapes seen so far
         # set while a second thread runs a backward, which may have freed its activation or not
         self.live_in_overlap: int | None = None
         self.begin_step()
@@ -69,6 +68,10 @@ class Ops:
         self._expected: dict[tuple[int, str, int], EdgeSpecs] = {}
 
     def end_step(self, step: StepInput) -> None:
+        for stage in self._stages.values():
+            stage.end_step()
+        if self._autocast:
+            torch.clear_autocast_cache()  # weights are about to change, and the region may go on
         if self.totals:
             self.loss_shares = list(torch._foreach_div(self.totals, step.weight))
             self.totals = []
@@ -106,33 +109,44 @@ class Ops:
         return None
 
     def footprint(self, compute: Compute, step: StepInput) -> Footprint | None:
-        """The footprint of this microbatch's forward; None until its shape has run once."""
+        """The footprint of this microbatch's forward; None until its shape has been measured."""
         step_key = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
         known = self._known.get(step_key)
-        if known is None and (known := self._footprints.get(self._key(compute, step))) is not None:
-            self._known[step_key] = known
+        if known is None:
+            footprints = self._stages[compute.op.stage].footprints
+            found, again = footprints.get(self._key(compute, step), (None, True))
+            if found is not None and not again:
+                known = self._known[step_key] = found
         return known
 
     def _key(self, compute: Compute, step: StepInput) -> object:
-        """Equal for forwards with the same footprint."""
+        """Equal for forwards of a stage with the same footprint."""
         stage, _, number = compute.op
         training = self._stages[stage].module.training
-        return stage, step.keys[number], compute.split, compute.recompute, training, self._autocast
+        return step.keys[number], compute.split, compute.recompute, training, self._autocast
 
     def _measured(
         self, compute: Compute, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
     ) -> tuple[Footprint, Payload | None]:
-        """A forward of a shape that was not seen before."""
-        stage, _, number = compute.op
-        generator, sharding = torch.get_rng_state(), self._stages[stage].sharding
-        with measuring(self._device, lambda: sharding.gathered) as measured:
+        """A forward of a shape that was not seen before, or only in a forward that came first.
+
+        The first forward of a stage in a step also allocates what all of them use: workspaces of cuBLAS,
+        casts that torch keeps, tables that a module makes once. The second one of that shape counts.
+        """
+        (stage, _, number), key = compute.op, self._key(compute, step)
+        footprints = self._stages[stage].footprints
+        generator, comes_first = torch.get_rng_state(), not self.ledger.has_run(stage)
+        with measuring(self._device, lambda: self._stages[stage].shared_storages) as measured:
             result = self._forward(compute, received, expected, step)
         outputs = () if result is None else result.tensors
         found = footprint(measured.own_bytes, self._stages[stage].live[number].inputs, outputs)
         found = found._replace(draws=not torch.equal(generator, torch.get_rng_state()))
-        if len(self._footprints) >= _REMEMBERED:
-            self._footprints.pop(next(iter(self._footprints)))
-        self._footprints[self._key(compute, step)] = found
+        before, _ = footprints.pop(key, (None, False))
+        if before is not None:
+            self.ledger.correct(before, found)
+        if len(footprints) >= _REMEMBERED:
+            footprints.pop(next(iter(footprints)))
+        footprints[key] = found, comes_first and before is None
         return found, result
 
     def infer(self, compute: Compute, received: Payload | None, step: StepInput) -> Payload | None:

@@ -14,10 +14,10 @@ from threading import Event
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.runtime.sharded_weights import Sharding
-from penstock.runtime.stage import Stage
+from penstock.runtime.stage import Stage, is_compiled
 from penstock.runtime.stream import Time
 
 Gradients = tuple[Tensor, ...]
@@ -32,11 +32,11 @@ class Overlapped(NamedTuple):
 
 
 class OverlapThread:
-    """A thread that runs one backward at a time."""
+    """A thread that runs one backward at a time, begun by the first one."""
 
     def __init__(self, stages: Mapping[int, Stage], now: Callable[[], Time]) -> None:
-        self._stages = {index: _Restrictions.of(stage) for index, stage in stages.items()}
-        self._now = now
+        self._held, self._now = stages, now
+        self._stages: dict[int, _Restrictions] = {}
         self._thread: ThreadPoolExecutor | None = None  # ended by `close`, or by Python at exit
         self._job: Future[Overlapped] | None = None
         self._bypass: AbstractContextManager[None] = nullcontext()
@@ -47,6 +47,8 @@ class OverlapThread:
 
     def may_begin(self, forward: int, backward: int) -> bool:
         """Whether the modules of these two stages, and the modes of this thread, allow an overlap."""
+        if not self._stages:  # not earlier: the user may have wrapped modules since the build
+            self._stages = {index: _Restrictions.of(stage) for index, stage in self._held.items()}
         stages = self._stages[forward], self._stages[backward]
         if any(stage.compiled for stage in stages) or _is_watched():
             return False
@@ -104,7 +106,7 @@ class OverlapThread:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        self._thread = None
+        self._thread, self._stages = None, {}
 
 
 class _Restrictions(NamedTuple):
@@ -119,15 +121,8 @@ class _Restrictions(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage) -> _Restrictions:
-        compiled = any(module._compiled_call_impl is not None for module in stage.module.modules())
-        compiled |= any(isinstance(module, _compiled_type()) for module in stage.module.modules())
+        compiled = any(map(is_compiled, stage.module.modules()))
         return cls(Sharding(stage.module), stage.shards is not None, compiled)
-
-
-def _compiled_type() -> type[nn.Module]:
-    from torch._dynamo import OptimizedModule
-
-    return OptimizedModule
 
 
 def _is_watched() -> bool:

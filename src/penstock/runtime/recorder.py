@@ -5,7 +5,6 @@ The timeline, the bubble, the account in an error and the post-mortem all come f
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -14,7 +13,7 @@ import torch
 
 from penstock.errors import Account
 from penstock.runtime import stream
-from penstock.runtime.stream import Moment, Time
+from penstock.runtime.stream import Time
 from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
 
 _SHOWN = 3  # ops named as the last ones done
@@ -33,7 +32,9 @@ class Recorder:
     """When each op of one rank started and ended, when the rank waited, and when it reduced gradients.
 
     Times are seconds of the clock that all ranks of the step share. On CUDA they are those of the kernels
-    on the compute stream, else those of the Python calls.
+    on the compute stream, else those of the Python calls. A GPU has a clock of its own, and its stream may be
+    far behind its host: so the two are related at the end of each step, by a point that the stream comes to
+    while the host looks on.
 
     Args:
         clock_offset: seconds to add to this process's clock to get rank 0's.
@@ -42,18 +43,18 @@ class Recorder:
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
         self.device, self._stream = device, stream.stream_of(device)
         self._offset = clock_offset
+        self.program: Sequence[Op] = ()  # of the step that is recorded
         self._done: list[Op] = []
         self._times: list[Time] = []  # four of each op that is done, as OpTimes has them
         self._waited: dict[Op, tuple[Time, Time]] = {}  # by the op whose result was waited for
         self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
-        self._zero: tuple[float, Moment] | None = None
+        # the host's time at a point of the stream; this one is for a first step that fails
+        self._anchor = self._stream.anchor()
         self.now = self._stream.now
 
-    def begin_step(self) -> None:
+    def begin_step(self, program: Sequence[Op] = ()) -> None:
+        self.program = program
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
-        zero = self.now()
-        if not isinstance(zero, float):
-            self._zero = time.perf_counter(), zero
 
     def waited(self, source: Op, start: Time, end: Time) -> None:
         """The rank waited for the result of `source`."""
@@ -75,9 +76,12 @@ class Recorder:
         return list(self._done)
 
     def times(self) -> list[float]:
-        """The OpTimes of all ops, flat."""
+        """The OpTimes of all ops, flat. Waits until they have ended."""
         if self._stream.runs_behind:
-            self._stream.synchronize()
+            ends = [*self._times[-3:-2], *(end for _, end in self._reduced.values())]
+            for end in ends:  # with nothing left to do, the stream comes to the anchor at once
+                stream.reach(end)
+            self._anchor = self._stream.anchor()
             return list(map(self._seconds, self._times))
         offset = self._offset
         return [when + offset for when in self._times]  # type: ignore[operator]
@@ -89,19 +93,14 @@ class Recorder:
     def ended(self) -> list[tuple[Op, OpTimes]]:
         """The ops that have ended, without waiting: in a failed step a kernel may never end."""
         each = zip(*[iter(self._times)] * len(OpTimes._fields), strict=False)
-        over = takewhile(lambda ran: _is_over(ran[1][1]), zip(self._done, each, strict=False))
+        over = takewhile(lambda ran: stream.is_over(ran[1][1]), zip(self._done, each, strict=False))
         return [(op, OpTimes(*map(self._seconds, times))) for op, times in over]
 
     def _seconds(self, when: Time) -> float:
         if isinstance(when, float):
             return when + self._offset
-        assert self._zero is not None
-        at, zero = self._zero
-        return at + zero.elapsed_time(when) / 1e3 + self._offset
-
-
-def _is_over(when: Time) -> bool:
-    return isinstance(when, float) or when.query()
+        at, anchor = self._anchor
+        return at + stream.seconds(anchor, when) + self._offset
 
 
 def timeline(

@@ -78,6 +78,13 @@ class Sharding:
                     yield tensor.untyped_storage()
 
     @property
+    def gathered_by_shard(self) -> dict[int, Tensor]:
+        """The parameters that have been gathered, by the id of the shard that stands in the module."""
+        weights = [weight for group in self._groups for weight in group.fsdp_params]
+        gathered = [weight for weight in weights if hasattr(weight, "_unsharded_param")]
+        return {id(weight.sharded_param): weight._unsharded_param for weight in gathered}
+
+    @property
     def is_whole(self) -> bool:
         """Whether its weights are gathered and stay so: forwards and backwards communicate no weights."""
         return all(
@@ -122,7 +129,10 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`. Collective over the ranks that hold its shards."""
+    """All of `tensor`, in its dtype where it is quantised. Collective over the ranks that hold its shards."""
+    if (original := getattr(tensor, "get_original_weight", None)) is not None:  # torchao's NF4
+        dequantised: Tensor = original()
+        return dequantised
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -132,9 +142,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A new, contiguous copy of all of `tensor` in host memory. Collective as `full_tensor` is."""
-    held = full_tensor(tensor)
-    return torch.empty(held.shape, dtype=held.dtype, device="cpu").copy_(held.detach())
+    """A new, contiguous copy of all of `tensor` in host memory. Collective as `full_tensor` is.
+
+    From a GPU it is complete once the stream has come to what follows; the host does not wait for that.
+    """
+    held = full_tensor(tensor).detach()
+    copy = torch.empty(held.shape, dtype=held.dtype, device="cpu", pin_memory=held.is_cuda)
+    return copy.copy_(held, non_blocking=True)
 
 
 def meta_like(tensor: Tensor) -> Tensor:

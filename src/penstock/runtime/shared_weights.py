@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.placement import to_device
 from penstock.errors import ModelError
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.sharded_weights import local_shard
@@ -209,11 +210,13 @@ class SharedGradients:
         """Sum the gradients of all copies. A weight that no stage used gets none, as in a single process."""
         if not weights:
             return
-        used = torch.tensor([sum(copy.grad is not None for copy in copies) for copies in weights],
-                            dtype=torch.float32, device=weights[0][0].device)  # fmt: skip
+        counts = [sum(copy.grad is not None for copy in copies) for copies in weights]
+        used = to_device(torch.tensor(counts, dtype=torch.float32), weights[0][0].device)
         # all copies are sharded in the same way, so the shards of this rank and its peers match
         gradients = [[local_shard(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
+        if all(counts):  # the other ranks' counts change nothing, and a GPU would be waited for
+            return
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
                 copy.grad = None

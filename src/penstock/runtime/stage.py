@@ -8,25 +8,28 @@ W  weight_backward  deferred.pop(m) -> weight gradients
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from penstock.batch.loss import Loss
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
+from penstock.runtime.memory import Footprint
 from penstock.runtime.rng import StageRNG
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward
-from penstock.runtime.split_backward.deferred import Deferred
-from penstock.runtime.split_backward.recording import Tape, deferring
+from penstock.runtime.split_backward.casts import WeightCasts
+from penstock.runtime.split_backward.deferred import Deferred, PutOff
+from penstock.runtime.split_backward.recording import Tape, casting, deferring
 from penstock.schedule import Op
 
-_NOT_SPLIT = nullcontext()  # made once: each op counts
+_PLAIN = nullcontext()  # made once: each op counts
 
 
 class StageCall(Protocol):
@@ -84,16 +87,20 @@ class Stage:
     ) -> None:
         self.index, self.module, self.shards = index, module, shards
         self._call, self._recomputing = call, recomputing
-        # both by microbatch, and empty after every step
+        # empty after every step: the first two by microbatch
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
+        self.casts = WeightCasts()  # under autocast
+        # of the shapes seen so far; True where the next forward of the shape has to be measured as well
+        self.footprints: dict[object, tuple[Footprint, bool]] = {}
         self._sharding: Sharding | None = None
+        self.put_off: PutOff | None = None  # by the first I
         self.rng: StageRNG | None = None  # of a stage that draws random numbers
 
     @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.live) + len(self.deferred)
+        return len(self.live) + len(self.deferred) + len(self.casts)
 
     def forward(
         self,
@@ -153,7 +160,10 @@ class Stage:
     ) -> AbstractContextManager[Tape | None]:
         if self._recomputing is not None:
             self._recomputing.on = recompute
-        return deferring() if split else _NOT_SPLIT
+        return deferring(self.casts) if split else self._casting()
+
+    def _casting(self) -> AbstractContextManager[Tape | None]:
+        return casting(self.casts) if torch._C._is_any_autocast_enabled() else _PLAIN
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """B: the gradients of the inputs; accumulates those of the weights."""
@@ -169,9 +179,12 @@ class Stage:
         """I: the gradients of the inputs; what is deferred waits for `weight_backward`."""
         live = self.live.pop(number)
         if self.sharding.reduces_in_backward:
-            self.deferred[number] = Deferred()
-            return whole_backward(live, gradients)
-        inputs, self.deferred[number] = input_backward(live, gradients)
+            inputs, deferred = whole_backward(live, gradients), Deferred()
+        else:
+            inputs, deferred = input_backward(live, gradients)
+        if self.put_off is None:
+            self.put_off = deferred.put_off
+        self.deferred[number] = deferred
         return inputs
 
     def weight_backward(self, number: int) -> None:
@@ -190,16 +203,32 @@ class Stage:
         if self.shards is not None:
             self.shards.reshard()
 
+    @property
+    def shared_storages(self) -> Iterator[UntypedStorage]:
+        """Memory that a forward may leave and that is no microbatch's: gathered weights, and their casts."""
+        yield from self.sharding.gathered
+        yield from self.casts.storages
+
+    def begin_step(self) -> None:
+        """A step that trains begins, with any number of microbatches."""
+
+    def end_step(self) -> None:
+        """All its ops of the step have run: free what its microbatches shared."""
+        self.casts.clear()
+
     def reset(self) -> None:
         """Forget a failed step."""
         self.live.clear()
         self.deferred.clear()
+        self.end_step()
         self.end_forwards()
 
     @torch.no_grad()
     def infer(self, received: Payload | None, microbatch: Microbatch) -> Any:
         """A forward that holds nothing. Returns what the stage returned."""
-        return self._call(_value(() if received is None else received.tensors, received), microbatch)
+        inputs = () if received is None else received.tensors
+        with self._casting():
+            return self._call(_value(inputs, received), microbatch)
 
 
 def _value(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, ...]:
@@ -231,7 +260,7 @@ class Routing(Protocol):
         """The microbatches between forward and backward: none between steps."""
 
     def reset(self) -> None:
-        """Forget a failed step."""
+        """Forget what the last step has recorded, and what a failed one has left."""
 
 
 class RoutedStage(Stage):
@@ -252,6 +281,9 @@ class RoutedStage(Stage):
     @property
     def left_over(self) -> int:
         return super().left_over + len(self.routing.held)
+
+    def begin_step(self) -> None:
+        self.routing.reset()  # a microbatch of that number may have gone through another copy of the model
 
     @contextmanager
     def _run(
@@ -280,6 +312,19 @@ class RoutedStage(Stage):
     def reset(self) -> None:
         super().reset()
         self.routing.reset()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs `module`, perhaps with what is in it."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported means not used
+    return module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    )
+
+
+def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """torch.autocast in `dtype`; None leaves the caller's own region, if there is one, as it is."""
+    return _PLAIN if dtype is None else torch.autocast(device.type, dtype)
 
 
 # ---- Context managers that change modules for a while

@@ -2,8 +2,8 @@
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
     buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
-    | of each stage of the rank: start and end of its gradient reduction, or zeros | of each op, in program
-    order: its OpTimes | zeros up to one length
+    | peak memory of the process: allocated, reserved, resident | of each stage of the rank: start and end of
+    its gradient reduction, or zeros | of each op, in program order: its OpTimes | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
 """
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.executor import Executor
-from penstock.runtime.memory import Held
+from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import Reduction, Schedule, Timeline
 from penstock.schedule.timeline import covered
 
-_HEAD = 8  # numbers in front of the times
+_HEAD = 11  # numbers in front of the times
 _TIMES = len(OpTimes._fields)
 
 
@@ -33,6 +33,7 @@ class StepReport(NamedTuple):
     peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     squares: squared norm of the gradients of its stages, or 0
+    memory: of its process
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
 
@@ -42,6 +43,7 @@ class StepReport(NamedTuple):
     held: Held
     changed: bool
     squares: float
+    memory: PeakMemory
     reductions: Sequence[float]
     times: Sequence[float]
 
@@ -49,14 +51,25 @@ class StepReport(NamedTuple):
 Reports = Sequence[StepReport]  # by rank
 
 
-def pack(executor: Executor, changed: bool = False, squares: float = 0.0) -> Tensor:
-    """One rank's report as a float64 vector, of the same length on all ranks."""
+def read(executors: Sequence[Executor], squares: Tensor | None = None) -> tuple[list[float], float]:
+    """The loss shares of these ranks, and `squares`, a vector of one entry. Waits for a GPU once."""
+    shares = [executor.ops.loss_shares for executor in executors]
+    found = [torch.stack(each).double().sum() for each in shares if each]
+    found += [] if squares is None else [squares.double().sum()]
+    values = iter(torch.stack(found).tolist() if found else ())
+    return [next(values) if each else 0.0 for each in shares], next(values, 0.0)
+
+
+def pack(
+    executor: Executor, memory: PeakMemory, loss: float = 0.0, changed: bool = False, squares: float = 0.0
+) -> Tensor:
+    """One rank's report as a float64 vector, of the same length on all ranks. loss: from `read`"""
     ops, schedule = executor.ops, executor.plan.schedule
-    loss = float(torch.stack(ops.loss_shares).double().sum()) if ops.loss_shares else 0.0
     times, found = executor.recorder.times(), executor.recorder.reductions()
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
-    head = [loss, ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak, float(changed), squares]
+    peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
+    head = [loss, *peaks, float(changed), squares, *memory]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(reductions) - len(times))
     return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
@@ -67,11 +80,14 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     reports = []
     for rank, vector in enumerate(vectors):
         values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        loss, peak_live, deferred, *held, changed, squares = values[:_HEAD]
+        loss, peak_live, deferred, *held, changed, squares, allocated, reserved, resident = values[:_HEAD]
         reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
         bytes_held = Held(*map(int, held))
+        memory = PeakMemory(int(allocated), int(reserved), int(resident))
         peaks = int(peak_live), int(deferred)
-        reports.append(StepReport(loss, *peaks, bytes_held, bool(changed), squares, reductions, times))
+        reports.append(
+            StepReport(loss, *peaks, bytes_held, bool(changed), squares, memory, reductions, times)
+        )
     return reports
 
 

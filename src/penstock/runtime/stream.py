@@ -36,8 +36,8 @@ class Stream(Protocol):
     def now(self) -> Time:
         """The point that the stream has come to, or comes to after all that is queued."""
 
-    def synchronize(self) -> None:
-        """Wait until everything queued has run."""
+    def anchor(self) -> tuple[float, Time]:
+        """A point that the stream has just come to, and the host's time then. Waits until it has."""
 
 
 class HostStream:
@@ -46,8 +46,9 @@ class HostStream:
     runs_behind = False
     now = staticmethod(time.perf_counter)  # four times an op: without a call in between
 
-    def synchronize(self) -> None:
-        """Everything has run."""
+    def anchor(self) -> tuple[float, float]:
+        now = self.now()
+        return now, now
 
 
 class CudaStream:
@@ -61,12 +62,33 @@ class CudaStream:
     def now(self) -> Moment:
         return _CudaMoment(self._device)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
+    def anchor(self) -> tuple[float, Moment]:
+        moment = self.now()
+        while not moment.query():  # a host that sleeps would wake up too late to know when
+            pass
+        return time.perf_counter(), moment
 
 
 def stream_of(device: torch.device) -> Stream:
     return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+def is_over(when: Time) -> bool:
+    return isinstance(when, float) or when.query()
+
+
+def reach(when: Time) -> None:
+    """Hold up the host until the stream has come there."""
+    if not is_over(when):
+        when.synchronize()  # type: ignore[union-attr]
+
+
+def seconds(start: Time, end: Time) -> float:
+    """From `start` to `end`, both of which are over."""
+    if isinstance(start, float):
+        assert isinstance(end, float)
+        return end - start
+    return start.elapsed_time(end) / 1e3
 
 
 class _CudaMoment:

@@ -284,3 +284,15 @@ def chosen_schedule(choice: ScheduleLike, ranks: int | None, microbatches: int |
         value = f"schedule={config.schedule!r} without {missing}"
         raise ConfigError(value, "a named schedule needs it", f"Give {missing}")
     return config.build(ranks, microbatches)
+
+
+def with_microbatches(choice: ScheduleLike, chosen: Schedule, microbatches: int) -> Schedule:
+    """The schedule that `choice` is for another number of microbatches than `chosen`. Raises ConfigError."""
+    config = None if isinstance(choice, Schedule) else schedule_config(choice)
+    if config is None or config.schedule == "file":
+        raise ConfigError(
+            f"a step of {microbatches} microbatches",
+            f"schedule {chosen.name!r} was given as it is, for {chosen.microbatches}",
+            f"Give {chosen.microbatches}, or take a schedule by its name, which is made for any number",
+        )
+    return config.build(chosen.ranks, microbatches)

@@ -248,6 +248,9 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
         )
 
 
+_MANY = 20_000  # objects; a collection walks them in a millisecond or two
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector while very many objects are made: ops, or a deep model's.
@@ -261,7 +264,8 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # else what the caller froze would thaw
+            # what the caller froze would thaw; to count it takes milliseconds, so only where many were made
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, compress, groupby
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.schedule.ops import Op, Pair
 
@@ -86,6 +86,10 @@ class Timeline:
     overlaps: frozenset[Pair] = frozenset()
     waits: tuple[Wait, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        return len({span.op.microbatch for span in self.spans})
 
     @cached_property
     def start(self) -> float:
@@ -195,6 +199,41 @@ class Timeline:
                 w._replace(start=w.start - start, end=w.end - start, sent=w.sent - start) for w in self.waits
             ),
             reductions=tuple(r._replace(start=r.start - start, end=r.end - start) for r in self.reductions),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """What `from_data` reads, for JSON: all that a run measures, from its start, to 0.1 µs."""
+        step = self.from_zero()
+
+        def plain(records: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
+            return [
+                [str(each) if isinstance(each, Op) else round(each, 7) for each in record]
+                for record in records
+            ]
+
+        return {
+            "name": self.name,
+            "ranks": self.ranks,
+            "spans": plain(step.spans),
+            "peak_live": list(self.peak_live),
+            "waits": plain(step.waits),
+            "reductions": plain(step.reductions),
+            "overlaps": plain(sorted(self.overlaps)),
+            "critical_path": [*map(str, self.critical_path)],
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Timeline:
+        """Raises KeyError, TypeError, ValueError or ConfigError for what `to_data` did not write."""
+        return cls(
+            str(data["name"]),
+            int(data["ranks"]),
+            tuple(Span(rank, Op.parse(op), *times) for rank, op, *times in data["spans"]),
+            tuple(data["peak_live"]),
+            critical_path=tuple(map(Op.parse, data["critical_path"])),
+            waits=tuple(Wait(rank, Op.parse(op), *times) for rank, op, *times in data["waits"]),
+            reductions=tuple(Reduction(*each) for each in data["reductions"]),
+            overlaps=frozenset(Pair(*map(Op.parse, each)) for each in data["overlaps"]),
         )
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:

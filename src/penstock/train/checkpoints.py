@@ -35,7 +35,8 @@ from penstock.models.weights.folder import (
     unfinished,
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
-from penstock.train.optimizer import MOMENTS
+from penstock.train.early_stop import NONE_YET, Best
+from penstock.train.optimizer import SHAPED
 
 NEWEST = "newest"  # in place of a checkpoint's path
 
@@ -45,23 +46,32 @@ def checkpoint_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step-{step:08d}"
 
 
-def state_after(step: int, config: TrainConfig, skipped: int) -> dict[str, Any]:
+def state_after(
+    step: int, config: TrainConfig, skipped: int, data: dict[str, Any], best: Best
+) -> dict[str, Any]:
     """The state that `read_state` reads back.
 
-    The place in the data and all random numbers follow from the step, and the learning rate from the step
-    less the `skipped` ones.
+    All random numbers follow from the step, and the learning rate from the step less the `skipped` ones.
+
+    Args:
+        data: what `Data.state` says of the place in the data
+        best: of the evaluations up to now
     """
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
-    return {"step": step, "skipped": skipped, "config": config.model_dump(mode="json"), "versions": versions}
+    written = config.model_dump(mode="json")
+    known = {"step": step, "skipped": skipped, "data": data, "best": best}
+    return {**known, "config": written, "versions": versions}
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """step, skipped, config and versions of a complete checkpoint. Raises CheckpointError."""
+    """step, skipped, data, best, config and versions of a complete checkpoint. Raises CheckpointError."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         return {
             "step": int(state["step"]),
             "skipped": int(state.get("skipped", 0)),  # versions up to 0.4.0 skip no step
+            "data": state.get("data"),  # versions up to 0.5.0: the step says all
+            "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
             "config": dict(state["config"]),
             "versions": state["versions"],
         }
@@ -84,7 +94,9 @@ class Start:
         checkpoint: None for a fresh start
         is_newest: whether an older one may take its place
         done: the steps before, `skipped` of which changed no weight
+        best: the best of their evaluations
         notes: lines to show
+        data: the place in the data, for `Data.at`
     """
 
     checkpoint: Path | None = None
@@ -92,6 +104,8 @@ class Start:
     done: int = 0
     skipped: int = 0
     notes: tuple[str, ...] = ()
+    data: dict[str, Any] | None = None
+    best: Best = NONE_YET
 
 
 def find_start(
@@ -136,9 +150,17 @@ def find_start(
             f"the checkpoint {path} is of step {state['step']}, so nothing is left to do",
             f"Set train.steps above {state['step']}, or start without --resume",
         )
+    stop, best = config.train.early_stop, state["best"]
+    if stop is not None and (early := best.ends(stop)):
+        raise ConfigError(
+            f"train.early_stop.patience={stop.patience}",
+            f"the run of the checkpoint {path} ended early, after step {state['step']}: {early}",
+            f"Set it above {best.since}, or leave early_stop out, to go on",
+        )
     changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
     notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
-    return Start(path, resume == NEWEST, state["step"], state["skipped"], tuple(notes))
+    known = state["step"], state["skipped"], tuple(notes), state["data"], best
+    return Start(path, resume == NEWEST, *known)
 
 
 def newest_checkpoint(output: Path, before: Path | None = None) -> tuple[Path | None, list[str]]:
@@ -178,9 +200,9 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[st
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
         if found is not None and found.optimizer not in (None, kind):
             raise unfit(path, f"{name} was trained by {found.optimizer}", f"here it is by {kind}")
-        shape = stored.shape(name, MOMENTS[kind][0])
-        if shape is not None and shape != list(parameter.shape):
-            raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
+        for shape in filter(None, (stored.shape(name, part) for part in SHAPED)):
+            if shape != list(parameter.shape):
+                raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
 
 
 def _with_defaults(written: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The training loop, from the first evaluation to the last checkpoint.
 
-evaluate                                         before the first step, every evaluate_every, at the end
+evaluate                                         before the first step, every evaluate_every, at the end; with
+                early_stop it may be the end
 for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; all of this in
-                pipe.step with step_in_drain
+                pipe.step with step_in_drain; several calls of pipe.step with accumulate
                 meanwhile one thread makes the next batch, and one writes the row of the step before
 save                                             every checkpoint_every, at the end; in the background
 """
@@ -20,6 +21,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from penstock.checkpoint.save_load import CheckpointWriter
@@ -33,12 +35,18 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.early_stop import Best
 from penstock.train.metrics import Display, Log, Metrics, Row
-from penstock.train.optimizer import learning_rate, set_learning_rates
+from penstock.train.optimizer import learning_rates, set_learning_rates
 from penstock.train.outcome import Outcome
+from penstock.train.profile import StepProfiler
+from penstock.train.rates import learning_rate
+from penstock.train.record import write_timeline
+from penstock.train.sizes import Size, calls_of
+from penstock.train.throughput import Throughput
 
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
-_REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use model.dtype=float32"
+_REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use train.precision=float32"
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Run:
     tokenizer: Tokenizer
     display: Display
     metrics: Metrics | None
+    throughput: Throughput
     writer: CheckpointWriter
     start: Start
 
@@ -62,32 +71,58 @@ def train(run: Run) -> Outcome:
     Raises: RunError where loss or gradients are not finite, unless such steps are to be skipped.
     """
     section = run.config.train
+    best = run.start.best
     if run.start.done == 0:
-        _evaluate(run, 0)
-    fill, skips = Fill(), Skips(section.nonfinite, run.start.skipped)
+        best = best.after(0, _evaluate(run, 0), section.early_stop)
+    fill, skips, ended = Fill(), Skips(section.nonfinite, run.start.skipped), ""
     steps = range(run.start.done + 1, section.steps + 1)
-    with Log(run.display, run.metrics) as log, closing(run.data.batches(steps, run.pipe.device)) as batches:
+    profiler = StepProfiler(section, run.config.output.path, run.pipe.device, run.display.say)
+    batches = run.data.batches(steps, run.pipe.device)
+    with Log(run.display, run.metrics) as log, closing(batches), profiler:
         for step in steps:
-            fill += _step(run, step, batches, skips, log)
+            with profiler.step(step):
+                batch = _step(run, step, batches, skips, log)
+            fill += batch.fill
             if step % section.evaluate_every == 0 or step == section.steps:
                 log.flush()
-                _evaluate(run, step)
-            if step == section.steps or (section.checkpoint_every and step % section.checkpoint_every == 0):
+                if run.metrics:
+                    write_timeline(run.config.output.path, step, run.pipe.timeline)
+                best = best.after(step, _evaluate(run, step), section.early_stop)
+                ended = _ended(run, step, best)
+            if ended or (section.checkpoint_every and step % section.checkpoint_every == 0):
                 log.flush()
-                path = _save(run, step, skips.count)
+                path = _save(run, step, skips.count, batch, best, last=bool(ended))
+            if ended:
+                break
     run.writer.wait()
-    return Outcome(path, run.pipe.timeline, fill, skips.count)
+    return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended)
 
 
-def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Fill:
+def _ended(run: Run, step: int, best: Best) -> str:
+    """Why the run ends after `step`, in words; empty where it goes on. Collective over a mesh."""
+    section = run.config.train
+    early = best.ends(section.early_stop)
+    if step == section.steps:
+        return f"after step {step}, the last"
+    if run.pipe.reductions.max(int(bool(early))):  # rounding may differ between ranks, and all end together
+        return f"early, after step {step} of {section.steps}: {early or 'another rank finds no improvement'}"
+    return ""
+
+
+def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Batch:
     section, optimizer_section = run.config.train, run.config.optimizer
-    started = time.perf_counter()
+    started, parts = time.perf_counter(), Parts()
     seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # skipped steps do not count for the rate
     set_learning_rates(optimizer_section, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
-    batch = next(batches)
-    result, norm = _gradients(run, batch)
+    with record_function("data"):
+        batch = next(batches)
+    parts.end("data")
+    size = run.data.sizes.at(step)
+    result, norm = _gradients(run, batch, size, parts)
+    if run.pipe.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.pipe.device)  # a row has the most since the row before
     judged = {"loss": result.loss, "grad_norm": norm}
     reason = skips.judge(**judged)
     if reason:
@@ -95,6 +130,7 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     elif not section.step_in_drain:
         for optimizer in run.optimizers:
             optimizer.step()
+        parts.end("optimizer")
     seconds = time.perf_counter() - started
     row: Row = {
         "step": step,
@@ -102,30 +138,61 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
             optimizer_section, optimizer_section.learning_rate, section.steps, taken
         ),
         **{name: value if math.isfinite(value) else None for name, value in judged.items()},
+        "rows": size.rows,
         "tokens": result.tokens,
         "tokens_per_second": result.tokens / seconds,  # tokens that the loss counts, so without padding
         "padding": batch.fill.padding,
         "bubble": result.bubble,
         "seconds": seconds,
+        "seconds_by_part": parts.seconds,
+        **run.throughput.row(batch.fill, seconds, run.pipe.peak_memory, run.pipe.device),
     }
+    if len(rates := learning_rates(optimizer_section, section.steps, taken)) > 1:
+        row |= {"learning_rates": rates}
     if reason:
         row |= {"skipped": reason}
     if skips.count:
         row |= {"skipped_steps": skips.count}
     log.step(row)
-    skips.check(step, reason)
-    return batch.fill
+    skips.check(step, reason, run.pipe.not_finite)
+    return batch
 
 
-def _gradients(run: Run, batch: Batch) -> tuple[StepResult, float]:
-    """Run the pipeline's step, and clip; it also steps where step_in_drain. Returns the norm."""
-    section = run.config.train
+def _gradients(run: Run, batch: Batch, size: Size, parts: Parts) -> tuple[StepResult, float]:
+    """Run the pipeline's calls, and clip; the last one also steps where step_in_drain. Returns the norm."""
+    section, pipe = run.config.train, run.pipe
     limit = section.clip_norm or math.inf
-    if section.step_in_drain:
-        result = run.pipe.step(batch.content, optimizer=run.optimizers, max_norm=limit)
-        assert result.norm is not None
-        return result, result.norm
-    return run.pipe.step(batch.content), run.pipe.clip_grad_norm_(limit)
+    *calls, last = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
+    step = partial(pipe.step, total_tokens=pipe.count_tokens(*calls, last)) if calls else pipe.step
+    results = [step(call) for call in calls]
+    if section.step_in_drain and all(math.isfinite(result.loss) for result in results):
+        results.append(step(last, optimizer=run.optimizers, max_norm=limit))
+        parts.end("step")
+        norm = results[-1].norm
+        assert norm is not None
+    else:
+        results.append(step(last))
+        parts.end("step")
+        norm = pipe.clip_grad_norm_(limit)
+        parts.end("clip")
+    return StepResult(
+        sum(result.loss for result in results),
+        sum(result.tokens for result in results),
+        sum(result.bubble for result in results) / len(results),
+    ), norm
+
+
+class Parts:
+    """The host's seconds by part of a step. What a GPU still has to do counts where the host waits for it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        """What was done since the part before is `part`."""
+        now = time.perf_counter()
+        self.seconds[part], self._since = now - self._since, now
 
 
 def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
@@ -141,8 +208,8 @@ def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
         generator.manual_seed(number)
 
 
-def _evaluate(run: Run, step: int) -> None:
-    """Write and show the mean loss a token over the held-out batches."""
+def _evaluate(run: Run, step: int) -> float:
+    """Write and show the mean loss a token over the held-out batches, and return it."""
     started = time.perf_counter()
     batches = run.data.held_out_batches(run.config.train.evaluate_batches)
     results = [run.pipe.evaluate(batch.content) for batch in batches]
@@ -153,6 +220,7 @@ def _evaluate(run: Run, step: int) -> None:
         seconds = time.perf_counter() - started
         run.metrics.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
     run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} nats a token")
+    return loss
 
 
 # ---- Steps whose loss or gradient norm is not finite
@@ -176,13 +244,13 @@ class Skips:
         self.count += bool(found)
         return found
 
-    def check(self, step: int, found: str) -> None:
-        """Raise RunError if what `judge` found in `step` ends the run.
+    def check(self, step: int, found: str, ranks: str = "") -> None:
+        """Raise RunError if what `judge` found in `step` ends the run. ranks: whose gradients are not finite
 
         It does with mode "stop", and at the last of too many skipped steps in a row.
         """
         if found and self.mode == "stop":
-            raise _stopped(step, found)
+            raise _stopped(step, found, ranks)
         if self.in_a_row == IN_A_ROW:
             raise RunError(
                 f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
@@ -204,10 +272,11 @@ def check_finite(step: int, **values: float) -> None:
         raise _stopped(step, found)
 
 
-def _stopped(step: int, found: str) -> RunError:
+def _stopped(step: int, found: str, ranks: str = "") -> RunError:
+    rule = "these are finite numbers while a model trains"
     return RunError(
         f"step {step}: {found}",
-        "these are finite numbers while a model trains",
+        f"{rule}, and so are gradients: not those of {ranks}" if ranks else rule,
         f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
     )
 
@@ -215,12 +284,19 @@ def _stopped(step: int, found: str) -> RunError:
 # ---- Saving
 
 
-def _save(run: Run, step: int, skipped: int) -> Path:
+def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, *, last: bool) -> Path:
+    """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
+    started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
-    state = state_after(step, run.config, skipped)
+    state = state_after(step, run.config, skipped, run.data.state(batch.position), best)
     run.writer.save(
         path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
+    if last:
+        run.writer.wait()
+    if run.metrics:
+        seconds = time.perf_counter() - started
+        run.metrics.write({"step": step, "checkpoint": path.name, "seconds": seconds})
     return path
 
 

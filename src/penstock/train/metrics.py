@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Row = dict[str, Any]
+
+
+def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in mappings and lists, such as a row or a config, each by the keys that lead to it."""
+    if isinstance(tree, Mapping | list) and tree:
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            yield from leaves(value, dot, f"{name}{dot}{key}" if name else str(key))
+    else:
+        yield name, tree
 
 
 class Metrics:
@@ -158,5 +168,7 @@ class Log:
 def _numbers(row: Row) -> str:
     padding = f"  padding {row['padding']:.1%}" if row["padding"] else ""
     skipped = f"  skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
-    speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-    return f"loss {row['loss']:.3f}  {speed}  bubble {row['bubble']:.1%}{padding}{skipped}"
+    speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['tflops_per_device']:.3g} TFLOP/s"
+    used = f" (MFU {row['mfu']:.1%})" if "mfu" in row else ""
+    memory = f"  {max(row['peak_allocated']) / 2**30:.1f} GiB" if "peak_allocated" in row else ""
+    return f"loss {row['loss']:.3f}  {speed}{used}{memory}  bubble {row['bubble']:.1%}{padding}{skipped}"

@@ -1,24 +1,29 @@
-"""The optimizers of `penstock train`: their keys, how each is made, what it keeps, and the rate of each step.
+"""The optimizers of `penstock train`: their keys, how each is made, and what it keeps.
 
 To add one, write the class of its keys, the function that makes it, its line in OPTIMIZERS, and its class in
-OptimizerSection. The config, resuming, and the dry run's tables read all they need from there.
+OptimizerSection. The config, resuming, and the dry run's tables read all they need from there. What torchao
+makes is in low_bit.py.
 """
 
 from __future__ import annotations
 
-import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from penstock.errors import ConfigError
-from penstock.train.config.values import Beta, Fraction, Natural, NotNegative, Positive, Section
+from penstock.parallel.axes import Axes
+from penstock.train import low_bit
+from penstock.train.config.values import Beta, NotNegative, Positive, Section
+from penstock.train.rates import RateKeys, learning_rate
 
 if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
-    from torch import nn
-    from torch.optim import AdamW, Optimizer
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from penstock.parallel.muon import Muon
 
@@ -29,26 +34,81 @@ Named: TypeAlias = "Iterable[tuple[str, nn.Parameter]]"
 # ---- The keys of the section `optimizer`
 
 
-class AdamWKeys(Section):
-    """AdamW, of all parameters or of those that Muon does not train."""
+def _expression(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression ({error})") from error
+    return text
+
+
+class GroupSection(Section):
+    """Parameters with a rate or a decay of their own."""
+
+    match: Annotated[str, AfterValidator(_expression)]  # a regular expression: any part of their names
+    learning_rate: Positive | None = None  # none: that of all
+    weight_decay: NotNegative | None = None  # of norms and biases too; none: as others
+
+    @model_validator(mode="after")
+    def sets_something(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise ValueError(f"match={self.match!r} sets nothing; give learning_rate, weight_decay, or both")
+        return self
+
+
+class GroupedKeys(Section):
+    """An optimizer whose parameters may have rates and decays of their own."""
 
     learning_rate: Positive = 3e-4  # after the warm-up
+    weight_decay: NotNegative = 0.1  # not on norms and biases
+    groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()  # the first that matches counts
+
+    def group_of(self, name: str) -> int | None:
+        """The number of the group that this parameter is in."""
+        return next((n for n, group in enumerate(self.groups) if re.search(group.match, name)), None)
+
+
+class AdamWKeys(GroupedKeys):
+    """AdamW, of all parameters or of those that Muon does not train."""
+
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # of gradients, of their squares
     eps: Positive = 1e-8  # added to the divisor, which may be zero
-    weight_decay: NotNegative = 0.1  # not on norms and biases
+    fused: bool = True  # torch's one kernel for all tensors, which rounds otherwise than several do
+    # What the two moments are kept in, by torchao; 8bit, 4bit and fp8 have a scale for each 256 or 128
+    # entries, and tensors below 4,096 entries stay as the weights. null: all as the weights, by torch
+    states: Literal["bfloat16", "8bit", "4bit", "fp8"] | None = None
+    # Of bfloat16 weights, by torchao: up or down, the nearer the likelier, so that small steps are not lost
+    stochastic_rounding: bool = False
+
+    @property
+    def by_torchao(self) -> str:
+        """The first key that only torchao fulfils, with its value; empty where torch does all."""
+        if self.states is not None:
+            return f"states={self.states}"
+        return "stochastic_rounding=true" if self.stochastic_rounding else ""
 
 
-class AdamWSection(AdamWKeys):
-    """AdamW of all parameters. Every rate rises linearly and falls along a cosine to a floor."""
+class AdamWSection(RateKeys, AdamWKeys):
+    """AdamW of all parameters."""
 
     name: Literal["adamw"] = "adamw"  # optional
-    warmup_steps: Natural = 0  # in which the rate rises
-    final_fraction: Fraction = 0.1  # of the learning rate, at the last step
 
 
-class MuonSection(Section):
+class AdafactorSection(RateKeys, GroupedKeys):
+    """Adafactor of all parameters: of a matrix it keeps a row and a column."""
+
+    name: Literal["adafactor"] = "adafactor"  # required
+    learning_rate: Positive = 0.01  # times the root mean square of a parameter's entries
+    weight_decay: NotNegative = 0.0  # not on norms and biases
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8  # step ** beta2_decay: what the newest squares count
+    # what is added to squares (null: the dtype's epsilon, squared), and the least root mean square
+    eps: Annotated[tuple[NotNegative | None, NotNegative], Field(strict=False)] = (None, 1e-3)
+    d: Annotated[float, Field(ge=1)] = 1.0  # the largest root mean square of an update, before the rate
+
+
+class MuonSection(RateKeys):
     """Muon of the matrices inside layers (penstock.parallel.muon.matrices), AdamW of the rest:
-    embeddings, head, norms, biases and routers. All rates rise and fall together.
+    embeddings, head, norms, biases and routers.
     """
 
     name: Literal["muon"] = "muon"  # required
@@ -61,18 +121,17 @@ class MuonSection(Section):
     # that is more than 1; match_rms_adamw: 0.2 times the root of the larger one
     adjust: Literal["original", "match_rms_adamw"] = "original"
     adamw: AdamWKeys = AdamWKeys()  # of the rest
-    warmup_steps: Natural = 0  # in which the rates rise
-    final_fraction: Fraction = 0.1  # of each learning rate, at the last step
 
 
-AnyOptimizer = AdamWSection | MuonSection
+AnyOptimizer = AdamWSection | MuonSection | AdafactorSection
 
 
 # ---- How each is made
 
 
-def _adamw(section: AdamWKeys, named: Named) -> AdamW:
-    """AdamW with weight decay on matrices only: on norms and biases it would pull a scale to zero.
+def _groups(section: GroupedKeys, named: Named) -> list[dict[str, Any]]:
+    """Groups by rate and decay, with the names of their parameters. Matrices decay, and a group that says so:
+    on norms and biases decay would pull a scale to zero.
 
     Biases are found by their names too, as those of stacked experts (gpt_oss) have two dimensions. Parameters
     of different meshes have groups of their own: AdamW computes on a group's tensors together, and torch
@@ -80,23 +139,39 @@ def _adamw(section: AdamWKeys, named: Named) -> AdamW:
     """
     from torch import nn
     from torch.distributed.tensor import DTensor
-    from torch.optim import AdamW
 
-    groups: dict[Any, list[nn.Parameter]] = defaultdict(list)
+    groups: dict[tuple[float, float, Any], list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, parameter in named:
         matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups[not matrix, mesh].append(parameter)
+        rate, decay = section.learning_rate, section.weight_decay if matrix else 0.0
+        if (number := section.group_of(name)) is not None:
+            own = section.groups[number]
+            rate = rate if own.learning_rate is None else own.learning_rate
+            decay = decay if own.weight_decay is None else own.weight_decay
+        groups[decay, rate, mesh].append((name, parameter))
     made = [
-        {
-            "params": groups[key],
-            "weight_decay": 0.0 if key[0] else section.weight_decay,
-            FULL: section.learning_rate,
-        }
-        for key in sorted(groups, key=lambda key: key[0])  # matrices first: a checkpoint's order of groups
+        {"params": groups[key], "weight_decay": key[0], FULL: key[1]}
+        for key in sorted(groups, key=lambda key: key[:2], reverse=True)
     ]
-    empty = [{"params": [nn.Parameter()]}]  # a stage may hold nothing, and AdamW wants a parameter
-    return AdamW(made or empty, lr=section.learning_rate, betas=section.betas, eps=section.eps)
+    return made or [{"params": [("", nn.Parameter())]}]  # a stage may hold nothing
+
+
+def _adamw(section: AdamWKeys, named: Named) -> Optimizer:
+    from torch.optim import AdamW
+
+    options: dict[str, Any] = {"lr": section.learning_rate, "betas": section.betas, "eps": section.eps}
+    if section.by_torchao:
+        return low_bit.make(section.states, _groups(section, named), section.stochastic_rounding, **options)
+    return AdamW(_groups(section, named), fused=section.fused, **options)
+
+
+def _adafactor(section: AdafactorSection, named: Named) -> Optimizer:
+    from torch.optim import Adafactor
+
+    keys = ("beta2_decay", "eps", "d")
+    options = {key: getattr(section, key) for key in keys}
+    return Adafactor(_groups(section, named), lr=section.learning_rate, **options)
 
 
 def _muon(section: MuonSection, named: Named) -> Muon:
@@ -132,35 +207,68 @@ class Share(NamedTuple):
 
     Attributes:
         make: the optimizer of some named parameters, from the config's section
-        moments: the tensors of a parameter's shape that it keeps, by its names for them
+        kept: bytes that it keeps of a parameter of which so many entries are held here
         chosen: the names of what it trains, from the whole model (which may be on the meta device) and the
             name of its list of layers; None for all that the shares before it leave. Raises ConfigError
     """
 
     make: Callable[[Any, Named], Optimizer]
-    moments: tuple[str, ...]
+    kept: Callable[[Tensor, int], float]
     chosen: Callable[[nn.Module, str], Collection[str]] | None = None
 
 
 class Choice(NamedTuple):
-    """What `optimizer.name` stands for. shares: by the optimizer's class name, as checkpoints have it"""
+    """What `optimizer.name` stands for.
 
+    title: as people write it
+    shares: from the section, by the optimizer's class name, as checkpoints have it
+    """
+
+    title: str
     section: type[AnyOptimizer]
-    shares: Mapping[str, Share]
+    shares: Callable[[Any], Mapping[str, Share]]
 
 
-_OF_ADAMW = ("exp_avg", "exp_avg_sq")
+def _adamw_share(keys: AdamWKeys, make: Callable[[Any, Named], Optimizer] = _adamw) -> dict[str, Share]:
+    if keys.states is None:
+        return {"AdamW": Share(make, _tensors(2))}
+    return {low_bit.NAMES[keys.states]: Share(make, partial(low_bit.kept, keys.states))}
+
+
+def _tensors(count: int) -> Callable[[Tensor, int], float]:
+    """The bytes of so many tensors like the parameter."""
+    return lambda parameter, entries: count * parameter.itemsize * entries
+
+
+def _rows_and_columns(parameter: Tensor, entries: int) -> float:
+    if parameter.ndim < 2:
+        return parameter.itemsize * entries
+    return parameter.itemsize * (entries / parameter.shape[-1] + entries / parameter.shape[-2])
+
+
+# what these keep of a parameter in its own shape, by their names for it
+SHAPED = ("exp_avg", "momentum_buffer", "variance")
 OPTIMIZERS = {
-    "adamw": Choice(AdamWSection, {"AdamW": Share(_adamw, _OF_ADAMW)}),
+    "adamw": Choice("AdamW", AdamWSection, _adamw_share),
     "muon": Choice(
+        "Muon",
         MuonSection,
-        {
-            "Muon": Share(_muon, ("momentum_buffer",), _hidden_matrices),
-            "AdamW": Share(lambda section, named: _adamw(section.adamw, named), _OF_ADAMW),
+        lambda section: {
+            "Muon": Share(_muon, _tensors(1), _hidden_matrices),
+            **_adamw_share(section.adamw, lambda section, named: _adamw(section.adamw, named)),
         },
     ),
+    "adafactor": Choice(
+        "Adafactor",
+        AdafactorSection,
+        lambda section: {"Adafactor": Share(_adafactor, _rows_and_columns)},
+    ),
 }
-MOMENTS = {kind: share.moments for choice in OPTIMIZERS.values() for kind, share in choice.shares.items()}
+
+
+def shares_of(section: AnyOptimizer) -> Mapping[str, Share]:
+    """By the class names of the optimizers that a run has."""
+    return OPTIMIZERS[section.name].shares(section)
 
 
 def _check_section(section: object) -> object:
@@ -176,7 +284,7 @@ def _check_section(section: object) -> object:
     for other, choice in OPTIMIZERS.items():
         foreign = [key for key in section if key in choice.section.model_fields and key not in known]
         if foreign:
-            rule = f"with name={name} {' and '.join(foreign)} are {next(iter(choice.shares))}'s"
+            rule = f"with name={name} {' and '.join(foreign)} are {choice.title}'s"
             remedy = f"set optimizer.name={other}, or leave them out"
             raise ValueError(f"{rule}; {f'write them into optimizer.{other}' if other in known else remedy}")
     return section
@@ -188,10 +296,57 @@ def _tag(section: Any) -> str:
 
 OptimizerSection = Annotated[
     # tagged, so that an error names the keys of the optimizer that was meant
-    Annotated[AdamWSection, Tag("of adamw")] | Annotated[MuonSection, Tag("of muon")],
+    Annotated[AdamWSection, Tag("of adamw")]
+    | Annotated[MuonSection, Tag("of muon")]
+    | Annotated[AdafactorSection, Tag("of adafactor")],
     Discriminator(_tag),
     BeforeValidator(_check_section),
 ]
+
+
+# ---- What does not fit together
+
+
+def check_optimizer(section: AnyOptimizer, dtype: str, axes: Axes, in_drain: bool) -> None:
+    """Raise ConfigError for an optimizer that is not exact, or not possible, in such a run.
+
+    Args:
+        dtype: of the weights
+        axes: the mesh's axes other than the pipeline's
+        in_drain: train.step_in_drain
+    """
+    if isinstance(section, AdafactorSection):
+        if axes != Axes():
+            rule = "it takes means over whole rows and columns, and these axes shard weights"
+            raise ConfigError(
+                f"optimizer.name=adafactor on {axes}", rule, "Leave the axes out, or take adamw"
+            )
+        return
+    keys, place = (
+        (section.adamw, "optimizer.adamw") if isinstance(section, MuonSection) else (section, "optimizer")
+    )
+    if keys.stochastic_rounding and dtype != "bfloat16":
+        rule = f"it is of bfloat16 weights, and here they are {dtype}, in which no step is lost"
+        remedy = "Set train.precision=bfloat16, or leave it out"
+        raise ConfigError(f"{place}.stochastic_rounding=true", rule, remedy)
+    if not keys.by_torchao:
+        return
+    value = f"{place}.{keys.by_torchao}"
+    if dtype == "float64":
+        raise ConfigError(f"{value} with model.dtype=float64", "torchao computes in float32", "Leave it out")
+    if axes != Axes():
+        rule = "other shards have other blocks and other random bits, so that the mesh would change the run"
+        raise ConfigError(f"{value} on {axes}", rule, "Leave the axes out, or this key")
+    if in_drain:
+        rule = "such a step cannot be undone"
+        raise ConfigError(f"{value} with train.step_in_drain=true", rule, "Leave one of them out")
+
+
+def check_installed(section: AnyOptimizer) -> None:
+    """Raise ConfigError where the section needs torchao, and it is not installed."""
+    keys = section.adamw if isinstance(section, MuonSection) else section
+    if isinstance(keys, AdamWKeys) and keys.by_torchao:
+        low_bit.check_installed(f"optimizer.{keys.by_torchao}")
 
 
 # ---- From a section to a run
@@ -204,14 +359,38 @@ def trained_by(section: AnyOptimizer, model: nn.Module, layers: str) -> dict[str
         model: the whole model, which may be on the meta device
         layers: the name of its list of layers
 
-    Raises: ConfigError where an optimizer has nothing to train.
+    Raises: ConfigError where an optimizer, or a group of the config, has nothing to train.
     """
+    from penstock.models.weights.files import tied_names
+
     found: dict[str, str] = {}
     everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    for kind, share in OPTIMIZERS[section.name].shares.items():
+    for kind, share in shares_of(section).items():
         names = everything if share.chosen is None else share.chosen(model, layers)
         found |= {name: kind for name in names if name not in found}
+    copies = {name for names in tied_names(model) for name in names[1:]}  # in the group of their first name
+    _check_groups(section, [name for name, kind in found.items() if kind != "Muon" and name not in copies])
     return found
+
+
+def _check_groups(section: AnyOptimizer, names: Sequence[str]) -> None:
+    """Raise ConfigError for a group that none of the parameters `names` is in: Muon has no groups."""
+    keys: GroupedKeys
+    keys, place = (
+        (section.adamw, "optimizer.adamw") if isinstance(section, MuonSection) else (section, "optimizer")
+    )
+    title = OPTIMIZERS["adamw" if isinstance(section, MuonSection) else section.name].title
+    met = {keys.group_of(name) for name in names}
+    for number, group in enumerate(keys.groups):
+        if number not in met:
+            taken = any(re.search(group.match, name) for name in names)
+            raise ConfigError(
+                f"{place}.groups[{number}].match={group.match}",
+                "earlier groups have all that it matches"
+                if taken
+                else f"no parameter that {title} trains has such a name",
+                "Put it before them" if taken else f"Names are such as {names[len(names) // 2]}",
+            )
 
 
 def make_optimizers(section: AnyOptimizer, named: Named, kinds: Mapping[str, str]) -> list[Optimizer]:
@@ -221,7 +400,7 @@ def make_optimizers(section: AnyOptimizer, named: Named, kinds: Mapping[str, str
         named: its parameters, by the whole model's names; frozen ones are left out
         kinds: the class of optimizer that trains each, from `trained_by`
     """
-    shares = OPTIMIZERS[section.name].shares
+    shares = shares_of(section)
     groups: dict[str, list[tuple[str, nn.Parameter]]] = {kind: [] for kind in shares}
     for name, parameter in named:
         if parameter.requires_grad:
@@ -230,20 +409,19 @@ def make_optimizers(section: AnyOptimizer, named: Named, kinds: Mapping[str, str
     return made or [[*shares.values()][-1].make(section, [])]
 
 
-def learning_rate(section: AnyOptimizer, full: float, steps: int, step: int) -> float:
-    """The rate of step `step` of 1 to `steps`: a linear warm-up to `full`, then a cosine down.
-
-    The last step takes `final_fraction` of the full rate.
-    """
-    warmup = section.warmup_steps
-    if step <= warmup:
-        return full * step / warmup
-    progress = (step - warmup) / (steps - warmup)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
-    return full * (section.final_fraction + (1 - section.final_fraction) * cosine)
-
-
 def set_learning_rates(section: AnyOptimizer, optimizers: Sequence[Optimizer], steps: int, step: int) -> None:
     """Set every group's rate for step `step` of `steps`."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = learning_rate(section, group.get(FULL, section.learning_rate), steps, step)
+        rate = learning_rate(section, group.get(FULL, section.learning_rate), steps, step)
+        if isinstance(group["lr"], float | int):
+            group["lr"] = rate
+        else:  # torchao's, a tensor, so that its kernel is compiled once
+            group["lr"].fill_(rate)
+
+
+def learning_rates(section: AnyOptimizer, steps: int, step: int) -> dict[str, float]:
+    """The rates of step `step` of `steps`: by the optimizer's name, and by the pattern of each group."""
+    keys = section.adamw if isinstance(section, MuonSection) else section
+    full: dict[str, float] = {section.name: section.learning_rate, "adamw": keys.learning_rate}
+    full |= {group.match: group.learning_rate or keys.learning_rate for group in keys.groups}
+    return {name: learning_rate(section, rate, steps, step) for name, rate in full.items()}

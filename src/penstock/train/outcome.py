@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,27 +16,47 @@ from penstock.train.config.sections import OutputSection, TrainConfig
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.model import positions
+from penstock.train.record import write_timeline
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last checkpoint, the last step's timeline, all batches' fill, and the number of skipped steps."""
+    """What a run leaves.
 
+    Attributes:
+        step: the last one
+        checkpoint, timeline: of that step
+        fill: of all batches
+        skipped: number of skipped steps
+        ended: when and why the run ended
+    """
+
+    step: int
     checkpoint: Path
     timeline: Timeline
     fill: Fill
     skipped: int
+    ended: str
 
 
-def report_outcome(outcome: Outcome, schedule: Schedule, config: TrainConfig) -> None:
-    """Draw the last step's timeline into the output folder and print a summary. On process 0 only."""
+def report_outcome(
+    outcome: Outcome, schedule: Schedule, config: TrainConfig, trackers: Sequence[str] = ()
+) -> None:
+    """Write the last step's timeline into the output folder and print a summary. On process 0 only.
+
+    trackers: a line for each
+    """
     measured, output = outcome.timeline, config.output.path
+    print(f"ended       {outcome.ended}")
     predicted = simulate(schedule, Costs.measured(measured))
     picture = output / "timeline.svg"
     render(measured, picture, predicted=predicted)
+    write_timeline(output, outcome.step, measured, predicted)
     print(f"checkpoint  {outcome.checkpoint}")
     print(f"metrics     {output / 'metrics.jsonl'}")
     print(f"timeline    {picture}")
+    for line in trackers:
+        print(line)
     if outcome.fill.padding:
         print(f"padding     {outcome.fill.padding:.1%} of the tokens, over all steps")
     if outcome.skipped:

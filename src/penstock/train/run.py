@@ -21,22 +21,26 @@ from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import AlteredError, ConfigError
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
-from penstock.models.weights.files import check as check_weights
-from penstock.models.weights.files import tied_names, weight_files
+from penstock.models.weights.files import weight_files
+from penstock.models.weights.saved_adapter import check_base
 from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
+from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, Start, find_start
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, load_data
-from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.rows import Content
+from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
 from penstock.train.optimizer import make_optimizers, trained_by
 from penstock.train.outcome import check_prompt, report_outcome
+from penstock.train.profile import profile_note
+from penstock.train.record import recorded
 from penstock.train.settings import (
     axes_of,
     check_machine,
@@ -45,8 +49,12 @@ from penstock.train.settings import (
     largest_microbatch,
     make_auto,
     make_padding,
+    sizes_of,
     trace_folder,
 )
+from penstock.train.sizes import calls_of
+from penstock.train.throughput import Throughput
+from penstock.train.trackers import check_trackers
 
 
 @dataclass(frozen=True)
@@ -95,11 +103,12 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     """
     axes = axes_of(config)
     _check_output(config)
+    check_trackers(config.output.trackers)
     check_machine(config)
     named, auto = named_model(config.model), make_auto(config)
     planned = _planned(config, auto, named, auto.build_plan(named), resume)
     model = planned.plan.source.model
-    tokenizer = open_tokenizer(config.data.tokenizer or str(config.model.path))
+    tokenizer = tokenizer_of(config)
     check_prompt(config.output, tokenizer, model.config)
     data = load_data(
         config,
@@ -109,9 +118,9 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
         flash="flash" in str(model.config._attn_implementation),  # as transformers itself asks
         parts=axes.batch_parts,
     )
-    known = {field.name: getattr(planned, field.name) for field in fields(planned)}
-    known["notes"] += _padding_note(config, data)
-    return Prepared(**known, tokenizer=tokenizer, data=data)
+    start, known = planned.start, {field.name: getattr(planned, field.name) for field in fields(planned)}
+    known["notes"] += tuple(_data_notes(config, data, start))
+    return Prepared(**known, tokenizer=tokenizer, data=data.at(start.done, start.data))
 
 
 def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
@@ -127,22 +136,24 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     """
     config = for_world(config, world)
     named, auto = named_model(config.model), make_auto(config)
-    source, flash = open_without_flash(named, auto.dtype, auto.attention)
+    source, flash = open_without_flash(named, auto.dtype, auto.attention, auto.adapter, auto.quantize)
     # of the model itself, which is opened by now
-    plan = replace(replace(auto, dtype=None, attention=None).build_plan(source.model), source=source)
+    opened = replace(auto, dtype=None, attention=None, adapter=None)
+    plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
     return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
 
 
 def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
     """A line for each thing that the run needs and this machine lacks, or that was not looked at."""
-    if not Path(config.data.path).expanduser().exists():
-        yield f"data.path={config.data.path}: not on this machine, so not checked"
-    else:
-        yield f"data.path={config.data.path}: not read, so that the number of rows is unknown"
+    for path in (source.path for source in config.data.sources):
+        if not Path(path).expanduser().exists():
+            yield f"data.path={path}: not on this machine, so not checked"
+        else:
+            yield f"data.path={path}: not read, so that the number of rows is unknown"
     name = config.data.tokenizer or str(config.model.path)
     if name == "bytes" or Path(name).expanduser().is_dir():
-        check_prompt(config.output, open_tokenizer(name), model)
+        check_prompt(config.output, tokenizer_of(config), model)
     else:
         yield f"data.tokenizer={name}: not on this machine, so not checked"
     if flash is not None:
@@ -161,14 +172,44 @@ def _planned(
         value = f"pipeline.schedule={plan.schedule.name}"
         raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
     model = plan.source.model
-    if files := plan.source.files:
-        check_weights(bare(model), files, tied_names(model), whole=True)
+    source = plan.source
+    if source.files:
+        source.check(bare(model), whole=True)
+    elif config.adapter is not None:
+        rule = "it is for a model with weights, and here they are random"
+        raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
     if config.data.packing in ("sequential", "best_fit"):
         refuse_packed(model)
     _check_lengths(config, positions(model.config))
+    _check_counts(config, auto, plan)
     kinds = trained_by(config.optimizer, model, plan.chain.layers)
     start = find_start(config, model, resume, kinds)
-    return Planned(config, auto, named, plan, kinds, start, start.notes)
+    if start.checkpoint is not None and source.adapter is not None:
+        check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
+    return Planned(config, auto, named, plan, kinds, start, (*_deprecated(config), *start.notes))
+
+
+def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a step of a ramp whose microbatches the schedule does not take."""
+    if schedule_config(auto.schedule).schedule == "searched":  # for any number, in its time
+        return
+    make, known = auto.schedules(plan.schedule, plan.frozen), {plan.schedule.microbatches}
+    for _, size in sizes_of(config).phases:
+        for count in sorted({*size.calls} - known):
+            known.add(count)
+            try:
+                make(count)
+            except ConfigError as error:
+                rule = f"its {size.rows} rows make {count} microbatches, and {error.value}: {error.rule}"
+                remedy = "Give a number of rows for which it does, or another schedule"
+                raise ConfigError("a phase of train.ramp", rule, remedy) from error
+
+
+def _deprecated(config: TrainConfig) -> Iterator[str]:
+    """A line for each key of the config that has another name now."""
+    if config.parallel.param_dtype is not None:
+        key = f"parallel.param_dtype={config.parallel.param_dtype} is deprecated"
+        yield f"penstock: warning: {key}: write train.precision=mixed, which every mesh takes"
 
 
 def _make_folder(output: Path) -> None:
@@ -186,6 +227,7 @@ def run(prepared: Prepared) -> None:
     """Train. Collective: every rank calls it with what its own preflight returned."""
     config, output = prepared.config, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": prepared.start.done}
+    common["data"] = prepared.data.digest
     auto = _balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
     pipe = replace(auto, common=common).build(prepared.model)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
@@ -195,17 +237,24 @@ def run(prepared: Prepared) -> None:
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", start.done or None) if is_first() else None
+    throughput = Throughput.of(config, prepared.plan, pipe.device)
     display = make_display(is_first(), config.train.steps, start.done, config.train.log_every)
-    with display, CheckpointWriter(pipe, background=config.train.checkpoint_background) as writer:
-        for note in prepared.notes:
+    notes = *prepared.notes, profile_note(config.train, start.done), throughput.note
+    record = recorded(config, start.done, pipe.schedule.ranks, pipe.device, display.say)
+    writer = CheckpointWriter(pipe, background=config.train.checkpoint_background)
+    with display, record as trackers, writer:
+        for note in filter(None, notes):
             display.say(note)
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
-        outcome = train(
-            Run(config, pipe, data, optimizers, prepared.tokenizer, display, metrics, writer, start)
-        )
+        outcome = train(Run(
+            config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start
+        ))  # fmt: skip
     if metrics:
-        report_outcome(outcome, pipe.schedule, config)
+        schedule, count = pipe.schedule, outcome.timeline.microbatches
+        if count != schedule.microbatches:  # it ended within a ramp
+            schedule = auto.schedules(schedule, prepared.plan.frozen)(count)
+        report_outcome(outcome, schedule, config, trackers.lines)
     pipe.processes.gather(None)  # no rank leaves while process 0 still writes
     if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
         dist.barrier()  # nor does another pipeline
@@ -231,15 +280,15 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
         passed = f"penstock: warning: passed over {error}"
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
-    return _resumed(replace(prepared, start=older, notes=tuple(notes)), pipe, optimizers)
+    data = prepared.data.at(older.done, older.data)
+    return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
 
 
 def _balanced(prepared: Prepared) -> AutoPipeline:
     """The settings with a split by the time that each layer takes here, in a few steps. Collective."""
     auto = prepared.auto
     pipe = auto.build(prepared.model)
-    batch = prepared.data.of(pipe.batch_part[0]).batch(prepared.start.done + 1)
-    costs = [pipe.layer_costs(batch.content)]
+    costs = [pipe.layer_costs(_first_call(prepared, pipe.batch_part[0]))]
     pipe.close()
     if dist.is_initialized():
         dist.broadcast_object_list(costs)  # the pipelines of a mesh measure apart, and are split alike
@@ -252,12 +301,20 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     if mode == "off" or (mode == "auto" and folder is not None):
         return
     source = prepared.plan.source
-    if folder is not None:
+    if folder is not None and source.adapter is None:
         source = replace(source, files=tuple(weight_files(folder)))
     dtypes = (auto.wire_dtype, auto.sharded.param_dtype, auto.sharded.reduce_dtype)
-    reference = Reference(source, auto.seed, auto.loss(), dtypes, prepared.axes)
-    batch = prepared.data.of(0).batch(prepared.start.done + 1)  # the same one in every pipeline of a mesh
-    display.say(check_split(pipe, reference, batch.content, mode))
+    reference = Reference(source, auto.seed, auto.loss(), dtypes, prepared.axes, folder, auto.autocast)
+    first = _first_call(prepared, 0)  # the same one in every pipeline of a mesh
+    display.say(check_split(pipe, reference, first, mode))
+
+
+def _first_call(prepared: Prepared, part: int) -> Content:
+    """What the first pipeline call of the run takes of that part of the batch."""
+    step, data = prepared.start.done + 1, prepared.data.of(part)
+    content, microbatches = data.batch(step).content, prepared.config.pipeline.microbatches
+    first: Content = calls_of(content, data.sizes.at(step).calls, microbatches)[0]
+    return first
 
 
 def _check_output(config: TrainConfig) -> None:
@@ -282,10 +339,16 @@ def _check_lengths(config: TrainConfig, longest: int | None) -> None:
     raise ConfigError(f"pipeline.padding, to {padded} tokens a row", rule, remedy)
 
 
-def _padding_note(config: TrainConfig, data: Data) -> tuple[str, ...]:
-    """A line on the share of padding, where there can be any."""
+def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
+    """Lines on what changed, which tokens the loss counts, and the share of padding, where there is some."""
+    if start.data is not None and start.data["digest"] != data.digest:
+        yield "changed since then: the tokens of the data"
+    counted, tokens, dropped = (sum(getattr(each, name) for each in data.facts)
+                                for name in ("counted", "tokens", "dropped"))  # fmt: skip
+    if counted < tokens or dropped:
+        left = f"; {dropped} records without such a token are left out" if dropped else ""
+        yield f"the loss counts {counted:,} of {tokens:,} tokens, {counted / tokens:.1%}{left}"
     share = data.expected(config.train.steps).padding
-    if config.data.packing == "stream" and share == 0:
-        return ()
-    settings = f"data.packing={config.data.packing}, pipeline.shapes={config.pipeline.shapes}"
-    return (f"padding {share:.1%} of the tokens ({settings})",)
+    if config.data.packing != "stream" or share:
+        settings = f"data.packing={config.data.packing}, pipeline.shapes={config.pipeline.shapes}"
+        yield f"padding {share:.1%} of the tokens ({settings})"

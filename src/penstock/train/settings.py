@@ -17,6 +17,8 @@ from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import CheckpointingSection
+from penstock.train.optimizer import check_installed
+from penstock.train.sizes import Sizes
 
 # keys of the section `pipeline` that AutoPipeline takes by the same name and with the same meaning
 _SAME = (
@@ -63,9 +65,30 @@ def axes_of(config: TrainConfig, world: int | None = None) -> Axes:
             f"each rank is one process, and the world has {world}",
             f"Start it with {ranks} processes, or set pipeline.ranks={world}",
         )
-    full = axes.resolve(ranks, world)
-    check_rows(config.train.batch_size, config.pipeline.microbatches, full.batch_parts)
+    full, train = axes.resolve(ranks, world), config.train
+    check_rows(train.batch_size, config.pipeline.microbatches, full.batch_parts, train.accumulate)
+    _check_ramp(config, full)
     return full
+
+
+def _check_ramp(config: TrainConfig, axes: Axes) -> None:
+    """Raise ConfigError for a smaller step that the axes, without -1, cannot share."""
+    shared = 2 * axes.cp if axes.cp > 1 else 1
+    shared *= axes.tp if config.parallel.sequence_parallel else 1
+    for phase in config.train.ramp:
+        for name, size, parts in (
+            ("batch_size", phase.batch_size, axes.batch_parts),
+            ("sequence_length", phase.sequence_length, shared),
+        ):
+            if size is not None and size % parts:
+                rule = f"with {axes} it is shared by {parts}, evenly"
+                remedy = f"Give a multiple of {parts}"
+                raise ConfigError(f"train.ramp with {name}={size}", rule, remedy)
+
+
+def sizes_of(config: TrainConfig) -> Sizes:
+    """The size of each step. Raises what `axes_of` raises."""
+    return Sizes.of(config, axes_of(config).batch_parts)
 
 
 def for_world(config: TrainConfig, world: int | None) -> TrainConfig:
@@ -90,7 +113,8 @@ def is_first() -> bool:
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Raise ConfigError where the config asks for a GPU and this machine has none."""
+    """Raise ConfigError where the config asks for a GPU or a package that this machine lacks."""
+    check_installed(config.optimizer)
     if torch.cuda.is_available():
         return
     if config.pipeline.transport == "nccl":
@@ -115,7 +139,10 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         sequence_length=config.data.sequence_length,
         seed=model.seed,
         dtype=getattr(torch, model.dtype),
+        autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
         attention=model.attention,
+        adapter=None if config.adapter is None else config.adapter.lora_config(),
+        quantize=None if config.adapter is None else config.adapter.quantize,
         device="cpu" if config.train.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
         trace_folder=trace_folder(config, axes),
@@ -157,6 +184,7 @@ def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
     """Rows and tokens a row of the largest microbatch, with padding."""
-    rows = -(-config.train.batch_size // (config.pipeline.microbatches * axes_of(config).batch_parts))
+    parts = axes_of(config).batch_parts
+    rows = -(-config.train.batch_size // (config.pipeline.microbatches * config.train.accumulate * parts))
     padding, length = make_padding(config.pipeline), config.data.sequence_length
     return rows, padding.lengths(length).full if padding else length

@@ -11,8 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from penstock import AutoPipeline
-from penstock.models.weights import files as weights
-from penstock.pipeline.auto_pipeline import fill
 from support.pool import start
 
 MIB = 2**20
@@ -33,7 +31,7 @@ def load(result: Connection, folder: Path, dtype: torch.dtype) -> None:
     stage = plan.model_of(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = held("VmRSS")
-    fill(stage, plan.source, weights.tied_names(plan.source.model), auto.seed)
+    plan.source.fill(stage, auto.seed)
     sizes = [parameter.nbytes for parameter in stage.parameters()]
     result.send((held("VmHWM") - before, sum(sizes), max(sizes)))
 

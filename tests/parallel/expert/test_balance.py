@@ -125,12 +125,12 @@ def check_cases(pool: Pool, cases: list[Case]) -> None:
 
 
 def test_as_one_process(pool: Pool) -> None:
-    check_cases(pool, CASES)
+    check_cases(pool, CASES[1:3])
 
 
 @pytest.mark.parallel
 def test_every_family_method_and_axis(pool: Pool) -> None:
-    check_cases(pool, MORE)
+    check_cases(pool, [*CASES, *MORE])
 
 
 def with_a_loss(types: Sequence[str]) -> list[str]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator
-from unittest.mock import Mock
+from threading import Event
+from unittest.mock import ANY, Mock, call
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
 from penstock.runtime.health import watch as health
-from penstock.runtime.health.watch import FailureNotes, Wait, Watch
+from penstock.runtime.health.notes import Failure, FailureNote, FailureNotes, LimitedStore, Wait
+from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op, build
@@ -21,6 +24,7 @@ from penstock.schedule import Op, build
 TIMEOUT = 0.4  # a note every 0.05 s
 TIMED_OUT, CLOSED = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")
 PROGRAM = build("1f1b", ranks=4, microbatches=6).programs[2]
+HOST = socket.gethostname()
 FORWARDS = [Op(0, "F", m) for m in range(3)]  # which have no phases
 
 Start = Callable[[int], Watch]
@@ -54,6 +58,10 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "_CEASED", 40)
 
 
+def notes(store: Store, process: int) -> FailureNotes:
+    return FailureNotes(LimitedStore(store), process)
+
+
 def waits(watch: Watch, op: str, target: int) -> None:
     message = Message(Op.parse(op), target)
     watch.begin(message, message.op.stage)
@@ -85,9 +93,8 @@ def test_the_thread_publishes_progress_and_asks_for_it_once_a_period(store: Stor
 
     start(2).follow(progress)
     time.sleep(5 * TIMEOUT / 8)
-    note = FailureNotes(store, 0).read(2)
-    assert note is not None
-    assert note.age < TIMEOUT
+    note = notes(store, 0).read([2])[2]
+    assert 0 <= time.monotonic() - note.at < TIMEOUT
     assert note.account == "in 2F2, steady phase; 3 of 12 ops done, the last 2F0 2F1 2B0"
     assert 2 <= len(asked) <= 6
 
@@ -107,7 +114,7 @@ def test_the_chain_of_waits_ends_at_the_rank_that_stalled(start: Start) -> None:
     assert TIMEOUT <= error.waited < TIMEOUT + 1
     assert error.last_ops == PROGRAM[1:4]
     brief, report, own = str(error).splitlines()
-    assert brief.startswith("rank 0 waiting for 1B0 from rank 1: rank 2 has been silent for 0 s")
+    assert brief.startswith(f"rank 0 waiting for 1B0 from rank 1: rank 2 on {HOST} has been silent for 0 s")
     assert "; rank 1 waits for 2B0 from rank 2. " in brief
     assert report.startswith("  rank 2 last reported 0.")
     assert report.endswith("s ago: in 2F2, steady phase; 3 of 12 ops done, the last 2F0 2F1 2B0")
@@ -126,7 +133,7 @@ def test_a_rank_whose_notes_have_ceased_is_blamed_whatever_it_said_last(start: S
     waits(first, "2B0", 1)
     third.follow(lambda: at(2, True))
     time.sleep(TIMEOUT)
-    assert "from rank 2: rank 2 has been silent" in str(first.error(TIMED_OUT))
+    assert f"from rank 2: rank 2 on {HOST} has been silent" in str(first.error(TIMED_OUT))
 
 
 @pytest.mark.usefixtures("patient")
@@ -146,26 +153,65 @@ def test_a_wait_for_all_blames_those_that_wait_for_nobody(start: Start) -> None:
     time.sleep(TIMEOUT)
     error = watches[0].error(TIMED_OUT)
     assert str(error).startswith(
-        "rank 0 waiting for the end of the step from the other ranks: rank 2 has been silent"
+        f"rank 0 waiting for the end of the step from the other ranks: rank 2 on {HOST} has been silent"
     )
 
 
 @pytest.mark.usefixtures("patient")
 def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, start: Start) -> None:
     """0.5.0: where all waited for a rank of another pipeline, the first to notice was said to be silent."""
-    elsewhere = HashStore()
-    watches = [start(rank) for rank in range(4)]
-    for rank, watch in enumerate(watches):
-        watch.share_failures(elsewhere, rank)
+    watches = [start(process) for process in range(4)]
+    for watch, members in zip(watches, ([0, 2], [1, 3], [0, 2], [1, 3]), strict=True):
+        watch.number_ranks(members)
         watch.begin("the loss of the other parts of the batch", None)
     time.sleep(TIMEOUT)
     assert ": some rank has been silent" in str(watches[2].error(TIMED_OUT))
-    assert FailureNotes(store, 0).first_failure("failed", "silent") is None
+    first = notes(store, 0).first_failure("failed", "silent")
+    assert first is not None
+    assert first.process is None
     lost = str(watches[1].error(CLOSED))
-    assert (
-        ": process 2 failed first: rank 2 waiting for the loss of the other parts of the batch from" in lost
-    )
-    assert "some rank has been silent" in lost
+    waiting = f"rank 1 on {HOST} waiting for the loss of the other parts of the batch from the other ranks"
+    assert f"from the other ranks: {waiting}: some rank has been silent" in lost
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_rank_of_another_pipeline_whose_notes_have_ceased_is_named(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: "some rank has been silent", where a rank of another part of the batch was stopped."""
+    watches = [start(process) for process in range(4)]
+    for watch, members in zip(watches, ([0, 2], [1, 3], [0, 2], [1, 3]), strict=True):
+        watch.number_ranks(members)
+        watch.begin("the loss of the other parts of the batch", None)
+    watches[3].close()
+    time.sleep(TIMEOUT)
+    monkeypatch.setattr(health, "_CEASED", 3)
+    assert f": process 3 on {HOST} has been silent" in str(watches[2].error(TIMED_OUT))
+
+
+def test_notes_of_a_machine_whose_clock_is_wrong_count_as_others(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: a rank whose clock was 20 s behind was blamed: notes were judged by the wall clock in them."""
+    waiting, slow, at_work = start(0), start(1), start(2)
+    off = {"behind": -20.0, "ahead": 20.0}
+    for watch, other in zip((slow, at_work), off, strict=True):
+        monkeypatch.setattr(watch._notes, "_boot", other)
+    leave = FailureNotes.leave
+
+    def leave_wrong(self: FailureNotes, account: str, wait: Wait | None, last: bool = False) -> None:
+        if self._boot not in off:
+            return leave(self, account, wait, last)
+        note = FailureNote(time.monotonic() + off[self._boot], HOST, self._boot, account, wait, last)
+        return self._store.set(f"note/{self.process}", json.dumps(note))
+
+    monkeypatch.setattr(FailureNotes, "leave", leave_wrong)
+    waits(slow, "2B0", 1)
+    waits(waiting, "1B0", 0)
+    time.sleep(2 * TIMEOUT)
+    error = waiting.error(TIMED_OUT)
+    assert f"rank 1: rank 2 on {HOST} has been silent" in str(error)
+    assert "last reported at least 0.0 s ago" in error.peer_report
 
 
 def test_a_wait_that_goes_on_keeps_its_beginning(start: Start) -> None:
@@ -185,7 +231,7 @@ def test_the_first_reason_stays(start: Start) -> None:
     for cause in (CLOSED, TIMED_OUT):  # also where the process of the rank that failed lives on
         error = waiting.error(cause)
         assert isinstance(error, PeerLostError)
-        assert "rank 1: rank 2 failed first: 2F3: ValueError: no. " in str(error)
+        assert f"rank 1: rank 2 on {HOST} failed first: 2F3: ValueError: no. " in str(error)
         assert error.peer_report.startswith("rank 2 last reported 0.")
 
 
@@ -210,25 +256,48 @@ def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start:
     assert isinstance(two.error(TIMED_OUT), StalledPeerError)
     lost = three.error(CLOSED)
     assert isinstance(lost, PeerLostError)
-    assert "rank 1: rank 2 failed first: it has been silent for 0 s, as rank 1 noticed. " in str(lost)
+    assert f"rank 1: rank 2 failed first: it has been silent for 0 s, as rank 1 on {HOST} noticed. " in str(
+        lost
+    )
 
 
 def test_a_store_that_is_gone_is_done_without() -> None:
     gone = Mock(spec=Store)
+    gone.clone.return_value = gone
     gone.check.side_effect = gone.set.side_effect = gone.compare_set.side_effect = RuntimeError("refused")
-    notes = FailureNotes(gone, 0)
-    assert not notes.leave("at work", Wait("2F0", 2))
-    assert notes.read(1) is None
-    notes.fail(0, "no")
-    assert notes.first_failure("failed") is None
+    left = notes(gone, 0)
+    left.leave("at work", Wait("2F0", 2))
+    assert left.read([1]) == {}
+    left.fail(Failure(0, HOST, "no"))
+    assert left.first_failure("failed", patience=60) is None
+    assert gone.mock_calls == [call.clone(), call.set("note/0", ANY)]  # nobody calls it again
+
+
+def test_a_store_that_does_not_answer_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: a rank on the other side of a network partition sat in a call to the store for minutes."""
+    silent, answered = Mock(spec=Store), Event()
+    silent.clone.return_value = silent
+    silent.check.side_effect = lambda keys: answered.wait(60)
+    monkeypatch.setattr(health, "ANSWERS", 0.2)
+    watch = Watch(silent, 0, 2, TIMEOUT)
+    watch.begin("1B0", 1)
+    began = time.monotonic()
+    error = watch.error(TIMED_OUT)
+    assert time.monotonic() - began < 1
+    assert "from rank 1: rank 1 has been silent for 0 s, longer than the timeout of 0 s; the store of" in str(
+        error
+    )
+    assert "this rank may be cut off" in str(error)
+    watch.close()
+    assert silent.check.call_count == 1
+    answered.set()
 
 
 def test_a_note_keeps_what_it_is_given(store: Store) -> None:
-    FailureNotes(store, 1).leave("in 2F3", Wait("2F0", None))
-    note = FailureNotes(store, 0).read(1)
-    assert note is not None
-    assert (note.account, note.wait) == ("in 2F3", Wait("2F0", None))
-    assert json.loads(store.get("note/1"))[1] == "in 2F3"
+    notes(store, 1).leave("in 2F3", Wait("2F0", None))
+    note = notes(store, 0).read([1])[1]
+    assert (note.account, note.wait, note.host) == ("in 2F3", Wait("2F0", None), HOST)
+    assert json.loads(store.get("note/1"))[1] == HOST
 
 
 def test_any_error_may_carry_an_account() -> None:

@@ -19,7 +19,7 @@ from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Staging
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Op
-from runtime.transport.test_staging import Point
+from runtime.transport.test_staging import Stream
 from support import jobs_channels as jobs
 from support.pool import Pool
 
@@ -160,11 +160,11 @@ def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
 
 
 def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None:
-    computing = Point()
-    ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
+    copies = Stream()
+    ends.first._staging = Staging(ends.first._pool, copies)
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)  # returns at once
     assert ends.mail.sends == []
-    computing.reached.set()
+    copies.run()
     assert eventually(lambda: ends.mail.sends)
     assert ends.first._pool.idle_bytes == 0  # gloo reads the host memory
     ends.mail.gate.set()
@@ -178,9 +178,7 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
 
     A broken connection is made an error that names a rank, which the thread did not expect.
     """
-    computing = Point()
-    computing.reached.set()
-    ends.first._staging = Staging(torch.device("cpu"), ends.first._pool, lambda: computing)
+    ends.first._staging = Staging(ends.first._pool, Stream(ahead=True))
     p2p = ends.first._p2p_groups[FORTH.channel]
     ends.first._p2p_groups[FORTH.channel] = p2p._replace(group=Broken())  # type: ignore[arg-type]
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)

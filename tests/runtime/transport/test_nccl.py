@@ -19,7 +19,8 @@ from penstock import AutoPipeline, Pipeline, StageInfo
 from penstock.errors import ConfigError, PeerLostError, ScheduleError, StalledPeerError
 from penstock.parallel import nccl
 from penstock.runtime.health import watch
-from penstock.runtime.transport import groups, stream_channels
+from penstock.runtime.health.limits import is_late
+from penstock.runtime.transport import stream_channels
 from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Schedule, build, verify
 from penstock.schedule.order import blocked_in_line, exchanges
@@ -379,9 +380,9 @@ def test_a_rank_that_does_not_step() -> None:
     ],
 )
 def test_the_words_for_a_late_rank(words: str) -> None:
-    assert groups.is_late(RuntimeError(words))
+    assert is_late(RuntimeError(words))
 
 
 def test_the_words_for_a_lost_rank() -> None:
     lost = "NCCL communicator was aborted on rank 0. WorkNCCL(OpType=RECV, Timeout(ms)=600000)"
-    assert not groups.is_late(RuntimeError(lost))
+    assert not is_late(RuntimeError(lost))

@@ -1,10 +1,11 @@
-"""Staging: host memory is read and written in the order of the device's stream, and used again only then.
+"""Staging: host memory that a device reads or writes is used again when that is over, and not before.
 
 Instead of a GPU there is a stream on paper, and "meta" as the device: what is copied there holds no memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Event
 
 import pytest
@@ -34,13 +35,27 @@ class Point:
 
 
 class Stream:
-    """What was queued on it ends when `run` is called."""
+    """Copies on paper, which end when `run` is called; with `ahead` at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: bool = False) -> None:
         self.moments: list[Point] = []
+        self._ahead = ahead
 
-    def now(self) -> Point:
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Point:
+        for tensor, host in zip(tensors, hosts, strict=True):
+            host.copy_(tensor)
+        return self._queued()
+
+    def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Point]:
+        return tuple([host.to("meta") for host in hosts]), self._queued()
+
+    def fill(self, tensor: Tensor, host: Tensor) -> Point:
+        raise AssertionError("nothing is read from files")
+
+    def _queued(self) -> Point:
         self.moments.append(Point())
+        if self._ahead:
+            self.run()
         return self.moments[-1]
 
     def run(self) -> None:
@@ -60,7 +75,7 @@ def pool() -> Pool:
 
 @pytest.fixture
 def staging(stream: Stream, pool: Pool) -> Staging:
-    return Staging(torch.device("meta"), pool, stream.now)
+    return Staging(pool, stream)
 
 
 def address(tensor: Tensor) -> int:

@@ -280,7 +280,9 @@ def test_a_run_is_bit_for_bit_the_same_with_and_without_it(
         run(preflight(config(tmp_path / mode, GPT2_WITH_DROPOUT, steps=2, check=mode)))
         assert capsys.readouterr().out.count("checked in") == (mode == "auto")
     assert_same_tensors(checkpoint(tmp_path / "auto", 2), checkpoint(tmp_path / "off", 2))
-    measured = ("seconds", "tokens_per_second", "bubble")
+    measured = (
+        "seconds", "seconds_by_part", "tokens_per_second", "bubble", "tflops_per_device", "peak_resident",
+    )  # fmt: skip
     rows = [
         [{key: value for key, value in row.items() if key not in measured} for row in tiny.metrics(folder)]
         for folder in (tmp_path / "auto", tmp_path / "off")

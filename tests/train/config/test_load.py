@@ -99,7 +99,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.betas=[0.9, 0.9]", "Did you mean optimizer.betas?"),
         ("train.momentum=0.9", "Did you mean optimizer.momentum?"),  # of Muon's branch alone
         ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
-        ("optimizer.momentun=0.9", "Take one of learning_rate, betas, eps"),  # of AdamW's branch alone
+        ("optimizer.momentun=0.9", "Take one of learning_rate, weight_decay"),  # of AdamW's branch alone
         ("train.qqqq=3", "Take one of steps, batch_size"),
         ("train.steps=ten", "train.steps='ten': it should be a valid integer. Write a whole number"),
         ("train.steps=2.5", "train.steps=2.5: it should be a valid integer"),
@@ -156,7 +156,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("pipeline.modules_per_stage=[a]", "pipeline.modules_per_stage.0='a'"),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
-        ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon"),
+        ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon or"),
         ("optimizer.momentum=0.9", "optimizer: with name=adamw momentum are Muon's. Set optimizer.name=muon"),
         (
             f"{MUON} optimizer.betas=[0.9, 0.9]",
@@ -180,7 +180,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ),
         ("optimizer.warmup_steps=101", "optimizer.warmup_steps=101 is more than train.steps=100"),
         ("data.tokenizer=null", "data.tokenizer is missing"),
-        ("data.path=null", "data.path=None: it should be a valid string. Write text"),
+        ("data.path=null", "data: one of data.path and data.mixture is needed, and here neither is"),
         ("pipeline.schedule=2f2b", "schedule '2f2b'"),
         (
             "pipeline.schedule=3",
@@ -275,3 +275,19 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_the_examples_are_right(file: Path) -> None:
     load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ("[12, 10]", r"steps=\[12, 10\]: the first step to profile comes after the last. Write \[10, 12\]"),
+        ("[0, 2]", "train.profile.steps"),
+        ("[10]", "train.profile.steps"),
+        ("[90, 101]", r"profile.steps=\[90, 101\] goes beyond steps=100.* Profile steps up to 100"),
+    ],
+)
+def test_steps_to_profile_are_a_range_of_the_run(tmp_path: Path, steps: str, message: str) -> None:
+    assert re.search(message, refused(tmp_path, MINIMAL, f"train.profile={{steps: {steps}}}"))
+    profile = load(tmp_path, MINIMAL, "train.profile={steps: [10, 12]}").train.profile
+    assert profile is not None
+    assert profile.steps == (10, 12)

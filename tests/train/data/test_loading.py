@@ -18,11 +18,14 @@ from torch import Tensor
 from penstock.batch.padding import Padding
 from penstock.errors import DataError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.documents import documents
 from penstock.train.data.loading import Batch, Data, load_data
-from penstock.train.data.packing import PACKINGS
-from penstock.train.data.rows import DocumentRows, Fill, StreamRows
+from penstock.train.data.packing import PACKINGS, Pieces, one_each
+from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
+from penstock.train.data.sampler import Mixture, Sampler
+from penstock.train.data.sources import open_source
+from penstock.train.data.store import in_memory
 from penstock.train.data.tokenizer import Bytes
+from penstock.train.sizes import Size, Sizes
 
 
 def config(path: Path, **data: Any) -> TrainConfig:
@@ -45,16 +48,28 @@ def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
     return str(caught.value)
 
 
+def of_rows(rows: int, length: int, microbatches: int = 2) -> Sizes:
+    return Sizes((), Size(rows, length, (microbatches,)))
+
+
 def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Data:
-    tokens = np.arange(count * 3, dtype=np.uint8).reshape(count, 3)
-    return Data(StreamRows(tokens[: count - held_out]), StreamRows(tokens[count - held_out :]), 2, seed)
+    """`count` rows of three tokens, 0 to 2, 3 to 5, ..., in batches of two."""
+    store = in_memory(np.arange(count * 3, dtype=np.uint8), [count * 3])
+
+    def rows(first: int, end: int) -> StoredRows:
+        starts = np.arange(first, end) * 3
+        pieces = Pieces(starts, np.full_like(starts, 3))
+        return StoredRows((SourceRows(store, pieces, one_each(starts, 3)),))
+
+    trained = count - held_out
+    sampler = Sampler(Mixture((1.0,), (None,)), (trained,), seed)
+    return Data(rows(0, trained), rows(trained, count), StreamLayout(), of_rows(2, 3), sampler)
 
 
 def stream(data: Data) -> bytes:
     """All rows of a stream, with those held out."""
-    assert isinstance(data.rows, StreamRows)
-    assert isinstance(data.held_out, StreamRows)
-    return data.rows.tokens.tobytes() + data.held_out.tokens.tobytes()
+    found = [rows.read(row) for rows in (data.rows, data.held_out) for row in range(len(rows))]
+    return b"".join(bytes(piece.ids.tolist()) for row in found for piece in row)
 
 
 def whole(batch: Batch) -> dict[str, Tensor]:
@@ -174,10 +189,9 @@ def test_a_folder_is_read_in_sorted_order_within_its_patterns(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     section = config(tmp_path, include=["*.py"], exclude=["skip", "skip.py"]).data
-    found = [
-        (Path(name).relative_to(tmp_path).as_posix(), text.decode()) for name, text in documents(section)
-    ]
-    assert found == [(n, n) for n in ("a.py", "b/a.py", "b/c.py", "b.py")]
+    records = open_source(section.sources[0]).records()
+    found = [(Path(name).relative_to(tmp_path).as_posix(), text) for name, text in records]
+    assert found == [(n, n.encode()) for n in ("a.py", "b/a.py", "b/c.py", "b.py")]
     rows = load(tmp_path, include=["*.py"], exclude=["skip", "skip.py"])
     assert stream(rows) == b"a.py\0b/a.py\0b/c.py\0b.py"[:20]
 
@@ -224,20 +238,20 @@ def test_an_id_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
         (b'"text"', "line 2: each line is a JSON object"),
         (b'{"texts": "x"}', "line 2: it has no field 'text', only 'texts'"),
         (b'{"text": 3}', "line 2: text holds a int and no text"),
-        (b'{"text": "\\ud800"}', "line 2: it is not JSON"),
+        (b'{"text": "\\ud800"}', "line 2: text is not Unicode text"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
-    """0.5.0: of a single bad line it said "Set data.text_field"."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line)
     found = refused(tmp_path / "a.jsonl")
     assert message in found
-    assert f"Mend line 2 of {tmp_path / 'a.jsonl'}, or remove it" in found
+    assert f"data file {tmp_path / 'a.jsonl'} line 2" in found
+    assert "Mend it, or remove it" in found
 
 
 def test_where_the_first_line_has_no_text_the_field_may_be_another(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"body": "good"}\n')
-    assert "Set data.text_field to the one that holds the text" in refused(tmp_path / "a.jsonl")
+    assert "set data.text_field to the one that holds the text" in refused(tmp_path / "a.jsonl")
 
 
 def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +261,7 @@ def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "it has no field 'body', only 'text'" in refused(tmp_path / "splits" / "train", text_field="body")
     (tmp_path / "splits" / "train" / "state.json").write_text("{")
     assert "datasets cannot load it" in refused(tmp_path / "splits" / "train")
-    assert "this is a folder" in refused(tmp_path, kind="jsonl")
+    assert "and ends in .jsonl" in refused(tmp_path, kind="jsonl")
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'penstock[datasets]'" in refused(tmp_path / "splits")
 
@@ -255,10 +269,10 @@ def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("x" * 16)
 
-    def refuse(*_: object) -> bytes:  # root may read any file, so its mode would not do
+    def refuse(*_: object) -> object:  # root may read any file, so its mode would not do
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     assert "it cannot be read (Permission denied)" in refused(tmp_path / "a")
 
 
@@ -273,7 +287,7 @@ def parts_of(data: Data, parts: int, step: int) -> list[Batch]:
 
 def test_the_parts_of_a_batch_are_the_batch_that_one_process_has() -> None:
     for rows, parts in ((8, 2), (7, 2), (9, 4)):
-        data = replace(rows_of(40, held_out=10), batch_size=rows)
+        data = replace(rows_of(40, held_out=10), sizes=of_rows(rows, 3))
         for step in (1, 5, 9):
             dealt = parts_of(data, parts, step)
             together = torch.cat([whole(batch)["input_ids"] for batch in dealt])
@@ -303,7 +317,7 @@ def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
 def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Path, packing: str) -> None:
     texts = ["abcdefghijklmnopqrst"[: 2 + number % 17] for number in range(300)]
     data = load_texts(tmp_path / "a.jsonl", texts, packing, sequence_length=18)
-    data = replace(data, batch_size=16)
+    data = replace(data, sizes=of_rows(16, 18))
 
     for step in (1, 4):
         dealt = parts_of(data, 2, step)
@@ -330,7 +344,7 @@ def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, pa
     data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3)
     epoch = -(-len(data.rows) // 2)
     trained = letters([data.batch(step) for step in range(1, epoch + 1)])
-    held = letters([Batch(data.held_out.content(range(len(data.held_out))), Fill())])
+    held = letters([Batch(data.layout.content(data.held_out, range(len(data.held_out))), Fill())])
     assert sorted(trained | held) == [text[0] for text in TEXTS]
     assert max(trained) < min(held)
     share = sum(len(text) for text in TEXTS if text[0] in held) / sum(map(len, TEXTS))
@@ -358,9 +372,8 @@ def test_a_batch_follows_from_its_step_and_not_from_the_microbatches(tmp_path: P
     for step in (7, 1, 30):
         for one, other in zip(*map(microbatches, (data.batch(step), again.batch(step))), strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
-    assert isinstance(data.rows, DocumentRows)
-    one_part = DocumentRows(data.rows.tokens, data.rows.pieces, data.rows.packing, 1)
-    assert letters([Data(one_part, data.held_out, 2, 3).batch(5)]) == letters([data.batch(5)])
+    one_part = replace(data, sizes=of_rows(2, 16, microbatches=1))
+    assert letters([one_part.batch(5)]) == letters([data.batch(5)])
 
 
 def test_the_expected_fill_is_that_of_the_first_steps(tmp_path: Path) -> None:

@@ -8,14 +8,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.data.packing import PACKINGS, Packing, best_fit, cut, one_each, sequential
+from penstock.train.data.packing import PACKINGS, Packing, best_fit, cut, one_each, overlong, sequential
 
 CAPACITY = 8
 
 
+def rows_in(packing: Packing) -> list[list[int]]:
+    return [packing.row(number).tolist() for number in range(packing.size)]
+
+
 def drawn(lengths: list[int], packing: Packing) -> list[str]:
     """Rows as in the module's drawing: one letter a token."""
-    return ["".join("abcdefgh"[piece] * lengths[piece] for piece in row) for row in packing]
+    return ["".join("abcdefgh"[piece] * lengths[piece] for piece in row) for row in rows_in(packing)]
 
 
 def test_the_drawing() -> None:
@@ -51,15 +55,15 @@ def test_pieces_are_the_documents_but_for_single_tokens(documents: list[int], ca
 @given(lengths=st.lists(st.integers(2, CAPACITY), max_size=40))
 def test_every_piece_is_in_one_row_and_no_row_is_too_long(lengths: list[int]) -> None:
     for pack in PACKINGS.values():
-        rows = pack(np.array(lengths, dtype=np.int64), CAPACITY)
+        rows = rows_in(pack(np.array(lengths, dtype=np.int64), CAPACITY))
         assert sorted(piece for row in rows for piece in row) == list(range(len(lengths)))
         assert all(row and sum(lengths[piece] for piece in row) <= CAPACITY for row in rows)
-        assert rows == pack(np.array(lengths, dtype=np.int64), CAPACITY)
+        assert rows == rows_in(pack(np.array(lengths, dtype=np.int64), CAPACITY))
 
 
 @given(lengths=st.lists(st.integers(2, CAPACITY), min_size=1, max_size=40))
 def test_sequential_keeps_the_order_and_begins_a_row_only_where_it_must(lengths: list[int]) -> None:
-    rows = sequential(np.array(lengths, dtype=np.int64), CAPACITY)
+    rows = rows_in(sequential(np.array(lengths, dtype=np.int64), CAPACITY))
     assert [piece for row in rows for piece in row] == list(range(len(lengths)))
     for before, after in pairwise(rows):
         assert sum(lengths[piece] for piece in before) + lengths[after[0]] > CAPACITY
@@ -68,7 +72,7 @@ def test_sequential_keeps_the_order_and_begins_a_row_only_where_it_must(lengths:
 @given(lengths=st.lists(st.integers(2, 50), min_size=1, max_size=60))
 def test_best_fit_is_what_its_definition_says(lengths: list[int]) -> None:
     """Against the slow way: for each piece look at every row."""
-    rows = best_fit(np.array(lengths, dtype=np.int64), 50)
+    rows = rows_in(best_fit(np.array(lengths, dtype=np.int64), 50))
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row, left in enumerate(free) if left >= length]
@@ -82,4 +86,11 @@ def test_best_fit_is_what_its_definition_says(lengths: list[int]) -> None:
 def test_a_hundred_thousand_documents_take_a_moment() -> None:
     lengths = np.random.default_rng(0).integers(2, 4097, 100_000)
     rows = best_fit(lengths, 4096)  # looking at every row for each would pass the test's time limit
-    assert len(rows) < 1.01 * lengths.sum() / 4096
+    assert rows.size < 1.01 * lengths.sum() / 4096
+
+
+def test_what_is_too_long_is_truncated_or_dropped() -> None:
+    documents = np.array([5, 10, 1, 3])
+    truncated, dropped = (overlong(documents, CAPACITY, mode) for mode in ("truncate", "drop"))
+    assert (truncated.starts.tolist(), truncated.lengths.tolist()) == ([0, 5, 16], [5, 8, 3])
+    assert (dropped.starts.tolist(), dropped.lengths.tolist()) == ([0, 16], [5, 3])

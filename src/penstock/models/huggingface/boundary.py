@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -41,6 +42,8 @@ from penstock.models.tracing.placeholder import (
 if TYPE_CHECKING:
     from penstock.models.stage import StageInfo
     from penstock.models.tracing.chain import Chain
+
+_REMEMBERED = 4096  # shapes of a placeholder's result
 
 
 class StageDone(BaseException):
@@ -187,9 +190,13 @@ class BoundaryLayer(nn.Module):
 
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
     """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
-    kind = type(layer)
-    layer.__class__ = type(kind.__name__, (BoundaryLayer, kind), {"__module__": kind.__module__})
+    layer.__class__ = _boundary_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
+
+
+@cache  # one for all of a kind: torch.compile compiles a forward anew for each class, 8 times at most
+def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (BoundaryLayer, kind), {"__module__": kind.__module__})
 
 
 # ---- Placeholders of the other modules: embeddings before the layers, norm and head after them
@@ -247,6 +254,8 @@ class PlaceholderBefore(ModulePlaceholder):
         key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
         known = self.__dict__["_known"]
         if key not in known:
+            if len(known) >= _REMEMBERED:
+                known.pop(next(iter(known)))
             known[key] = self._run_without_values(args, kwargs)
         return tree_map_only(TensorSpec, lambda spec: self._zeros(spec.shape, spec.dtype), known[key],
                              is_leaf=lambda value: isinstance(value, TensorSpec))  # fmt: skip

@@ -7,6 +7,7 @@ refuses what its model would not read, what it sets itself, and numbers of token
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
+from penstock.models.huggingface.masks import made_from_shapes
 from penstock.models.tracing.meta import bare, is_empty
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
@@ -131,6 +133,11 @@ class MicrobatchCompleter:
         self._model = model if is_empty(model) else bare(model)
         self._routed = routed
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
+
+    @functools.cached_property
+    def made_from_shapes(self) -> int:
+        """Of the model, see penstock.models.huggingface.masks."""
+        return made_from_shapes(self._model)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         if ROUTED in microbatch and self._routed is None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.batch.head_logits import HeadLogits, are_large
+from penstock.runtime.split_backward.recording import lowered
 
 
 class DeferredHead(nn.Linear):
@@ -23,7 +24,8 @@ class DeferredHead(nn.Linear):
             return super().forward(input)
         kind, bias = input.device.type, self.bias
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-        return HeadLogits(input.to(dtype), self.weight.to(dtype), None if bias is None else bias.to(dtype))
+        low = None if bias is None else lowered(bias, dtype)
+        return HeadLogits(lowered(input, dtype), lowered(self.weight, dtype), low)
 
 
 def defer_head(model: PreTrainedModel) -> None:

@@ -27,7 +27,8 @@ from penstock.models.huggingface.boundary import BoundaryPlaceholder, ModulePlac
 
 _STAND_INS = (BoundaryPlaceholder, ModulePlaceholder)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
-_LIBRARIES = {"torch", "transformers", "penstock", "accelerate", "functools", "inspect", "typing", "numpy"}
+_LIBRARIES = {"torch", "transformers", "penstock", "peft", "accelerate", "functools", "inspect", "typing"}
+_LIBRARIES |= {"numpy"}
 _TABLES = {"_parameters", "_buffers", "_modules"}
 
 

@@ -7,7 +7,8 @@ from the model itself. A stage with nothing of the model passes on what it recei
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from transformers import PreTrainedModel
 
 from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
+from penstock.batch.placement import OnDevice
 from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import ModelError
+from penstock.models.adapters import forget_tied_tokens
 from penstock.models.huggingface.boundary import (
     Boundary,
     BoundaryPlaceholder,
@@ -28,6 +31,7 @@ from penstock.models.huggingface.boundary import (
 )
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.head import defer_head
+from penstock.models.huggingface.masks import Answers, Edits, answering
 from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
 from penstock.models.stage import StageInfo
@@ -65,6 +69,7 @@ def cut(
         if isinstance(value, Tensor) and value.grad_fn is not None:
             memo[id(value)] = value.detach().clone()
     stage = deep_copy(model, memo)
+    forget_tied_tokens(stage)
     copy_gradient_hooks(stage, model, memo)
     refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
@@ -103,17 +108,20 @@ class HFCall:
         entries: frozenset[str] | None = None,
         *,
         defers_head: bool = False,
+        from_shapes: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             entries: those of a microbatch that the model gets, from `taken` of it before axes change its
                 forward; others are the loss's.
             defers_head: whether the last stage may return HeadLogits.
+            from_shapes: returns `made_from_shapes` of the whole model.
         """
         if defers_head and info.is_last:
             defer_head(model)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
+        self._from_shapes, self._answers, self._edits = from_shapes, dict[object, Any](), Edits(model)
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
@@ -125,7 +133,8 @@ class HFCall:
                      if name in self._taken or name.startswith(INNER)}  # fmt: skip
         self._boundary.begin(received[0] if received else None)
         try:
-            result = self._model(**arguments, use_cache=False)
+            with self._answering(arguments, microbatch):
+                result = self._model(**arguments, use_cache=False)
         except StageDone:
             return self._boundary.end()
         except BaseException:
@@ -133,6 +142,18 @@ class HFCall:
             raise
         self._boundary.end()
         return outcome(self._model, result)
+
+    def _answering(
+        self, arguments: Mapping[str, Any], microbatch: Microbatch
+    ) -> AbstractContextManager[None]:
+        if not isinstance(microbatch, OnDevice):
+            return _ON_HOST
+        alone = arguments.keys() == {"input_ids"} and not self._edits
+        constant = self._from_shapes() if alone else 0
+        return answering(Answers(microbatch, self._answers, constant))
+
+
+_ON_HOST = nullcontext()  # where values can be read without waiting
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:
@@ -160,15 +181,26 @@ def _coefficient(model: PreTrainedModel) -> float:
 class HFEdges:
     """Shape and dtype on the edges of a Hugging Face model: hidden states of (rows, sequence, width)."""
 
-    def __init__(self, model: PreTrainedModel, chain: Chain, computed: torch.dtype | None = None) -> None:
-        """computed: the dtype of mixed precision; None if the model computes in the dtype of its weights"""
-        self._hidden, self._dtype = chain.width, chain.dtype
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chain: Chain,
+        computed: torch.dtype | None = None,
+        first_trained: int = 0,
+    ) -> None:
+        """
+        Args:
+            computed: the dtype of mixed precision; None if the model computes in the dtype of its weights.
+            first_trained: the first stage that trains anything; no gradient goes back to those before it.
+        """
+        self._hidden, self._dtype, self._first_trained = chain.width, chain.dtype, first_trained
         if computed is not None and chain.dtype == model.dtype:  # else the model fixes its stream's dtype
             self._dtype = computed
         self.known = chain.only_hidden_states  # else only a run of the stages shows what crosses
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        return EdgeSpecs((TensorSpec((*model_input(microbatch).shape[:2], self._hidden), self._dtype),))
+        shape = (*model_input(microbatch).shape[:2], self._hidden)
+        return EdgeSpecs((TensorSpec(shape, self._dtype, differentiable=stage >= self._first_trained),))
 
 
 def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> None:

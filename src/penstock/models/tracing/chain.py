@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.probe import (
     FORMS,
     Findings,
@@ -103,6 +104,12 @@ def find_chain(model: PreTrainedModel) -> Chain:
             _found.pop(next(iter(_found)))
         _found[kind] = _find(model, name, len(layers))
     return _found[kind]
+
+
+def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> Chain:
+    """`chain` with the dtype that its hidden states have under autocast in `dtype`."""
+    with AutocastWithoutValues(dtype):
+        return replace(chain, dtype=run_layers(model, chain.layers, chain.output_form) or chain.dtype)
 
 
 def _built(model: PreTrainedModel, layers: str) -> object | None:

@@ -215,6 +215,11 @@ def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
 def _untie(model: nn.Module) -> None:
     """Give each place a parameter of its own, so that the provenance shows which one is used."""
     met: set[int] = set()
+    for module in list(model.modules()):
+        for name, child in module._modules.items():  # such as trained rows of a tied embedding
+            if isinstance(child, nn.ParameterDict):
+                module._modules[name] = nn.ParameterDict({**child}) if id(child) in met else child
+                met.add(id(child))
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in met:

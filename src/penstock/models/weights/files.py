@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError
+from penstock.models.weights.reading import PieceReader, TensorsOnDevice
+from penstock.runtime.copies import CudaCopies
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMED = 5  # tensors of each kind that an error names
+_HOST = torch.device("cpu")
 
 # torch's dtypes by their names in safetensors
 DTYPES = {
@@ -103,14 +106,34 @@ def _open(file: Path) -> Any:
         ) from cause
 
 
-def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties) -> None:
+def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device = _HOST) -> None:
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
     Tensor by tensor: peak memory is the stage plus one tensor in the files' dtype, or plus the tensors that
     transformers puts together to one.
+
+    Args:
+        device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
+
     Raises CheckpointError where a parameter is in no file or has another shape.
     """
-    _fill(stage, files, ties, Unread, "cpu")
+    if device.type == "cpu":
+        _fill(stage, files, ties, _each(Unread), "cpu")
+    else:
+        load_to_device(stage, files, ties, device)
+
+
+def load_to_device(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device) -> None:
+    """As `load`, by way of two pieces of host memory."""
+    reader = PieceReader(CudaCopies(device))
+    with ExitStack() as opened:
+
+        def unread(path: Path) -> dict[str, Unread]:
+            tensors = TensorsOnDevice(path, reader, device)
+            opened.callback(tensors.close)
+            return {name: UnreadOnDevice(tensors, name) for name in _open(path).keys()}  # noqa: SIM118
+
+        _fill(stage, files, ties, unread, str(device))
 
 
 def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:
@@ -121,7 +144,7 @@ def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: b
     Args:
         whole: `stage` is the whole model: a tensor that it has no place for is an error, too
     """
-    _fill(stage, files, ties, UnreadShape, "meta", whole=whole)
+    _fill(stage, files, ties, _each(UnreadShape), "meta", whole=whole)
 
 
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -156,11 +179,29 @@ class UnreadShape(Unread):
         return torch.empty(found.get_shape(), dtype=DTYPES[found.get_dtype()], device="meta")
 
 
+class UnreadOnDevice(Unread):
+    """The same, read into the memory of a GPU."""
+
+    def __getitem__(self, index: object) -> Tensor:
+        tensors: TensorsOnDevice = self._file
+        return tensors.read(self._name, DTYPES.__getitem__)
+
+
+def _each(kind: type[Unread]) -> Callable[[Path], dict[str, Unread]]:
+    """The tensors of a file, by name."""
+
+    def unread(path: Path) -> dict[str, Unread]:
+        file = _open(path)
+        return {name: kind(file, name) for name in file.keys()}  # noqa: SIM118
+
+    return unread
+
+
 def _fill(
     stage: PreTrainedModel,
     files: Sequence[Path],
     ties: Ties,
-    reader: type[Unread],
+    tensors: Callable[[Path], Mapping[str, Unread]],
     device: str,
     *,
     whole: bool = False,
@@ -168,8 +209,8 @@ def _fill(
     if next(stage.parameters(), None) is None:  # a stage that only passes on its input
         return
     unread: dict[str, Any] = {}
-    for file in map(_open, files):
-        unread |= {name: reader(file, name) for name in file.keys()}  # noqa: SIM118
+    for file in files:
+        unread |= tensors(file)
     mapping = get_model_conversion_mapping(stage)
     for entry in mapping:  # where one asks for the CPU, it would move what has no values
         if device == "meta" and isinstance(entry, WeightConverter):
@@ -183,7 +224,7 @@ def _fill(
     )
     with _one_tensor_at_a_time():
         info, _ = convert_and_load_state_dict_in_model(stage, unread, config)
-    _tie_within(stage, ties)
+    tie_within(stage, ties)
     read_by_another_name = {n for names in ties if not info.missing_keys.issuperset(names) for n in names}
     lacking = info.missing_keys - read_by_another_name
     mismatched = {
@@ -254,7 +295,7 @@ def _add_names_of_ties(
                 unread[name] = unread[found[0]]
 
 
-def _tie_within(stage: nn.Module, ties: Ties) -> None:
+def tie_within(stage: nn.Module, ties: Ties) -> None:
     """Make names of one weight on the same stage one parameter again."""
     held = dict(stage.named_parameters(remove_duplicate=False))
     for names in ties:

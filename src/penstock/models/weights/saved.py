@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -51,13 +51,21 @@ class SavedModel:
     other_files: Mapping[str, bytes] | None = None
     kind: type[PreTrainedModel] | None = None
 
-    def unread(self, names: Collection[str]) -> str | None:
-        """One of `names` that from_pretrained would not read into a model made of the config."""
-        if self.kind is None:
+    def written(self, module: nn.Module) -> list[str]:
+        """The names in the state of a stage's `module` that files hold."""
+        return [name for name in module.state_dict() if name not in self.copies]
+
+    def unread(self, stages: Mapping[int, Stage], *, pretrained: bool) -> str | None:
+        """A parameter of the stages that would not be read again; None where there is none.
+
+        pretrained: by from_pretrained, which makes the model of the config; else by `load`
+        """
+        if self.kind is None or not pretrained:
             return None
         with torch.device("meta"):
             known = self.kind(self.config).state_dict().keys()
-        return min(set(names) - known, default=None)
+        names = {name for stage in stages.values() for name, _ in stage.module.named_parameters()}
+        return min(names - known, default=None)
 
     @property
     def copies(self) -> frozenset[str]:
@@ -90,7 +98,7 @@ class SavedModel:
         A stage is in one file, or in several of `max_shard_size` at most (bytes, or text such as "5GB"; a
         single weight may be larger). Peak memory is the stage plus the converted weights of a layer.
         """
-        limit = _parsed_size(max_shard_size)
+        limit = parsed_size(max_shard_size)
         held = [(index, layout.sizes) for index, layout in layouts.items()]
         gathered = processes.gather(held)  # before anything that can fail on one process alone
         sizes = {int(index): names for each in gathered for index, names in each}
@@ -98,12 +106,13 @@ class SavedModel:
         mine = {file: shard for file, shard in shards.items() if shard.stage in layouts}
         entries = {f: layouts[shard.stage].write(folder / f, shard.names) for f, shard in mine.items()}
         if processes.index == 0:
-            self._write_rest(folder, shards, sizes)
+            self.write_rest(folder, shards, sizes)
         return entries
 
-    def _write_rest(
+    def write_rest(
         self, folder: Path, shards: Mapping[str, Shard], sizes: Mapping[int, Mapping[str, int]]
     ) -> None:
+        """Write the index, config and tokenizer. sizes: bytes, by stage and name"""
         if len(shards) > 1:
             weight_map = {name: file for file, shard in shards.items() for name in shard.names}
             total = sum(sizes[shard.stage][name] for shard in shards.values() for name in shard.names)
@@ -124,7 +133,9 @@ class SavedModel:
         """
         self.check(folder, stages)
         for stage in stages.values():
-            weights.load(write_through(stage.module), _weight_files(Path(folder)), self.ties)
+            files, twin = _weight_files(Path(folder)), write_through(stage.module)
+            held = next(stage.module.parameters(), None)
+            weights.load(twin, files, self.ties, torch.device("cpu") if held is None else held.device)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
@@ -161,7 +172,8 @@ def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str,
     return {f"model-{n:05d}-of-{count:05d}.safetensors": shard for n, shard in enumerate(shards, 1)}
 
 
-def _parsed_size(size: int | str) -> int:
+def parsed_size(size: int | str) -> int:
+    """Bytes of a number, or of text such as "5GB". Raises ConfigError."""
     parsed = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).upper())
     found = int(parsed[1]) * 1000 ** " KMGT".index(parsed[2] or " ") if parsed else 0
     if found < 1:

@@ -56,7 +56,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call
         key, value: (rows, key_heads, part, ...), where key_heads divides heads
         sinks: (heads,), a score for each head that takes its share of the softmax and gives nothing
     """
-    result: Tensor = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
+    kind = query.device.type
+    if torch.is_autocast_enabled(kind):  # as it casts for attention in one call
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value))
+    with torch.autocast(kind, enabled=False):
+        result: Tensor = _Ring.apply(query, key, value, sinks, call)  # type: ignore[no-untyped-call]
     return result.transpose(1, 2).contiguous()
 
 

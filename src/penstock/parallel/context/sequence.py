@@ -12,7 +12,7 @@ token), and what attention must know of tokens on other ranks (`FullSequence`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from penstock.batch.loss import IGNORED, VALID_ITEMS
 from penstock.batch.microbatches import INNER
 from penstock.batch.packing import with_positions
 from penstock.batch.padding import KNOWN, Padding
+from penstock.batch.placement import to_device
 from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError
 
@@ -55,6 +56,11 @@ class FullSequence:
     def piece(self) -> int:
         """Tokens in a piece; each rank has two pieces."""
         return self.padded // (2 * self.count)
+
+    def to_device(self, device: torch.device) -> FullSequence:
+        """The same with its tensors on `device`."""
+        mask, documents = (None if t is None else to_device(t, device) for t in (self.mask, self.documents))
+        return replace(self, positions=to_device(self.positions, device), mask=mask, documents=documents)
 
     def counted_tokens(self, masked: bool) -> Tensor:
         """This rank's tokens that a mean over tokens counts: bool (rows, 2 * piece).

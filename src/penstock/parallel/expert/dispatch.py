@@ -98,13 +98,17 @@ def plan_route(chosen: Tensor, experts: int, directions: Directions) -> Route:
         experts: number of experts over all ranks
     """
     ranks = directions.forward.size()
-    flat = chosen.reshape(-1)
-    counts = torch.bincount(flat, minlength=experts)[:experts].view(ranks, experts // ranks)
+    flat = chosen.reshape(-1).long()
+    # not bincount, which waits for the device twice
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat.clamp(max=experts), torch.ones_like(flat))
+    counts = counts[:experts].view(ranks, experts // ranks)
     incoming = exchange(counts, [1] * ranks, [1] * ranks, directions.current())
     sent, received = torch.stack((counts.sum(1), incoming.sum(1))).tolist()  # the one wait for the device
     order = torch.argsort(flat, stable=True)[: sum(sent)]
     numbers = torch.arange(experts // ranks, device=chosen.device).repeat(ranks)
-    return Route(order, numbers.repeat_interleave(incoming.flatten()), sent, received, directions)
+    kinds = numbers.repeat_interleave(incoming.flatten(), output_size=sum(received))
+    return Route(order, kinds, sent, received, directions)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

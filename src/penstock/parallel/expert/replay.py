@@ -230,7 +230,7 @@ class StageRouting:
         return self._microbatches[number].kept
 
     def reset(self) -> None:
-        """Forget a step that failed half-way."""
+        """Forget the choices of the last step, and what a failed one has left."""
         self._microbatches.clear()
         self.recorded.clear()
 

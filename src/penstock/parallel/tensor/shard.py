@@ -48,6 +48,7 @@ from penstock.parallel.tensor.styles import (
     vocabulary,
     whole_sequence,
 )
+from penstock.runtime.split_backward.casts import marked_as_weight
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
@@ -188,7 +189,7 @@ class _TensorParallel(nn.Module):
             elsewhere = running.count > running.in_layers == 0
             return value.full_tensor() if elsewhere and self.tp_embeds else value
         is_partial = is_whole and name in self.tp_partial
-        return value.to_local(grad_placements=(PARTIAL_SUMS,) if is_partial else None)
+        return marked_as_weight(value.to_local(grad_placements=(PARTIAL_SUMS,) if is_partial else None))
 
 
 class _Wrappers:

@@ -25,7 +25,8 @@ def write_post_mortem(error: BaseException, executors: Sequence[Executor], folde
         so_far = timeline_so_far(executors)
         if folder is not None:
             path = folder / f"rank-{executors[0].plan.rank}.json"
-            write_trace(so_far, path)
+            schedule = executors[0].plan.schedule
+            write_trace(so_far, path, f"{schedule.name} of {schedule.microbatches} microbatches, cut short")
             trace = f"timeline so far in {path}"
     except Exception as trouble:  # e.g. a full disk, or a GPU that no longer answers
         trace = f"no timeline: {type(trouble).__name__}: {trouble}"
@@ -50,9 +51,9 @@ def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
     return timeline(schedule, ran, peaks, zero=0.0)
 
 
-def write_trace(timeline: Timeline, path: Path) -> None:
+def write_trace(timeline: Timeline, path: Path, title: str) -> None:
     """A trace for Perfetto, on the shared clock, so that the ranks' traces fit together."""
-    drawing = Drawing(f"{timeline.name}, cut short", (Panel("", timeline),), "s")
+    drawing = Drawing(title, (Panel("", timeline),), "s")
     trace = json.loads(perfetto(drawing))
     for event in trace["traceEvents"]:
         if "ts" in event:

@@ -1,8 +1,8 @@
 """The watch: which rank waits for which, and which failed first. It gives a silent hang a cause.
 
-    every period, each rank's thread:   store["note/<rank>"] = time, account, the wait that has lasted
-    the first rank that fails:          store["failed"] = rank, reason
-    a wait that fails:                  follow the notes -> PeerLostError or StalledPeerError
+    every period, each process's thread:   leaves a note (notes.py)
+    a wait that fails:                     follow the notes -> PeerLostError or StalledPeerError
+    a wait without an end of its own:      look at the notes every period -> the same
 
 When a wait times out, the notes lead to the rank that stalled: it waits for no other rank, or it writes no
 notes any more. A step itself sends nothing to the store: the thread reads the executor's records.
@@ -11,97 +11,29 @@ notes any more. A step itself sends nothing to the store: the thread reads the e
 from __future__ import annotations
 
 import atexit
-import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from datetime import timedelta
+from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
+from penstock.runtime.health.limits import ANSWERS, is_late
+from penstock.runtime.health.notes import Failure, FailureNotes, LimitedStore, Pulse, Wait
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
-from penstock.runtime.transport.groups import is_late
 from penstock.schedule import Op
 
-End = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
-
 _PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
+_START = 20.0  # seconds in which the store answers at first, and later at most, as long as nothing has failed
 _LINGERS = 10.0  # seconds that Python's exit waits for a note to be left
 _NOTICES = 5.0  # seconds in which a rank notices by itself that another one has failed
 _CEASED = 3  # periods without a note after which a rank counts as stuck
-
-
-class Wait(NamedTuple):
-    """A wait that has lasted: for `what`, from rank `peer` (None: from all)."""
-
-    what: str
-    peer: int | None
-
-
-class FailureNote(NamedTuple):
-    """A rank's report of itself. at: its wall clock, which the machines are trusted to agree on"""
-
-    at: float
-    account: str
-    wait: Wait | None
-
-    @property
-    def age(self) -> float:
-        return max(0.0, time.time() - self.at)
-
-    def __str__(self) -> str:
-        return f"last reported {self.age:.1f} s ago: {self.account}"
-
-
-class FailureNotes:
-    """The notes of `rank` and of the others in torch's key-value store, one note a rank.
-
-    A rank that cannot reach the store goes on without it: it ends with the process that holds it.
-    """
-
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self.rank = store, rank
-
-    def leave(self, account: str, wait: Wait | None) -> bool:
-        """Replace this rank's note; returns whether that worked."""
-        try:
-            self._store.set(f"note/{self.rank}", json.dumps((time.time(), account, wait)))
-        except RuntimeError:
-            return False
-        return True
-
-    def read(self, rank: int) -> FailureNote | None:
-        text = self._read(f"note/{rank}")
-        if text is None:
-            return None
-        at, account, wait = json.loads(text)
-        return FailureNote(at, account, Wait(*wait) if wait else None)
-
-    def fail(self, rank: int, reason: str, end: End = "failed") -> None:
-        """Record how `rank` ended; the first record of each kind stays."""
-        try:
-            self._store.compare_set(end, "", json.dumps((rank, reason)))
-        except RuntimeError:
-            return
-
-    def first_failure(self, *ends: End, patience: float = 0.0) -> tuple[int, str] | None:
-        """The first rank that ended in one of these ways, and the reason. Waits up to `patience` seconds."""
-        until = time.monotonic() + patience
-        while (text := next(filter(None, map(self._read, ends)), None)) is None:
-            if time.monotonic() >= until:
-                return None
-            time.sleep(0.05)
-        rank, reason = json.loads(text)
-        return rank, reason
-
-    def _read(self, key: str) -> str | None:
-        try:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        except RuntimeError:
-            return None
+_GONE = "; the store of the ranks' notes does not answer: this rank may be cut off, or its machine has ended"
 
 
 class Waiting(NamedTuple):
@@ -128,11 +60,18 @@ class Waiting(NamedTuple):
 
 
 class Watch:
-    """The watch of `rank` among `ranks`. timeout: seconds that a wait may take"""
+    """The watch of `process` among the first `processes` of a job. timeout: seconds that a wait may take
 
-    def __init__(self, store: Store, rank: int, ranks: int, timeout: float) -> None:
-        self._notes, self._rank, self._ranks, self.timeout = FailureNotes(store, rank), rank, ranks, timeout
-        self._mesh_notes: FailureNotes | None = None  # by process, of all pipelines of the mesh
+    Ranks are processes, unless `number_ranks` says otherwise.
+    """
+
+    def __init__(self, store: Store, process: int, processes: int, timeout: float) -> None:
+        self._store = LimitedStore(store, _START)
+        self._notes = FailureNotes(self._store, process)
+        self._pulse = Pulse(self._notes, range(processes))
+        self._process, self._rank, self.timeout = process, process, timeout
+        self._members: Sequence[int] = range(processes)
+        self._everyone = range(processes)
         self.gives_up: Callable[[], object] = lambda: None  # called once this rank has left its notes
         # ends what holds up this rank's host in foreign code, where something can: see `_free_host`
         self.frees: Callable[[], object] | None = None
@@ -142,19 +81,32 @@ class Watch:
         self._waiting: Waiting | None = None
         self._progress: Callable[[], Progress | None] = lambda: None
         self._period = min(1.0, timeout / 8)
+        self._leave_note()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="penstock-watch", daemon=True)
         self._thread.start()
         # 0.2.0: a thread that came back from the store while Python was ending aborted the process
-        atexit.register(self.close)
+        atexit.register(self._process_ends)
+
+    def number_ranks(self, members: Sequence[int]) -> None:
+        """From now on a rank is a place among these processes of the job: those of one pipeline."""
+        self._members, self._rank = [*members], [*members].index(self._process)
+        self._store.limit = max(ANSWERS, min(self.timeout, _START))
 
     def follow(self, progress: Callable[[], Progress | None]) -> None:
         """From now on, publish `progress`, which is called in the watch's own thread."""
         self._progress = progress
 
-    def share_failures(self, store: Store, process: int) -> None:
-        """From now on, share failures with the mesh's other pipelines, which do not see these notes."""
-        self._mesh_notes = FailureNotes(store, process)
+    def absent(self, seconds: float) -> list[int]:
+        """Wait for the first note of each process. Returns those that have left none after that time."""
+        return self._notes.absent(self._everyone, seconds)
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the store no longer answers."""
+        return self._store.gone
+
+    # ---- waits
 
     def begin(self, what: Message | str, peer: int | None) -> None:
         if self._waiting is None or self._waiting[:2] != (what, peer):  # else the same wait goes on
@@ -164,37 +116,84 @@ class Watch:
         self._waiting = None
 
     @contextmanager
-    def waiting(self, what: Message | str, peer: int | None) -> Iterator[None]:
-        """A wait. Raises the typed error if it fails."""
+    def waiting(
+        self,
+        what: Message | str,
+        peer: int | None,
+        ends: Callable[[BaseException], bool] = lambda cause: True,
+    ) -> Iterator[None]:
+        """A wait, perhaps within another one. Raises the typed error if it fails.
+
+        ends: whether a RuntimeError is of the wait, and not of what else the block does
+        """
+        before = self._waiting
         self.begin(what, peer)
         try:
             yield
         except RuntimeError as cause:
+            if not ends(cause):
+                raise
             raise self.error(cause) from cause
         finally:
-            self.end()
+            self._waiting = before
+
+    def wait_patiently(self, what: str, wait: Callable[[timedelta], object], limit: timedelta) -> None:
+        """Wait in any thread for all other ranks, which may take up to `limit`: for a disk, say.
+
+        wait: waits for some time, and raises RuntimeError where that was too short, or a rank is gone
+
+        Raises PeerLostError; StalledPeerError where a rank has left no notes for the timeout, or for a few
+        periods if this rank knows of a failure.
+        """
+        waiting = Waiting(what, None, time.monotonic())
+        while True:
+            began = time.monotonic()
+            try:
+                wait(timedelta(seconds=self._period))
+                return
+            except RuntimeError as cause:
+                if not is_late(cause):
+                    raise self._lost(waiting) from cause
+                self._pulse.look()
+                seconds = self._periods if self._over else self.timeout
+                stuck = [] if self._store.gone else self._ceased(self._everyone, seconds)
+                cut_off = self._store.gone and waiting.seconds > self.timeout
+                over = time.monotonic() - began < self._period / 2  # torch has given up
+                if stuck or cut_off or over or waiting.seconds > limit.total_seconds():
+                    raise self._stalled(waiting, stuck) from cause
+                if any(self._pulse.still(process) > seconds for process in self._others(self._everyone)):
+                    raise self._lost(waiting) from cause  # one that knew of a failure has ended
 
     @property
     def broken(self) -> bool:
         """Whether a rank has failed, or was reported to be silent."""
-        notes = filter(None, (self._notes, self._mesh_notes))
-        return any(each.first_failure("failed", "silent") is not None for each in notes)
+        return self._notes.first_failure("failed", "silent") is not None
+
+    # ---- the end
 
     def close(self) -> None:
-        atexit.unregister(self.close)
+        atexit.unregister(self._process_ends)
         self._stop.set()
         self._thread.join(_LINGERS)
+        self._store.close()
+
+    def _process_ends(self) -> None:
+        """Python ends, and the pipeline is open: ranks that still wait for this one learn why."""
+        error = getattr(sys, "last_value", None)  # the one whose traceback Python has printed
+        why = "" if error is None else f": {type(error).__name__}: {error}"
+        self._record(f"its process ended before it closed its pipeline{why}")
+        self.close()
 
     def failed(self, reason: str) -> None:
         """Record that this rank failed; the first record stays."""
-        self._notes.fail(self._rank, reason)
-        self._fail_mesh(reason, "failed")
+        self._record(reason)
         self._freeze()
         self.gives_up()
 
-    def _fail_mesh(self, reason: str, end: End) -> None:
-        if self._mesh_notes is not None:
-            self._mesh_notes.fail(self._mesh_notes.rank, reason, end)
+    def _record(self, reason: str) -> None:
+        self._notes.fail(Failure(self._process, self._notes.host, reason))
+
+    # ---- errors
 
     def error(
         self, cause: BaseException, what: Message | str = "", peer: int | None = None
@@ -203,56 +202,69 @@ class Watch:
         if what:
             self.begin(what, peer)
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
-        notes = filter(None, (self._notes, self._mesh_notes))
-        # a rank may have failed while its process lives on: then waits time out too
-        failed = any(each.first_failure("failed") is not None for each in notes)
-        late = (is_late(cause) or self._overdue) and not failed
-        error = self._stalled(waiting) if late else self._lost(waiting)
+        self._store.limit = ANSWERS
+        # at once, as the store may go with the first one; a rank may have failed while its process lives on
+        failed = self._notes.first_failure("failed")
+        if (is_late(cause) or self._overdue) and failed is None:
+            self._pulse.look()
+            error: PeerLostError | StalledPeerError = self._stalled(waiting, *self._follow(waiting.peer))
+        else:
+            error = self._lost(waiting, getattr(cause, "rank", None), failed)
         self.gives_up()
         return error
 
-    def _stalled(self, waiting: Waiting) -> StalledPeerError:
-        blamed, chain = self._follow(waiting.peer)
-        named = " and ".join(f"rank {rank}" for rank in blamed) or "some rank"
-        if blamed == [self._rank]:  # the chain of waits leads back
-            named = "every rank"
-        silent = f"has been silent for {waiting.seconds:.0f} s"
+    def _stalled(self, waiting: Waiting, blamed: Sequence[int], chain: str = "") -> StalledPeerError:
+        """blamed: processes; chain: how the notes lead to them, in words"""
+        named = " and ".join(map(self._name, blamed)) or "some rank"
+        culprit: int | None = blamed[0] if blamed else None
+        if self._process in blamed:  # the chain of waits leads back
+            named, culprit = "every rank", None
+        silent = f"{'have' if len(blamed) > 1 else 'has'} been silent for {waiting.seconds:.0f} s"
+        reason = f"it has been silent for {waiting.seconds:.0f} s, as {self._name(self._process)} noticed"
+        if culprit is None:
+            reason = f"{self._name(self._process)} {waiting.words}: {named} {silent}"
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
-        if blamed:
-            self._notes.fail(blamed[0], f"it {silent}, as rank {self._rank} noticed", "silent")
-        self._fail_mesh(f"rank {self._rank} {waiting.words}: {named} {silent}", "silent")
+        self._notes.fail(Failure(culprit, self._host(culprit), reason), "silent")
         self._freeze()
         error = StalledPeerError(
             f"rank {self._rank} {waiting.words}",
-            f"{named} {silent}, longer than the timeout of {self.timeout:.0f} s{chain}",
+            f"{named} {silent}, longer than the timeout of {self.timeout:.0f} s{chain}{self._gone}",
             "See what that rank was doing, or give a longer timeout if a step may take that long",
         )
         self._describe(error, waiting, blamed)
         return error
 
-    def _lost(self, waiting: Waiting) -> PeerLostError:
+    def _lost(self, waiting: Waiting, lost: int | None = None, first: Failure | None = None) -> PeerLostError:
+        """lost: the rank that is known to be gone; first: the first failure, if it is known"""
         self._freeze()
-        blamed = waiting.peer
-        patience = 2 * _PATIENCE if blamed is None else _PATIENCE  # a rank that knows its lost peer says so
-        first = self._notes.first_failure("failed", "silent", patience=patience)
-        elsewhere = None
-        if first is None and self._mesh_notes is not None:
-            elsewhere = self._mesh_notes.first_failure("failed", "silent")
+        self._pulse.look()
+        lost = waiting.peer if lost is None else lost
+        # a rank that knows its lost peer says so; where none does, the notes of that one cease
+        patience = _PATIENCE if lost is not None else max(6 * _PATIENCE, self._periods)
+        first = first or self._notes.first_failure("failed", "silent", patience=patience)
+        self._pulse.look()
+        blamed = [] if lost is None else [self._members[lost]]
+        if first is None and any(note.last for note in map(self._pulse.note, blamed) if note is not None):
+            # it closed its connections because it has lost another rank, and will say which
+            first = self._notes.first_failure("failed", "silent", patience=4 * _PATIENCE)
         if first is not None:
-            blamed, reason = first
-            rule = f"rank {blamed} failed first: {reason}"
-        elif elsewhere is not None:
-            rule = f"process {elsewhere[0]} failed first: {elsewhere[1]}"
+            rule, blamed = first.reason, []
+            if first.process is not None:
+                blamed = [first.process]
+                rule = f"{self._name(first.process, first.host)} failed first: {first.reason}"
         else:
-            rule = f"{waiting.whom} died or closed its connection"
-            if blamed is not None:  # so that the ranks that lose this one next name the first one
-                self._notes.fail(blamed, f"it died or closed its connection, as rank {self._rank} noticed")
+            blamed = blamed or ([] if self._store.gone else self._ceased(self._members, self._periods / 2))
+            named = " and ".join(map(self._name, blamed)) or "some rank"
+            rule = f"{named} died or closed its connection"
+            if blamed:  # so that the ranks that lose this one next name the first one
+                reason = f"it died or closed its connection, as {self._name(self._process)} noticed"
+                self._notes.fail(Failure(blamed[0], self._host(blamed[0]), reason))
         error = PeerLostError(
             f"rank {self._rank} {waiting.words}",
-            rule,
+            f"{rule}{self._gone}",
             "Fix the cause on that rank; this one only waited for it",
         )
-        self._describe(error, waiting, [] if blamed is None else [blamed])
+        self._describe(error, waiting, blamed)
         return error
 
     def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
@@ -260,12 +272,35 @@ class Watch:
         error.rank, error.op, error.peer, error.waited = (
             self._rank, str(waiting), waiting.peer, waiting.seconds)  # fmt: skip
         error.last_ops = progress.last_ops if progress is not None else ()
-        others = {rank: self._notes.read(rank) for rank in range(self._ranks) if rank != self._rank}
-        error.reports = {rank: str(note) for rank, note in others.items() if note is not None}
+        others = {process: self._pulse.report(process) for process in self._others(self._members)}
+        error.reports = {self._members.index(p): words for p, words in others.items() if words is not None}
         error.peer_report = "; ".join(
-            f"rank {rank} {error.reports.get(rank, 'never reported')}" for rank in blamed if rank in others
+            f"{self._name(process, '')} {self._pulse.report(process) or 'never reported'}"
+            for process in self._others(blamed)
         )
         give_account(error, account(progress, waiting.words))
+
+    def name_of(self, rank: int) -> str:
+        """A rank and its host, as far as it is known."""
+        self._pulse.look()
+        return self._name(self._members[rank])
+
+    def _name(self, process: int, host: str | None = None) -> str:
+        """host: where it is, None for what its note says"""
+        is_rank = process in self._members
+        named = f"rank {self._members.index(process)}" if is_rank else f"process {process}"
+        host = self._host(process) if host is None else host
+        return f"{named} on {host}" if host else named
+
+    def _host(self, process: int | None) -> str:
+        note = None if process is None else self._pulse.note(process)
+        return "" if note is None else note.host
+
+    @property
+    def _gone(self) -> str:
+        return _GONE if self._store.gone else ""
+
+    # ---- notes
 
     def _freeze(self) -> None:
         """Publish the progress of this rank, and keep it: its executor will forget the step."""
@@ -274,9 +309,12 @@ class Watch:
         self._leave_note()
 
     def _publish(self) -> None:
+        looked = 0.0
         while not self._stop.wait(self._period):
-            if not self._leave_note():
-                return
+            self._leave_note()
+            if time.monotonic() - looked > self.timeout / 2:  # to see by the end of a wait what has moved
+                self._pulse.look()
+                looked = time.monotonic()
             if self.frees is not None and not self._over:
                 self._free_host(self.frees)
 
@@ -297,25 +335,47 @@ class Watch:
             self._over = True
             free()
 
-    def _leave_note(self) -> bool:
+    def _leave_note(self) -> None:
         waiting = self._waiting
         words = "" if waiting is None else waiting.words
-        lasts = waiting is not None and waiting.seconds > self._period
-        wait = Wait(str(waiting), waiting.peer) if waiting is not None and lasts else None
-        return self._notes.leave(str(account(self._progress(), words)), wait)
+        wait = None
+        if waiting is not None and waiting.seconds > self._period:
+            wait = Wait(str(waiting), None if waiting.peer is None else self._members[waiting.peer])
+        self._notes.leave(str(account(self._progress(), words)), wait, self._over)
 
-    def _waits(self, rank: int) -> Wait | None:
-        """The wait that `rank` reports; None if its reports have stopped: then it is stuck itself."""
-        note = self._notes.read(rank)
-        return None if note is None or note.age > _CEASED * self._period else note.wait
+    @property
+    def _periods(self) -> float:
+        """Seconds without a note after which a process counts as stuck."""
+        return _CEASED * self._period
+
+    def _others(self, processes: Sequence[int]) -> list[int]:
+        return [process for process in processes if process != self._process]
+
+    def _ceased(self, processes: Sequence[int], seconds: float) -> list[int]:
+        """Those that have left no notes for so long, though they knew of no failure."""
+        notes = {process: self._pulse.note(process) for process in self._others(processes)}
+        return [
+            process
+            for process, note in notes.items()
+            if self._pulse.still(process) > seconds and not (note is not None and note.last)
+        ]
+
+    def _waits(self, process: int) -> Wait | None:
+        """The wait that a process reports; None if its reports have stopped: then it is stuck itself."""
+        note = self._pulse.note(process)
+        stuck = note is None or (not note.last and self._pulse.still(process) > self._periods)
+        return None if note is None or stuck else note.wait
 
     def _follow(self, peer: int | None) -> tuple[list[int], str]:
-        """The ranks at the end of the chain of waits, and the chain in words."""
+        """The processes at the end of the chain of waits, and the chain in words."""
+        if self._store.gone:
+            return [] if peer is None else [self._members[peer]], ""
         if peer is None:
-            return [r for r in range(self._ranks) if r != self._rank and self._waits(r) is None], ""
-        steps, seen = [], {self._rank}
-        while peer not in seen and (wait := self._waits(peer)) is not None and wait.peer is not None:
-            seen.add(peer)
-            steps.append(f"rank {peer} waits for {wait.what} from rank {wait.peer}")
-            peer = wait.peer
-        return [peer], "".join(f"; {step}" for step in steps)
+            ceased = self._ceased(self._everyone, self._periods)
+            return ceased or [p for p in self._others(self._members) if self._waits(p) is None], ""
+        process, steps, seen = self._members[peer], list[str](), {self._process}
+        while process not in seen and (wait := self._waits(process)) is not None and wait.peer is not None:
+            seen.add(process)
+            steps.append(f"{self._name(process, '')} waits for {wait.what} from {self._name(wait.peer, '')}")
+            process = wait.peer
+        return [process], "".join(f"; {step}" for step in steps)

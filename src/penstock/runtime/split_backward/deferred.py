@@ -6,7 +6,8 @@ values. So I frees everything else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from penstock.runtime.split_backward.products import Form
 Edge = tuple[Node, int]
 
 LEAF = "torch::autograd::AccumulateGrad"
+CAST = "ToCopyBackward0"
 PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have products of their own
 
 
@@ -65,6 +67,20 @@ class Product(NamedTuple):
             )
 
 
+class PutOff(NamedTuple):
+    """How much an I put off.
+
+    flops: of the weight gradients, by the id of their parameter; rows: of the longest product's x
+    """
+
+    flops: Mapping[int, int]
+    rows: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.flops.values())
+
+
 class Deferred:
     """The work that an I leaves for its W.
 
@@ -85,6 +101,15 @@ class Deferred:
         }
         self.nbytes = sum(storages.values())
 
+    @property
+    def put_off(self) -> PutOff:
+        flops: Counter[int] = Counter()
+        rows = [0]
+        for product in (product for group in self._groups for product in group):
+            flops[id(product.parameter)] += 2 * product.x.numel() * product.dy.shape[-1]
+            rows.append(product.x.numel() // product.x.shape[-1])
+        return PutOff(flops, max(rows))
+
     def run(self) -> None:
         """Accumulate the deferred weight gradients, and free all that was held.
 
@@ -103,6 +128,11 @@ def _accumulate(products: list[Product]) -> None:
     parameter = products[0].parameter
     if not parameter.requires_grad:  # frozen since: autograd drops its gradient as well
         products.clear()
+        return
+    if _may_add(parameter) and _enter_through_one_cast(products):
+        products.reverse()
+        with torch.no_grad():
+            parameter.grad += _sum(products)  # type: ignore[operator]
         return
     whole = [products.pop(index) for index in reversed(range(len(products))) if products[index].is_whole]
     if not products and _may_add(parameter):
@@ -131,9 +161,10 @@ def _accumulate(products: list[Product]) -> None:
 
 
 def _may_add(parameter: Tensor) -> bool:
-    """Whether a product may be added directly to the gradient: one pass over memory less than autograd needs.
+    """Whether what W computes may be added directly to the gradient, without autograd.
 
-    Autograd rounds half precision twice, and so must W.
+    Not to one in half precision: autograd rounds the product, and then the sum, as two kernels do. A product
+    that adds to the gradient rounds once, so that other bits come out.
     """
     gradient = parameter.grad
     return (
@@ -144,6 +175,31 @@ def _may_add(parameter: Tensor) -> bool:
         and gradient.dtype in (torch.float32, torch.float64)
         and not is_hooked(parameter)
     )
+
+
+def _enter_through_one_cast(products: Sequence[Product]) -> bool:
+    """Whether the weight of all products is one copy of the parameter in half precision, as under autocast.
+
+    Their sum may then be added to the gradient as it is. Autograd widens it first, which changes no value and
+    is one more pass over memory.
+    """
+    first = products[0]
+    node = first.edge[0]
+    return (
+        node.name() == CAST
+        and node.next_functions[0][0].name() == LEAF  # type: ignore[union-attr]
+        and all(product.edge[0] is node for product in products)
+        and first.dy.dtype in (torch.bfloat16, torch.float16)
+        and first.dy.device == first.parameter.device
+    )
+
+
+def _sum(products: list[Product]) -> Tensor:
+    """The sum of their gradients, from the last product on. Empties `products`."""
+    total = products.pop().gradient()
+    while products:
+        total += products.pop().gradient()
+    return total
 
 
 class _Gate(torch.autograd.Function):
@@ -159,11 +215,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None]:
-        products: list[Product] = ctx.products
-        total = products.pop().gradient()
-        while products:
-            total += products.pop().gradient()
-        return total, None
+        return _sum(ctx.products), None
 
 
 def _owned(products: Sequence[Product]) -> Iterator[Product]:

@@ -8,6 +8,9 @@ activations and the bias, and defers the weight's:
     y = x Wᵀ + b        I:  dx = dy W,  db = Σ dy        W:  dW = dyᵀ x
 
 A gradient that might be wrong later is computed at once; docs/split-backward.md lists the cases.
+
+Under autocast any forward takes the casts of weights from its stage (casts.py): `casting` is for those whose
+backward stays whole.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from penstock.runtime.split_backward.casts import WeightCasts, cast, is_weight
 from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product, is_hooked
 from penstock.runtime.split_backward.products import CALLS, Form, find
 
@@ -39,11 +43,16 @@ class Tape:
     """The products of one forward, and those that its backward defers.
 
     An object rather than a thread variable: on a GPU the engine's threads run the backward.
+
+    Args:
+        weights: the casts of weights that the forward shares with others.
+        defers: whether a backward may be split; else the products stay torch's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: WeightCasts, *, defers: bool) -> None:
+        self._weights, self._defers = weights, defers
         self._recomputes = False
-        # only in the forward; a part of it that runs again must hold only its own casts
+        # of activations; only in the forward: a part of it that runs again must hold only its own casts
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
         self._task: int | None = None  # the engine's number of the I that is running
         self._products: list[Product] = []
@@ -51,25 +60,45 @@ class Tape:
 
     # ---- in the forward
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor:
-        if form.cast and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = self._lower(x, dtype), self._lower(weight, dtype)
-            bias = None if bias is None else self._lower(bias, dtype)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor | None:
+        """The product, or None where torch's own call does all that there is to do."""
+        defers = self._defers and _may_defer(weight)
+        kind = x.device.type
+        casts = form.cast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if not (defers or casts):
+            return None
         if not self._recomputes:  # such hooks may run this part of the forward again in the backward
             self._recomputes = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if casts:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            weight, bias = self.lowered(weight, dtype), None if bias is None else self.lowered(bias, dtype)
+            if defers or (x.is_leaf and x.requires_grad):  # any other x torch casts in the same way
+                x = self.lowered(x, dtype)
+        if not defers:
+            return form.product(x, weight, bias)
         result: Tensor = _Product.apply(x, weight, bias, form, self)  # type: ignore[no-untyped-call]
         return result
 
-    def _lower(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Apply autocast's casts before the product, where autograd records them."""
-        if tensor.dtype == torch.float64:
+    def lowered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Apply autocast's cast before the product, where autograd records it.
+
+        A leaf is cast once, as by autocast, so that the gradients of all its uses are summed in `dtype`. An
+        activation without a gradient is a leaf too, but may be modified in place, and is freed after its use.
+        """
+        if not tensor.is_floating_point() or tensor.dtype in (torch.float64, dtype):
             return tensor
-        if self._casts is None or not tensor.is_leaf:
+        of_weight = is_weight(tensor)
+        kept = tensor.is_leaf or of_weight
+        kept = kept and (tensor.dtype == torch.float32 or not tensor.requires_grad)
+        if not kept or tensor.is_inference() or not torch.is_autocast_cache_enabled():
+            return tensor.to(dtype)
+        if of_weight:
+            return self._weights.of(tensor, dtype)
+        if self._casts is None or not tensor.requires_grad:
             return tensor.to(dtype)
         key = id(tensor), dtype
-        if key not in self._casts:  # as autocast does, so that all uses are summed in the same precision
-            self._casts[key] = tensor, tensor.to(dtype)  # `tensor` keeps its id from being used again
+        if key not in self._casts:
+            self._casts[key] = tensor, cast(tensor, dtype)  # `tensor` keeps its id from being used again
         return self._casts[key][1]
 
     @contextmanager
@@ -137,10 +166,12 @@ class _Recording(TorchFunctionMode):
     ) -> Any:
         # Every call of a forward comes here, so the test that most of them fail comes first. Compiled code
         # keeps torch's own products: the compiler must see them.
-        if func in CALLS and not torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled():
+        if func in CALLS and not torch.compiler.is_dynamo_compiling():
             found = find(*CALLS[func], args, kwargs or {})
-            if found is not None and _may_defer(*found[:3]):
-                return self.tape.product(*found)
+            if found is not None and _is_plain(*found[:3]):
+                result = self.tape.product(*found)
+                if result is not None:
+                    return result
         return func(*args, **(kwargs or {}))
 
 
@@ -173,11 +204,28 @@ class _RecordingAgain:
 
 
 @contextmanager
-def deferring() -> Iterator[Tape]:
-    """A stage's forward runs under this if its backward will be split; `hold` takes the tape."""
-    tape = Tape()
+def deferring(weights: WeightCasts | None = None) -> Iterator[Tape]:
+    """A stage's forward runs under this if its backward will be split; `hold` takes the tape.
+
+    weights: where autocast's casts of weights are kept; None keeps them with this forward
+    """
+    tape = Tape(WeightCasts() if weights is None else weights, defers=True)
     with tape.recording():
         yield tape
+
+
+@contextmanager
+def casting(weights: WeightCasts) -> Iterator[Tape]:
+    """Any other forward of a stage runs under this where autocast is on; `hold` takes the tape."""
+    tape = Tape(weights, defers=False)
+    with tape.recording():
+        yield tape
+
+
+def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in autocast's dtype, for a product that is no call of torch: of a weight, the stage's cast."""
+    tape = _current()
+    return tensor.to(dtype) if tape is None else tape.lowered(tensor, dtype)
 
 
 class _Product(torch.autograd.Function):
@@ -215,15 +263,22 @@ def _parameter(edge: Edge) -> Tensor | None:
     return parameter
 
 
-def _may_defer(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a product is one of plain tensors, and nothing but autograd looks at it."""
     return (
-        weight.requires_grad
-        and type(weight) in PLAIN
+        type(weight) in PLAIN
         and type(x) in PLAIN
         and (bias is None or type(bias) in PLAIN)
         and x.is_floating_point()
         and weight.layout is x.layout is torch.strided
-        and (weight.is_leaf or not (weight._backward_hooks or weight.retains_grad))
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
+    )
+
+
+def _may_defer(weight: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and (weight.is_leaf or not (weight._backward_hooks or weight.retains_grad))
     )

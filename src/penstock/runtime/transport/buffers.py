@@ -6,13 +6,14 @@ it: nothing else knows when that ends. So a buffer is free when the pool alone h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import TensorSpec
-from penstock.runtime.stream import CudaStream, Moment
+from penstock.runtime.copies import Copies
+from penstock.runtime.stream import Moment
 
 _WASTE = 1.125  # a buffer this much larger than what is asked for will do: ragged lengths share buffers
 _ALIGNED = 64  # bytes
@@ -91,34 +92,25 @@ def _is_free(buffer: UntypedStorage) -> bool:
 
 # ---- Staging: gloo between GPUs moves messages through host memory, so that ranks can share one GPU.
 #
-# The host memory is pinned, and copies to and from it are queued on the GPU's stream like any op: neither
-# end waits for the other's kernels.
+# The host memory is pinned, and copies to and from it are queued on streams of their own: the GPU computes
+# meanwhile, and neither end waits for the other's kernels.
 
 
 class Staging:
-    """Copies between `device` and host buffers of `pool`.
+    """Copies between a device and host buffers of `pool`."""
 
-    now: records the point that the device's stream has reached
-    """
-
-    def __init__(self, device: torch.device, pool: Pool, now: Callable[[], Moment] | None = None) -> None:
-        self._device, self._pool = device, pool
-        self._now = now or CudaStream(device).now
+    def __init__(self, pool: Pool, copies: Copies) -> None:
+        self._pool, self._copies = pool, copies
         self._copying: list[tuple[Moment, Tensor]] = []  # host memory that the device still reads
 
     def down(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Moment]:
         """Copies in host memory, and the moment at which they are complete."""
-        hosts = []
-        for tensor in tensors:
-            host = self._pool.take(TensorSpec.of(tensor))
-            host.copy_(tensor.detach(), non_blocking=True)
-            hosts.append(host)
-        return hosts, self._now()
+        hosts = [self._pool.take(TensorSpec.of(tensor)) for tensor in tensors]
+        return hosts, self._copies.down([tensor.detach() for tensor in tensors], hosts)
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Copies on the device. The host memory is held until they are complete."""
-        copies = tuple([host.to(self._device, non_blocking=True) for host in hosts])
-        moment = self._now()
+        copies, moment = self._copies.up(hosts)
         self._copying = [(when, host) for when, host in self._copying if not when.query()]
         self._copying += [(moment, host) for host in hosts]
         return copies

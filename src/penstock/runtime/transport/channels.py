@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
+from penstock.runtime.copies import CudaCopies
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Pool, Staging
@@ -118,7 +119,7 @@ class Channels(Messages):
         self._carrier = self._batches(groups) if batched else OneByOne()
         staged = groups.backend == "gloo" and device.type == "cuda"
         self._pool = Pool(torch.device("cpu"), pinned=True) if staged else Pool(device)
-        self._staging = Staging(device, self._pool) if staged else None
+        self._staging = Staging(self._pool, CudaCopies(device)) if staged else None
         # a thread for each sending channel, where a send cannot be asked whether it is complete
         threads = groups.backend == "gloo" and not batched
         sending = [channel for channel in channels if threads and hosts[channel.source] == groups.rank]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import datetime
+import functools
 import os
-import re
 import secrets
 import time
 import weakref
@@ -19,13 +18,23 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import BatchError
+from penstock.runtime.health.limits import is_of_peer, within
+from penstock.runtime.health.notes import boot_id
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import channels
 from penstock.runtime.recorder import Progress
 from penstock.runtime.transport.calls import call_number, different_calls, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import Gathering, GroupProcesses, Groups, Processes, gather
+from penstock.runtime.transport.groups import (
+    Gathering,
+    GroupProcesses,
+    Groups,
+    PatientProcesses,
+    Processes,
+    gather,
+    naming_peers,
+)
 from penstock.runtime.transport.interface import Transport
 from penstock.runtime.transport.shared_messages import SharedMessages
 from penstock.runtime.transport.shared_processes import SharedProcesses
@@ -33,9 +42,6 @@ from penstock.runtime.transport.shared_segment import Segment, open_segments
 from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Op, Schedule
 
-# what gloo says where a rank of a collective is gone or late: only the words tell these errors from others
-_OF_GLOO = re.compile(r"gloo|connection (closed|reset)|timed out waiting", re.IGNORECASE)
-_SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 
 
@@ -46,9 +52,12 @@ class DistributedTransport(Transport):
 
     Args:
         timeout: seconds that a wait for another rank may take.
+        watch: of all processes of the job; None makes one of this pipeline's.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, groups: Groups, device: torch.device, timeout: float, watch: Watch | None = None
+    ) -> None:
         super().__init__()
         self.rank = self.index = groups.rank
         self.count = groups.size
@@ -59,16 +68,15 @@ class DistributedTransport(Transport):
         self._agreement: tuple[Gathering, list[Tensor], str] | None = None
         self._segments: list[Segment] | None = None
         self._spin = False
-        # a number that sets this pipeline's notes apart from those of others in the same job
-        drawn = torch.tensor([secrets.randbits(60)], device=self._at)
-        token = int(self._everyone.all_gather(drawn)[0])
-        self.watch = Watch(PrefixStore(f"penstock-watch/{token}", _store()), self.rank, groups.size, timeout)
+        if watch is None:  # other pipelines of the job may be anything
+            drawn = torch.tensor([secrets.randbits(60)], device=self._at)
+            token = int(self._everyone.all_gather(drawn)[0])
+            watch = watch_of(f"{token}", self.rank, groups.size, timeout)
+        else:
+            watch.number_ranks(groups.members)
+        self.watch = watch
         self.watch.gives_up = abort = _unless_gone(groups.abort)
         self.watch.frees = abort if groups.backend == "nccl" and groups.size > 1 else None
-
-    def share_failures(self, mesh: int) -> None:
-        """From now on, share failures with all pipelines of a mesh. mesh: a number they have in common"""
-        self.watch.share_failures(PrefixStore(f"penstock-mesh/{mesh}", _store()), dist.get_rank())
 
     def open(
         self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
@@ -105,7 +113,7 @@ class DistributedTransport(Transport):
 
     def agree(self, fingerprint: int, description: str) -> None:
         """Started here, and read before the first message: it costs no time."""
-        mine = torch.tensor([call_number(self.call), fingerprint], dtype=torch.float64, device=self._at)
+        mine = torch.tensor([call_number(self.call), fingerprint], dtype=torch.float64)
         with self.watch.waiting("the start of the step", None):
             self._agreement = (*self._everyone.start_all_gather(mine), description)
 
@@ -116,7 +124,8 @@ class DistributedTransport(Transport):
         work, everyone, description = self._agreement
         self._agreement = None
         with self.watch.waiting("the start of the step", None):
-            work.wait(self._limit)
+            self._everyone.finish(work)
+        everyone = _on_host(everyone)
         self._check_calls(everyone)
         if len({int(fingerprint) for _, fingerprint in everyone}) == 1:
             return
@@ -134,13 +143,14 @@ class DistributedTransport(Transport):
         (mine,) = vectors
         numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
         if numbered:  # one of one entry is then as long as that of `agree`: ranks in both calls meet in full
-            mine = torch.cat([mine.new_tensor([call_number(self.call)]), mine])
+            mine = torch.cat([mine.new_full((1,), call_number(self.call)), mine])
         with self.watch.waiting("the end of the step", None):
             work, everyone = self._everyone.start_all_gather(mine)
         meanwhile()
         with self.watch.waiting("the end of the step", None):
-            work.wait(self._limit)
+            self._everyone.finish(work)
         if numbered:
+            everyone = _on_host(everyone)
             self._check_calls(everyone)
         return [vector[1:] for vector in everyone] if numbered else everyone
 
@@ -172,17 +182,26 @@ class DistributedTransport(Transport):
             sums = _unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(bucket, list(sums))
 
-    def in_background(self) -> GroupProcesses:
-        """The same ranks over a group of their own, for another thread: a group serves one thread only.
+    def in_background(self) -> PatientProcesses:
+        """The same ranks for another thread, which may wait for a disk: a group serves one thread only.
 
         The group is gloo's even on a GPU, whose streams it then leaves alone. Collective over the whole job.
         """
         groups = copy.copy(self._groups)  # they share the list of groups to close
-        groups.backend, groups.limit = "gloo", _SLOW
-        return GroupProcesses(groups.new(range(groups.size), "pp background"), _SLOW, torch.device("cpu"))
+        groups.backend = "gloo"
+        with naming_peers(self.watch, "the making of a process group"):
+            group = groups.new(range(groups.size), "pp background")
+        return PatientProcesses(GroupProcesses(group, groups.limit, torch.device("cpu")), self.watch)
+
+    @functools.cached_property
+    def patient(self) -> PatientProcesses:
+        """The same ranks, which may wait for a disk. Collective over the whole job at first."""
+        if self._groups.backend == "nccl":
+            return self.in_background()
+        return PatientProcesses(self._everyone, self.watch)
 
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
-        if not isinstance(cause, dist.DistError) and not _OF_GLOO.search(str(cause)):
+        if not is_of_peer(cause):
             return cause
         error = self.watch.error(cause, f"what {doing} exchanges")
         self.watch.end()
@@ -193,6 +212,9 @@ class DistributedTransport(Transport):
 
     def fail(self, reason: str) -> None:
         self.watch.failed(reason)
+
+    def name_of(self, rank: int) -> str:
+        return self.watch.name_of(rank)
 
     def reset(self) -> None:
         """A step that failed on one rank cannot be resumed: buffers may still be written to.
@@ -212,10 +234,36 @@ def in_background(processes: Processes) -> Processes:
     return processes.in_background() if isinstance(processes, DistributedTransport) else processes
 
 
+def patient(processes: Processes) -> Processes:
+    """The same processes, which may wait for a disk. Collective over all processes of the job at first."""
+    return processes.patient if isinstance(processes, DistributedTransport) else processes
+
+
+def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the host, for which a GPU is waited for once."""
+    return list(vectors) if vectors[0].is_cpu else list(torch.stack(list(vectors)).cpu())
+
+
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
     """A bound method that does not keep its object: the watch outlives a dropped pipeline."""
     reference = weakref.WeakMethod(method)
     return lambda: None if (alive := reference()) is None else alive()
+
+
+def watch_of(name: str, process: int, processes: int, timeout: float) -> Watch:
+    """A watch whose notes lie in the job's store under `name`."""
+    return Watch(PrefixStore(f"penstock-watch/{name}", _store()), process, processes, timeout)
+
+
+def times_built(timeout: float) -> int:
+    """How often this process has built a pipeline of all processes: the same number on all of them.
+
+    Raises RuntimeError where the store does not answer in time.
+    """
+    store, process = _store(), dist.get_rank()
+    return within(
+        timeout, "the store does not answer", lambda: int(store.add(f"penstock-built/{process}", 1))
+    )
 
 
 def _store() -> Store:
@@ -227,15 +275,7 @@ def clock_offset(transport: DistributedTransport) -> float:
 
     Processes of one machine share that clock; between machines the wall clocks are trusted.
     """
-    boot = _boot_id()
+    boot = boot_id()
     clocks = transport.gather((boot, time.time() - time.perf_counter()))
     first_boot, first = clocks[0]
     return 0.0 if boot == first_boot else float(clocks[transport.rank][1] - first)
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return f"{os.uname().nodename}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import PeerLostError, StalledPeerError
+from penstock.batch.placement import to_device
+from penstock.errors import PeerError, PeerLostError, StalledPeerError
+from penstock.runtime.health.limits import is_late, is_of_peer, within
+from penstock.runtime.health.watch import Watch
 
 # where no rank waits: a thread of sends, and NCCL, whose deadlines its callers keep
 FOREVER = datetime.timedelta(days=30)
+_SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
+_SPARE = 2.0  # seconds after its own limit in which gloo gives up making a group
 
 
 class Processes(Protocol):
@@ -39,15 +45,6 @@ class Gathering(Protocol):
 
     def wait(self, timeout: datetime.timedelta) -> object:
         """Raises RuntimeError where a process is late or gone."""
-
-
-# gloo, the store, shared memory; NCCL has two forms
-_LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
-
-
-def is_late(cause: BaseException) -> bool:
-    """Whether a wait failed because it took too long, by the words of its error."""
-    return _LATE.search(str(cause)) is not None
 
 
 class OneProcess:
@@ -85,12 +82,29 @@ class GroupProcesses:
     def all_gather(self, mine: Tensor) -> list[Tensor]:
         """Every process's tensor, in order; all have one shape and dtype. Collective."""
         work, everyone = self.start_all_gather(mine)
-        work.wait(self._limit)
+        self.finish(work)
         return everyone
+
+    def finish(self, work: Gathering) -> None:
+        """Wait for what has begun. Raises RuntimeError where a process is late or gone."""
+        try:
+            work.wait(self._limit)
+        except RuntimeError as cause:
+            if is_late(cause):
+                self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Never free the group, in which a collective is under way that may not complete.
+
+        As a group is freed, gloo waits for that up to the group's own limit, which is 30 minutes for the
+        group of the job, and holds Python's lock: a process that has raised its error would not end.
+        """
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
         """The same, without waiting for it."""
-        mine = mine.to(self._device)
+        mine = to_device(mine, self._device)
         everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
         work = dist.all_gather(everyone, mine, self._group, async_op=True)
         assert work is not None
@@ -99,11 +113,48 @@ class GroupProcesses:
         _LATEST.append((mine, everyone))
         return work, everyone
 
+    @contextmanager
+    def limited(self, limit: datetime.timedelta) -> Iterator[None]:
+        """What begins in the block takes up to `limit`; gloo closes the connections of what takes longer."""
+        backend: Any = self._group._get_backend(torch.device("cpu"))
+        before = backend.options._timeout
+        dist.distributed_c10d._set_pg_timeout(limit, self._group)
+        try:
+            yield
+        finally:
+            dist.distributed_c10d._set_pg_timeout(before, self._group)
+
+
+class PatientProcesses:
+    """The same processes, which wait up to an hour for each other: disks may be slow. Not on NCCL.
+
+    watch: notices a process that has ended or is stuck, for which nobody waits
+    """
+
+    def __init__(self, processes: GroupProcesses, watch: Watch) -> None:
+        self.index, self.count = processes.index, processes.count
+        self._processes, self._watch = processes, watch
+
+    def gather(self, value: Any) -> list[Any]:
+        """Raises StalledPeerError, PeerLostError."""
+        return gather(value, self._all_gather)
+
+    def _all_gather(self, mine: Tensor) -> list[Tensor]:
+        with self._processes.limited(_SLOW):
+            work, everyone = self._processes.start_all_gather(mine)
+        try:
+            self._watch.wait_patiently("what is read or written", work.wait, _SLOW)
+        except PeerError:
+            self._processes.abandon()
+            raise
+        return everyone
+
 
 class AllProcesses(GroupProcesses):
-    """All processes of the job, before there is a mesh, and so no watch that could name a late process."""
+    """All processes of the job. watch: names one that is late or gone; None before there is one"""
 
-    def __init__(self, timeout: float, device: torch.device) -> None:
+    def __init__(self, timeout: float, device: torch.device, watch: Watch | None = None) -> None:
+        self._watch = watch
         group = dist.group.WORLD
         assert group is not None
         takes_cpu = any(kind.type == "cpu" for kind in group._device_types)
@@ -112,6 +163,9 @@ class AllProcesses(GroupProcesses):
 
     def gather(self, value: Any) -> list[Any]:
         """Raises StalledPeerError, PeerLostError."""
+        if self._watch is not None:
+            with self._watch.waiting("the handshake", None):
+                return super().gather(value)
         try:
             return super().gather(value)
         except RuntimeError as cause:
@@ -160,6 +214,11 @@ class Groups:
         self.pipeline = group if fits else self.new(range(len(self._members)), "pp")
 
     @property
+    def members(self) -> list[int]:
+        """The ranks, as processes of the job."""
+        return self._members
+
+    @property
     def size(self) -> int:
         return len(self._members)
 
@@ -180,13 +239,14 @@ class Groups:
         return mine
 
     def _make(self, ranks: list[int], name: str, messages: bool) -> dist.ProcessGroup:
-        nccl = self.backend == "nccl"
+        if self.backend != "nccl":
+            return new_group(ranks, self.limit, name)
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             # NCCL's own count begins when the host queues an op, which may be long before it can run
-            timeout=FOREVER if nccl else self.limit,
+            timeout=FOREVER,
             backend=self.backend,
-            pg_options=message_options() if nccl and messages else None,
+            pg_options=message_options() if messages else None,
             group_desc=name,
         )
         return group
@@ -231,6 +291,25 @@ class Groups:
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member of it
                 dist.destroy_process_group(group)
         self._made = []
+
+
+def new_group(ranks: Sequence[int], limit: datetime.timedelta, name: str) -> dist.ProcessGroup:
+    """A gloo group of these processes of the job. Collective.
+
+    Raises RuntimeError where a process does not come, or where the store does not answer: torch itself waits
+    for that without a limit.
+    """
+    group: dist.ProcessGroup = within(
+        limit.total_seconds() + _SPARE,
+        f"the making of process group {name!r}",
+        lambda: dist.new_group([*ranks], timeout=limit, backend="gloo", group_desc=name),
+    )
+    return group
+
+
+def naming_peers(watch: Watch, what: str) -> AbstractContextManager[None]:
+    """Raise the typed error where the block fails because of another process. Other errors pass."""
+    return watch.waiting(what, None, is_of_peer)
 
 
 def backend_for(group: dist.ProcessGroup, device: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -166,6 +167,10 @@ class Transport:
 
     def fail(self, reason: str) -> None:
         """Leave a note for the other ranks that says why this one fails."""
+
+    def name_of(self, rank: int) -> str:
+        """A rank and its host, for messages."""
+        return f"rank {rank} on {socket.gethostname()}"
 
     def reset(self) -> None:
         """Forget a failed step."""

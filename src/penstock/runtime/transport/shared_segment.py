@@ -47,15 +47,25 @@ _SPINS = 500  # looks at a word before the sleep: some 0.1 ms, longer than a wak
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1  # on x86-64
 
 
+class EndedError(RuntimeError):
+    """The process of a segment has ended, or will send nothing more. rank: its place; None if unknown"""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__("connection closed: the process at the other end has ended")
+        self.rank = rank
+
+
 class Segment:
     """A mapped segment.
 
     Args:
         descriptor: its file, which may be closed afterwards.
         process: the process that made it.
+        rank: that process among those that communicate.
     """
 
-    def __init__(self, descriptor: int, process: int) -> None:
+    def __init__(self, descriptor: int, process: int, rank: int | None = None) -> None:
+        self.rank = rank
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
         self.free(BLOCKS, mmap.PAGESIZE)  # some sandboxes have all but this
         self.words = (ctypes.c_uint64 * (SLOTS // 8)).from_buffer(self._memory)
@@ -103,7 +113,7 @@ class Segment:
         spin: whether to look for a while before the sleep
         also: segments whose word has to be as large, though this does not wait for them
 
-        Raises RuntimeError where this is late, or the process of one of them has ended.
+        Raises RuntimeError where this is late, EndedError where the process of one of them has ended.
         """
         words = self.words
         for _ in range(_SPINS if spin else 1):
@@ -115,8 +125,9 @@ class Segment:
             if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0:
                 continue
             # an end counts only if the word, looked at after it, is too small
-            if any(each._has_ended and each.words[word] < least for each in (self, *also)):
-                raise RuntimeError("connection closed: the process at the other end has ended")
+            for each in (self, *also):
+                if each._has_ended and each.words[word] < least:
+                    raise EndedError(each.rank)
             if time.monotonic() >= deadline and words[word] < least:
                 raise RuntimeError("timed out waiting in shared memory")
 
@@ -188,7 +199,7 @@ def _create(token: int) -> int:
 def _open(everyone: Sequence[tuple[int, ...]]) -> list[Segment] | None:
     """everyone: process, descriptor and token of each"""
     segments: list[Segment] = []
-    for process, descriptor, token in everyone:
+    for rank, (process, descriptor, token) in enumerate(everyone):
         try:
             # from another host or container it is no such file, or another process's
             path = f"/proc/{process}/fd/{descriptor}"
@@ -198,7 +209,7 @@ def _open(everyone: Sequence[tuple[int, ...]]) -> list[Segment] | None:
             try:
                 if int.from_bytes(os.pread(opened, 8, 8 * _TOKEN), sys.byteorder) != token:
                     raise OSError
-                segments.append(Segment(opened, process))
+                segments.append(Segment(opened, process, rank))
             finally:
                 os.close(opened)
         except (OSError, ValueError, AttributeError):

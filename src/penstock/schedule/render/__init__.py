@@ -80,9 +80,8 @@ def _timeline(drawn: Schedule | Timeline, costs: Costs | None) -> Timeline:
 
 
 def _title(timeline: Timeline) -> str:
-    microbatches = len({span.op.microbatch for span in timeline.spans})
     stages = len({span.op.stage for span in timeline.spans})
-    counts = [_count(timeline.ranks, "rank"), _count(microbatches, "microbatch", "es")]
+    counts = [_count(timeline.ranks, "rank"), _count(timeline.microbatches, "microbatch", "es")]
     if stages > timeline.ranks:
         counts.insert(1, _count(stages, "stage"))
     return f"{timeline.name}: {', '.join(counts)}"

@@ -234,3 +234,11 @@ def is_shown(panels: Iterable[Panel], part: str) -> bool:
 
 def percent(share: float) -> str:
     return f"{100 * max(0.0, share):.1f}%"  # rounding may leave a full rank at -0.0
+
+
+def nice(least: float) -> float:
+    """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
+    if least <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))

@@ -213,6 +213,7 @@ function listen(picture) {
 function wheel(picture, event) {
   const x = event.offsetX;
   if (x < LEFT || x > picture.right) return;
+  if (drawing.embedded && !event.ctrlKey && !event.metaKey) return;
   event.preventDefault();
   const lines = event.deltaMode ? 16 : 1;
   const sideways = event.shiftKey && !event.deltaX ? event.deltaY : event.deltaX;
@@ -297,6 +298,7 @@ const KEYS = {
 document.addEventListener("keydown", (event) => {
   const action = KEYS[event.key];
   if (!action || event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "INPUT") return;
+  if (drawing.embedded && !event.target.closest(".panel, .toolbar")) return; // the rest of the page has keys too
   event.preventDefault();
   action();
 });

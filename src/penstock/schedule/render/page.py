@@ -1,7 +1,7 @@
 """A drawing as one HTML page that needs nothing else: zoom, pan, hover, and the numbers as a table.
 
-The page is `page.html` with its style and scripts inserted. The scripts draw on a canvas from numbers in the
-page, as JSON; everything outside of the canvas is written here.
+The page is `page.html` with its parts inserted; the report of a run has the same ones. The scripts draw on a
+canvas from numbers in the page, as JSON; everything outside of the canvas is written here.
 """
 
 from __future__ import annotations
@@ -127,22 +127,41 @@ _SCRIPTS = ("page_scale.js", "page_canvas.js", "page.js")
 
 
 def page(drawing: Drawing) -> str:
+    return filled("page.html", title=escape(drawing.title), **parts(drawing))
+
+
+def parts(drawing: Drawing, *, embedded: bool = False) -> dict[str, str]:
+    """What a page that shows the drawing is made of: head, style, toolbar and timeline, as HTML.
+
+    embedded: in a longer page, which scrolls where the pointer is over the ops
+    """
     used = used_shades(drawing.panels)
-    return Template(_read("page.html")).substitute(
-        title=escape(drawing.title),
-        style=_read("page.css"),
-        letters=", ".join(KINDS),
-        panels="\n".join(_section(drawing, panel) for panel in drawing.panels),
-        legend="\n".join(_legend(drawing, used)),
-        held=drawing.held,
-        held_button=drawing.held.capitalize(),
-        table=_table(drawing),
-        data=_json(_data(drawing, used)),
-        script="\n".join(map(_read, _SCRIPTS)),
-    )
+    return {
+        "head": read("page_head.html"),
+        "style": read("page.css"),
+        "toolbar": filled(
+            "page_toolbar.html", letters=", ".join(KINDS), held_button=drawing.held.capitalize()
+        ),
+        "timeline": filled(
+            "page_timeline.html",
+            panels="\n".join(_section(drawing, panel) for panel in drawing.panels),
+            legend="\n".join(_legend(drawing, used)),
+            held=drawing.held,
+            zoom="Pinch, or scroll with Ctrl," if embedded else "Scroll or pinch",
+            table=_table(drawing),
+            data=_json({**_data(drawing, used), "embedded": embedded}),
+            script="\n".join(map(read, _SCRIPTS)),
+        ),
+    }
 
 
-def _read(name: str) -> str:
+def filled(name: str, **texts: str) -> str:
+    """A file of this folder with its $names filled in."""
+    return Template(read(name)).substitute(texts)
+
+
+def read(name: str) -> str:
+    """A file of this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
 
 
@@ -155,9 +174,9 @@ def _json(data: Any) -> str:
 def _section(drawing: Drawing, panel: Panel) -> str:
     name = panel.label or "timeline"
     summary = escape(drawing.summary(panel))
-    predicted = drawing.panels[0].timeline.makespan
-    if panel is not drawing.panels[0] and predicted:
-        summary += f", {panel.timeline.makespan / predicted:.3f} times the predicted step"
+    first = drawing.panels[0]
+    if panel is not first and first.label == "predicted" and first.timeline.makespan:
+        summary += f", {panel.timeline.makespan / first.timeline.makespan:.3f} times the predicted step"
     idle = drawing.bubble_parts(panel)
     summary += f" · {idle}" if idle else ""
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""

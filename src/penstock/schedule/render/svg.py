@@ -5,7 +5,6 @@ It has its own background, and a second set of colours for systems in dark mode.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from html import escape
 
@@ -22,6 +21,7 @@ from penstock.schedule.render.drawing import (
     Shade,
     is_shown,
     meaning,
+    nice,
     number,
     percent,
     shades,
@@ -137,7 +137,7 @@ class _Sketch:
 
     def _ticks(self) -> Iterator[str]:
         size, name = self.drawing.scale
-        step = _nice(self.drawing.makespan / size / 10)
+        step = nice(self.drawing.makespan / size / 10)
         unit = f"time, {name}" if name else "time"
         yield f'<text class="faint end" x="{_LEFT - 12}" y="{self.axis + 16}">{escape(unit)}</text>'
         for count in range(int(self.drawing.makespan / size / step + 1e-6) + 1):
@@ -258,14 +258,6 @@ def _swatch(style: str, x: float, y: int) -> str:
 
 def _length(text: str) -> float:
     return sum(_NARROW if letter in "fijlrt " else _WIDE for letter in text)
-
-
-def _nice(least: float) -> float:
-    """The smallest of 1, 2 and 5 times a power of ten that is not below `least`."""
-    if least <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(step * power for step in (1, 2, 5, 10) if step * power >= least * (1 - 1e-9))
 
 
 def _pixel(value: float) -> str:

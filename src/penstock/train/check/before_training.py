@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,9 +31,11 @@ from penstock.batch.loss import IGNORED, Loss
 from penstock.batch.packing import boundaries
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
+from penstock.models.adapters import names_in_file
 from penstock.models.source import Source
-from penstock.models.weights import files as weights
-from penstock.models.weights import initial
+from penstock.models.tracing.meta import write_through
+from penstock.models.weights.files import tied_names
+from penstock.models.weights.saved_adapter import load_adapter
 from penstock.parallel.axes import Axes
 from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
 from penstock.pipeline.pipeline import Pipeline
@@ -61,6 +64,8 @@ class Reference:
         loss: the run's loss
         dtypes: what the split model sends, gathers and reduces in; None for the model's dtype
         axes: the mesh's axes other than the pipeline's, without -1
+        trained: the folder of the adapter's values; None where they are to be initialised
+        autocast: the dtype of torch.autocast in forwards; None for none
     """
 
     source: Source
@@ -68,14 +73,17 @@ class Reference:
     loss: Loss
     dtypes: tuple[torch.dtype | None, ...] = ()
     axes: Axes = field(default_factory=Axes)
+    trained: Path | None = None
+    autocast: torch.dtype | None = None
 
     def build(self, device: torch.device) -> PreTrainedModel:
         """The model with its values. Does not use what splits a model, as that is what the check is for."""
-        model: PreTrainedModel = copy.deepcopy(self.source.model)
-        ties = weights.tied_names(self.source.model)
-        if self.source.files:
-            weights.load(model, self.source.files, ties)
-        initial.initialise(model, self.source.model, ties, self.seed)
+        whole, adapter = self.source.model, self.source.adapter
+        model: PreTrainedModel = copy.deepcopy(whole)
+        self.source.fill(model, self.seed)
+        if adapter is not None and self.trained is not None:
+            names = names_in_file(whole, adapter)
+            load_adapter(write_through(model), self.trained, names, tied_names(whole))
         model.to(device)
         return model
 
@@ -101,7 +109,9 @@ class Reference:
         """Relative to a gradient's norm."""
         dtype = self.source.model.dtype
         eps = torch.finfo(dtype).eps
-        narrower = [other for other in self.dtypes if other and torch.finfo(other).eps > eps]
+        # under autocast the same products round alike, unless their sums are in another order
+        dtypes = (*self.dtypes, self.autocast if self.reorders else None)
+        narrower = [other for other in dtypes if other and torch.finfo(other).eps > eps]
         return max([TOLERANCE.get(dtype, 1e-5), *(_NARROW_ROUNDS * TOLERANCE[other] for other in narrower)])
 
 
@@ -239,14 +249,14 @@ def _run_reference(
     rounding, near = dict[str, float](), 0
     model = reference.build(device)
     with evaluating(model), Scores() as scores:
-        loss = whole_backward(model, microbatches, reference.loss)
+        loss = whole_backward(model, microbatches, reference.loss, autocast=reference.autocast)
     named = list(model.named_parameters(remove_duplicate=False))
     expected = {name: digests_of(name, parameter) for name, parameter in named}
     for turn in range(_NUDGES if reference.reorders else 0):
         nudge(model, turn)
         model.zero_grad()
         with evaluating(model), Scores() as nudged:
-            whole_backward(model, microbatches, reference.loss)
+            whole_backward(model, microbatches, reference.loss, autocast=reference.autocast)
         near = max(near, near_ties(scores, nudged))
         for name, parameter in named:
             before = expected[name].gradient

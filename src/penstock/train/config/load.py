@@ -14,10 +14,12 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.optimizer import OPTIMIZERS
+from penstock.train.trackers import TRACKERS
 
 # tags of unions, which pydantic adds to a key's path; no key has such a name
-_OPTIMIZERS = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
-_BRANCHES = ("mode", "settings", *_OPTIMIZERS)
+_TAGGED: dict[str, type[BaseModel]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
+_TAGGED |= {f"of {name}": section for name, section in TRACKERS.items()}
+_BRANCHES = ("mode", "settings", *_TAGGED)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
@@ -123,7 +125,8 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("gradient_accumulation_steps", "accumulate_grad_batches"),
-        "Write pipeline.microbatches: a step's batch_size rows are split into so many",
+        "Write pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many "
+        "do not fit into one pipeline call, train.accumulate calls",
     ),
     **dict.fromkeys(
         ("micro_batch_size", "per_device_train_batch_size"),
@@ -142,7 +145,13 @@ _ELSEWHERE = {
     **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size"), "Write parallel.ep"),
     **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "block_size"), "Write data.sequence_length"),
     **dict.fromkeys(("gradient_checkpointing",), "Write train.activation_checkpointing"),
+    **dict.fromkeys(("bf16", "mixed_precision"), "Write train.precision=mixed, or bfloat16"),
+    **dict.fromkeys(("optim",), "Write optimizer.name, and optimizer.states for AdamW in 8 bits"),
     **dict.fromkeys(("output_dir", "out_dir"), "Write output.folder"),
+    **dict.fromkeys(("lora_r", "lora_rank"), "Write adapter.r"),
+    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "Write adapter.targets"),
+    **{f"lora_{key}": f"Write adapter.{key}" for key in ("alpha", "dropout", "modules_to_save")},
+    **dict.fromkeys(("load_in_4bit", "quantization_bit"), "Write adapter.quantize=nf4"),
 }
 
 
@@ -151,8 +160,8 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     section = ".".join(str(each) for each in path if each not in _BRANCHES)
     names = list(dict.fromkeys(_names(TrainConfig)))
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
-    if path and path[-1] in _OPTIMIZERS:  # not the keys of the other one
-        known = list(_OPTIMIZERS[path[-1]].model_fields)
+    if path and path[-1] in _TAGGED:  # not the keys of the other one
+        known = list(_TAGGED[path[-1]].model_fields)
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
     if key in _ELSEWHERE:

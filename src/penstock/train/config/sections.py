@@ -15,19 +15,22 @@ from pydantic import Field, field_validator, model_validator
 from penstock.errors import ConfigError
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
+from penstock.train.adapter import AdapterKey
 from penstock.train.config.values import (
     Checkpointing,
     Count,
     Dtype,
     LayersPerStage,
     Natural,
+    NotNegative,
     Patterns,
     Positive,
     Ranks,
     Section,
     as_finding,
 )
-from penstock.train.optimizer import AdamWSection, OptimizerSection
+from penstock.train.optimizer import AdamWSection, OptimizerSection, check_optimizer
+from penstock.train.trackers import TrackerSection
 
 if TYPE_CHECKING:
     from penstock.parallel.fsdp import Sharded
@@ -39,7 +42,8 @@ class ModelSection(Section):
     path: str | None = None  # a local Hugging Face folder: config.json, perhaps with weights
     config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
     weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"  # of the weights and of the computation
+    # of the weights; left out, that of train.precision: bfloat16, or float32
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: str | None = None  # as in transformers: eager, sdpa, ...
     seed: Natural = 0  # of random weights
 
@@ -53,21 +57,127 @@ class ModelSection(Section):
         return self
 
 
-class DataSection(Section):
-    """Which text, as which tokens."""
+class RecordSection(Section):
+    """What files hold: text, chats or tokens."""
 
-    path: str  # a local file or folder
-    kind: Literal["auto", "text", "jsonl", "dataset"] = "auto"  # text: a file, or a folder of files
+    # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
+    # tokens where a record has input_ids. chat: messages, prompts with completions, or instructions, and
+    # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset
+    kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "megatron"] = "auto"
     text_field: str = "text"  # of a JSONL line or a dataset's row
+    # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
+    # or messages; instruction: instruction, input and output; auto: by the fields it has
+    chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
+    messages_field: str | None = None  # that holds the messages; null: messages or conversations
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
+
+
+class SourceSection(RecordSection):
+    """Files. Keys that are left out are those of `data`."""
+
+    path: str  # a local file or folder
+
+
+class MixtureSection(SourceSection):
+    """Files, and how much of the batches comes from them."""
+
+    weight: NotNegative = 1.0  # share of the rows, over the sum of all weights
+    epochs: Count | None = None  # how often its rows are taken at most; null: no limit
+
+
+class StreamingSection(Section):
+    """Read and tokenise while training, in the order of the files, mixed by a buffer."""
+
+    buffer: Count = 1000  # records, from which each next one is drawn; 1: in the files' order
+
+
+class DataSection(RecordSection):
+    """Which text, chats or tokens, and how they become rows. One of `path` and `mixture`."""
+
+    path: str | None = None  # a local file or folder
+    mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
+    validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
     tokenizer: str | None = None  # "bytes", a local tokenizer's folder, or none: the one in model.path
+    chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
+    # Which tokens of a chat the loss counts. assistant: those of its turns, or of the completion; last: of
+    # the last turn; all: every one
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
     sequence_length: Annotated[int, Field(ge=2)] = 128  # tokens a row; the first one predicts nothing
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
-    # documents apart, and cut only those longer than a row. none: a row for each document; sequential: in
-    # order, as many as fit; best_fit: the longest first, each where it leaves the least room
+    # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
+    # fit; best_fit: the longest first, each where it leaves the least room
     packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
+    # A document longer than a row, unless packing is stream. cut: into rows; truncate: its end is left out
+    # (the default of chats); drop: all of it is
+    overlong: Literal["cut", "truncate", "drop"] = "cut"
+    streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
+    cache: str | None = None  # a folder for tokens; null: $PENSTOCK_CACHE, or ~/.cache/penstock
+    workers: Natural | None = None  # processes that tokenise; null: one a core where the files are large
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_defaults(cls, keys: Any) -> Any:
+        """Chats have defaults of their own; sources have the keys of the section."""
+        if not isinstance(keys, dict):
+            return keys
+        mixture, shared = (
+            keys.get("mixture"),
+            {key: keys[key] for key in RecordSection.model_fields if key in keys},
+        )
+        sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
+        if any(isinstance(source, dict) and source.get("kind") == "chat" for source in sources):
+            keys = {"packing": "none", "overlong": "truncate"} | keys
+
+        def completed(source: Any) -> Any:
+            return shared | source if isinstance(source, dict) else source
+
+        if len(sources) > 1:
+            keys = keys | {"mixture": [completed(source) for source in sources[1:]]}
+        return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
+
+    @model_validator(mode="after")
+    def one_source(self) -> Self:
+        if (self.path is None) == (not self.mixture):
+            found = "neither" if self.path is None else "both"
+            raise ValueError(
+                f"one of data.path and data.mixture is needed, and here {found} is; "
+                "write path: FILE, or mixture: [{path: FILE, weight: 1}, ...]"
+            )
+        if self.mixture and not sum(source.weight for source in self.mixture):
+            raise ValueError(
+                "the weights of data.mixture sum to 0, so that no row is taken; "
+                "give one of them a weight above 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def streamed(self) -> Self:
+        if self.streaming is None:
+            return self
+        if self.validation is None:
+            raise ValueError("data.streaming knows no end to hold out; give data.validation")
+        if self.packing == "best_fit":
+            raise ValueError(
+                "data.packing=best_fit sorts all documents, which a stream never has; take sequential"
+            )
+        if any(source.epochs for source in self.mixture):
+            raise ValueError("epochs of data.mixture count rows, which a stream has not; leave epochs out")
+        if any(source.kind == "megatron" for source in self.sources):
+            raise ValueError(
+                "Megatron's files are tokens that are read where they lie; leave data.streaming out"
+            )
+        return self
+
+    @property
+    def sources(self) -> tuple[MixtureSection, ...]:
+        """The files to train on, `path` as a mixture of one."""
+        if self.path is None:
+            return self.mixture
+        keys = {name: getattr(self, name) for name in RecordSection.model_fields}
+        return (MixtureSection(path=self.path, **keys),)
 
 
 class PaddingSection(Section):
@@ -159,7 +269,7 @@ class ParallelSection(Section):
     context: Literal["ulysses", "ring"] = "ulysses"
     sequence_parallel: bool = False  # of tp: what lies between its matrices is split along the row as well
     # The rest is for weights that FSDP2 shards:
-    param_dtype: Dtype | None = None  # weights are gathered and computed in it; null: their dtype
+    param_dtype: Dtype | None = None  # deprecated, see train.precision: the dtype of all that is computed
     reduce_dtype: Dtype | None = None  # gradients are summed in it; null: their dtype
     reshard_after_forward: bool = False  # gather weights again for each backward: less memory, more traffic
     cpu_offload: bool = False  # weights, gradients and the optimizer's state wait in host memory
@@ -197,11 +307,49 @@ class ParallelSection(Section):
         return Sharded(param, reduce, self.reshard_after_forward, self.cpu_offload)
 
 
+class ProfileSection(Section):
+    """What torch's profiler records, into profile/rank-0.json.gz of the output folder: a trace a process."""
+
+    steps: Annotated[tuple[Count, Count], Field(strict=False)]  # [first, last]
+
+    @model_validator(mode="after")
+    def in_order(self) -> Self:
+        first, last = self.steps
+        if first > last:
+            rule = f"steps=[{first}, {last}]: the first step to profile comes after the last"
+            raise ValueError(f"{rule}; write [{last}, {first}], or one step twice")
+        return self
+
+
+class PhaseSection(Section):
+    """The first steps of a run, with fewer rows or with shorter ones; others follow it."""
+
+    until: Count  # the last step of the phase
+    batch_size: Count | None = None  # in as many fewer microbatches; null: train.batch_size
+    # tokens after which a row is cut; the rest of it is not trained on; null: data.sequence_length
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
+
+
+class EarlyStopSection(Section):
+    """When a run ends before its last step: where evaluations do not lower the held-out loss any more."""
+
+    patience: Count  # so many evaluations in a row
+    min_delta: NotNegative = 0.0  # nats a token; a smaller fall of the loss counts as none
+
+
 class TrainSection(Section):
     """How many steps, of how many rows, and what is checked, logged and saved."""
 
     steps: Count = 100  # in all: those before a --resume count
     batch_size: Count = 8  # rows a step, over all microbatches
+    # What is computed in, on any mesh. mixed: weights, gradients and the optimizer's states in float32, and
+    # products in bfloat16, by torch.autocast; null: model.dtype
+    precision: Literal["float32", "bfloat16", "mixed"] | None = None
+    # pipeline calls a step, each with its part of the rows in pipeline.microbatches microbatches. The
+    # gradients are those of one call with all rows, in the memory of one with a part
+    accumulate: Count = 1
+    # smaller steps at the beginning, phase by phase: a ramp of the batch size, of the rows' length, or both
+    ramp: Annotated[tuple[PhaseSection, ...], Field(strict=False)] = ()
     seed: Natural = 0  # of the order of the rows, and of dropout
     clip_norm: Positive | None = 1.0  # the largest norm of the gradients; null: any
     # A rank whose gradients are whole steps its optimizer while others still compute, and undoes it where the
@@ -218,6 +366,7 @@ class TrainSection(Section):
     nonfinite: Literal["stop", "skip"] = "stop"
     evaluate_every: Count = 100  # and before the first step and after the last
     evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over what is held out
+    early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
     log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
@@ -231,6 +380,28 @@ class TrainSection(Section):
     # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
     # resume, and only where half of process 0's free memory holds the model; always: else refuse the run
     check: Literal["auto", "always", "off"] = "auto"
+    profile: ProfileSection | None = None  # a trace of some steps; null: none
+    # of a device, in the dtype that the model computes in, for the share of it that is used (mfu in
+    # metrics.jsonl); null: as its data sheet says, where penstock knows the GPU
+    peak_tflops: Positive | None = None
+
+    @model_validator(mode="after")
+    def profiled_steps_are_run(self) -> Self:
+        if self.profile is not None and self.profile.steps[1] > self.steps:
+            first, last = self.profile.steps
+            rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
+            raise ValueError(f"{rule}; profile steps up to {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def phases_follow_each_other(self) -> Self:
+        last = 0
+        for phase in self.ramp:
+            if phase.until <= last:
+                rule = f"ramp has a phase until step {phase.until} after one until step {last}"
+                raise ValueError(f"{rule}; give the phases in their order, each with a later step")
+            last = phase.until
+        return self
 
     @field_validator("check", mode="before")
     @classmethod
@@ -254,10 +425,20 @@ class KeepSection(Section):
 class OutputSection(Section):
     """Where the run is written, and what of it stays."""
 
-    folder: str = "runs/train"  # of checkpoints, metrics.jsonl and timeline.svg
+    folder: str = "runs/train"  # of checkpoints, metrics.jsonl, run.json and timeline.svg
     keep: KeepSection = KeepSection()
+    # Where else the numbers of metrics.jsonl go; a tracker that fails is dropped with a warning
+    trackers: Annotated[tuple[TrackerSection, ...], Field(strict=False)] = ()
     sample_prompt: str | None = None  # the trained model continues it at the end; null: no sample
     sample_tokens: Count = 128  # of the continuation, at most
+
+    @field_validator("trackers")
+    @classmethod
+    def each_once(cls, trackers: tuple[TrackerSection, ...]) -> tuple[TrackerSection, ...]:
+        names = [tracker.name for tracker in trackers]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"{twice.pop()} stands there twice, and a run has one of each; leave one out")
+        return trackers
 
     @property
     def path(self) -> Path:
@@ -273,17 +454,58 @@ class TrainConfig(Section):
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = AdamWSection()  # by which optimizer, and at what rate
+    adapter: AdapterKey = None  # null: all weights are trained
     output: OutputSection = OutputSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def weights_as_computed(cls, keys: Any) -> Any:
+        """Write the dtype of the weights into `model` where only train.precision says it."""
+        if not isinstance(keys, dict):
+            return keys
+        model, train = keys.get("model"), keys.get("train")
+        if isinstance(model, dict) and isinstance(train, dict) and train.get("precision") == "bfloat16":
+            return {**keys, "model": {"dtype": "bfloat16", **model}}
+        return keys
+
+    @model_validator(mode="after")
+    def precision_fits(self) -> Self:
+        dtype, precision = self.model.dtype, self.train.precision
+        wanted = "float32" if precision == "mixed" else precision
+        if wanted not in (None, dtype):
+            raise ValueError(
+                f"train.precision={precision} keeps weights in {wanted}, and model.dtype={dtype}; leave "
+                "model.dtype out"
+            )
+        if precision == "mixed" and self.parallel.param_dtype is not None:
+            raise ValueError(
+                f"train.precision=mixed and parallel.param_dtype={self.parallel.param_dtype} are two ways to "
+                "compute in half precision; leave param_dtype out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def optimizer_fits(self) -> Self:
+        with as_finding():
+            check_optimizer(self.optimizer, self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+        return self
+
+    @property
+    def computed(self) -> str:
+        """The dtype that products are computed in."""
+        if self.train.precision == "mixed":
+            return "bfloat16"
+        return self.parallel.param_dtype or self.model.dtype
 
     @model_validator(mode="after")
     def fits_together(self) -> Self:
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
-            check_rows(self.train.batch_size, self.pipeline.microbatches, parts)
-        warmup, steps = self.optimizer.warmup_steps, self.train.steps
-        if warmup > steps:
-            rule = f"optimizer.warmup_steps={warmup} is more than train.steps={steps}"
-            raise ValueError(f"{rule}; the warm-up must end within the run")
+            check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
+        self._check_ramp("train.batch_size", [phase.batch_size for phase in self.train.ramp])
+        lengths = [phase.sequence_length for phase in self.train.ramp]
+        self._check_ramp("data.sequence_length", lengths)
+        self.optimizer.check_steps(self.train.steps)
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
             raise ValueError(
@@ -299,19 +521,30 @@ class TrainConfig(Section):
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
         return self
 
+    def _check_ramp(self, name: str, sizes: list[int | None]) -> None:
+        """Raise ValueError where the sizes of the phases do not grow up to the full one, a key of `name`."""
+        section, _, key = name.partition(".")
+        full: int = getattr(getattr(self, section), key)
+        grown = [full if size is None else size for size in sizes] + [full]
+        for size, following in pairwise(grown):
+            if size > following:
+                rule = f"train.ramp has {key}={size} before {following}, and {name}={full} is reached last"
+                raise ValueError(f"{rule}; give sizes that grow up to it")
+
     def to_yaml(self) -> str:
         """The whole config as YAML, with every default."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def check_rows(rows: int, microbatches: int, parts: int) -> None:
-    """Raise ConfigError unless each of `parts` pipelines has a row for each of its microbatches."""
-    needed = microbatches * parts
+def check_rows(rows: int, microbatches: int, parts: int, calls: int = 1) -> None:
+    """Raise ConfigError unless each of `parts` pipelines has a row for each microbatch of its calls."""
+    needed = microbatches * calls * parts
     if rows >= needed:
         return
+    times = f" in each of train.accumulate={calls} calls" if calls > 1 else ""
     value, rule = (
         f"train.batch_size={rows}",
-        f"its rows cannot be split into pipeline.microbatches={microbatches}",
+        f"its rows cannot be split into pipeline.microbatches={microbatches}{times}",
     )
     if parts == 1:
         raise ConfigError(value, rule, "Give each microbatch at least one row")
@@ -319,5 +552,5 @@ def check_rows(rows: int, microbatches: int, parts: int) -> None:
         value,
         f"{rule} for each of {parts} parts (parallel.dp_replicate x parallel.dp_shard)",
         f"Give {needed} rows or more"
-        + (f", or pipeline.microbatches={rows // parts} or fewer" if rows >= parts else ""),
+        + (f", or pipeline.microbatches={rows // parts // calls} or fewer" if rows >= parts * calls else ""),
     )

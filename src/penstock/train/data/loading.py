@@ -1,71 +1,145 @@
 """The data of a run: rows to train on, and rows held out.
 
-Documents become rows: cut from one stream of tokens, or each alone or packed (penstock.train.data.packing).
-The last ones are held out. The rows of a step are a pure function of the step, so a resumed run needs no
-state, and every rank knows the whole batch, which is the same on any mesh, and takes its pipeline's part.
+    sources --> encode --> store --> rows --> sampler --> batches
+    records     tokens     a file    packing  by weights   of a step
+
+Records are tokenised once, into files that all ranks map (penstock.train.data.store); which tokens a row
+has lies in files too. So the memory of a rank does not grow with the data, and it reads the rows that it
+needs. Which rows a step has follows from the step, and from the position in a stream
+(penstock.train.data.streaming). Every rank knows the whole batch, which is the same on any mesh, and takes
+its pipeline's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import islice
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from penstock.batch.loss import IGNORED
 from penstock.batch.padding import Padding
-from penstock.errors import DataError
-from penstock.train.config.sections import TrainConfig
-from penstock.train.data.documents import Document, documents
-from penstock.train.data.packing import PACKINGS, Numbers, Pieces, cut
-from penstock.train.data.rows import Content, DocumentRows, Fill, Rows, StreamRows
-from penstock.train.data.tokenizer import Ids, Tokenizer
+from penstock.errors import CheckpointError, ConfigError, DataError
+from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
+from penstock.train.data.encode import Block, Encoder, encoded, make_encoder
+from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
+from penstock.train.data.rows import (
+    Content,
+    CutRows,
+    DocumentLayout,
+    Fill,
+    Layout,
+    Rows,
+    SourceRows,
+    StoredRows,
+    StreamLayout,
+)
+from penstock.train.data.sampler import Mixture, Sampler
+from penstock.train.data.sources import Source, open_source
+from penstock.train.data.store import (
+    Cache,
+    Facts,
+    Store,
+    blocks_of,
+    forget,
+    open_store,
+    write_megatron,
+    write_store,
+)
+from penstock.train.data.streaming import Options, Position, Stream, Streamed
+from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.sizes import Sizes
 
-_AT_ONCE = 1000  # documents; fast tokenizers encode many in parallel
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
 
 
 class Batch(NamedTuple):
-    """A pipeline's part of a step's batch, and the fill of the whole batch."""
+    """A pipeline's part of a step's batch, the fill of all of it, and the position of a stream after it."""
 
     content: Content
     fill: Fill
+    position: Position | None = None
 
 
 @dataclass(frozen=True)
 class Data:
-    """The batches of a run, in an order that follows from `seed`.
+    """The batches of a run.
 
     Attributes:
-        rows, held_out: to train on, and to evaluate on
-        batch_size: rows of a whole batch
+        rows, held_out: to train on, of a stream none, and to evaluate on
+        layout: how rows become a batch
+        sizes: the size of each step; a batch to evaluate on has the full one
+        sampler: which rows a step has
+        digest: of all tokens, labels and lengths to train on; of a stream, of files, tokenizer and options
         part, parts: batches hold this part, from 0, of so many
+        stream: in place of `rows`
+        done: the steps before the stream's start
+        facts: of each source's tokens; none of a stream
     """
 
-    rows: Rows
-    held_out: Rows
-    batch_size: int
-    seed: int
+    rows: StoredRows
+    held_out: StoredRows
+    layout: Layout
+    sizes: Sizes
+    sampler: Sampler | None
+    digest: str = ""
     part: int = 0
     parts: int = 1
+    stream: Stream | None = None
+    done: int = 0
+    facts: tuple[Facts, ...] = ()
 
     def of(self, part: int) -> Data:
         """The same batches, with another part of each."""
         return replace(self, part=part)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of step `step`, from 1.
+    def at(self, done: int, state: dict[str, Any] | None) -> Data:
+        """Go on after `done` steps.
 
-        An epoch takes every row once, in an order of its own; a batch may reach into the next epoch.
+        Args:
+            state: what `state` gave then; None where the checkpoint has none
+
+        Raises: CheckpointError where that is no place in this stream.
         """
-        return self._part(self.rows, self._chosen(step))
+        if self.stream is None or not done:
+            return self
+        value = "the checkpoint's place in the data"
+        if state is None or state.get("position") is None:
+            rule = "data.streaming goes on from a position, and the checkpoint was written without one"
+            raise CheckpointError(value, rule, "Leave data.streaming out, or start without --resume")
+        if state["digest"] != self.digest:
+            raise CheckpointError(
+                value,
+                f"its files, tokenizer and options have the digest {state['digest']}, and here it is "
+                f"{self.digest}",
+                "Give the data that the run began with, or start without --resume",
+            )
+        return replace(self, stream=self.stream.at(state["position"]), done=done)
+
+    def state(self, position: Position | None) -> dict[str, Any]:
+        """What `at` goes on from, in JSON. position: of the last batch"""
+        return {"digest": self.digest, "position": position}
+
+    def batch(self, step: int) -> Batch:
+        """The batch of step `step`, from 1."""
+        if self.stream is not None:
+            before = self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
+            taken, position = self.stream.take(self.stream.start["rows"] + before, self.sizes.at(step).rows)
+            layout, rows = self._sized(taken, step)
+            return self._part(layout, rows, range(len(rows)))._replace(position=position)
+        batch = self._part(*self._sized(self.rows, step), self._chosen(step))
+        self.rows.forget()
+        return batch
 
     def batches(self, steps: range, device: torch.device) -> Generator[Batch]:
         """The batches of `steps`. A thread makes the next one while the caller works with one.
@@ -87,30 +161,61 @@ class Data:
 
     def held_out_batches(self, count: int) -> list[Batch]:
         """At most `count` batches, spread evenly over the held-out rows."""
-        held, size = len(self.held_out), self.batch_size
+        held, size = len(self.held_out), self.sizes.full.rows
         rows = min(count, held // size) * size
         spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
-        return [self._part(self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
+        return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
-        """The fill of the first batches of a run of `steps` steps."""
+        """The fill of the first batches of a run of `steps` steps; of a stream, of the held-out ones."""
+        if self.stream is not None:
+            return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
         sampled = range(1, min(steps, _SAMPLED) + 1)
-        return sum((self._fill(self.rows, self._chosen(step)) for step in sampled), Fill())
+        fills = (self._fill(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
+        return sum(fills, Fill())
 
-    def _part(self, rows: Rows, chosen: list[int]) -> Batch:
-        return Batch(rows.content(rows.deal(chosen, self.parts)[self.part]), self._fill(rows, chosen))
+    def check_cuts(self, steps: int) -> None:
+        """Raise DataError for one of `steps` with shorter rows in which, once cut, no token counts."""
+        if all(source.store.labels is None for source in self.rows.sources):
+            return
+        done = 0
+        for until, size in self.sizes.phases:
+            if size.length < self.sizes.full.length:
+                for step in range(done + 1, min(until, steps) + 1):
+                    self._check_cut(step, CutRows(self.rows, size.length))
+            done = until
+        self.rows.forget()
+
+    def _check_cut(self, step: int, rows: CutRows) -> None:
+        pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
+        if not any((piece.labels[1:] != IGNORED).any() for piece in pieces):
+            raise DataError(
+                f"train.ramp with sequence_length={rows.longest}",
+                f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
+                "Give a larger sequence_length, or a ramp of batch_size alone",
+            )
+
+    def _sized(self, rows: Rows, step: int) -> tuple[Layout, Rows]:
+        """The layout, and the rows, that the size of the step makes of them."""
+        size = self.sizes.at(step)
+        shorter = size.length < self.sizes.full.length
+        return self.layout.of_calls(size.calls), CutRows(rows, size.length) if shorter else rows
+
+    def _part(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Batch:
+        mine = layout.deal(rows, chosen, self.parts)[self.part]
+        return Batch(layout.content(rows, mine), self._fill(layout, rows, chosen))
 
     def _pinned_batch(self, step: int) -> Batch:
         batch = self.batch(step)
         return batch._replace(content=tree_map_only(Tensor, Tensor.pin_memory, batch.content))
 
-    def _fill(self, rows: Rows, chosen: list[int]) -> Fill:
-        return sum((rows.fill(part) for part in rows.deal(chosen, self.parts)), Fill())
+    def _fill(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Fill:
+        dealt = layout.deal(rows, chosen, self.parts)
+        return sum((layout.fill(rows, part) for part in dealt), Fill())
 
     def _chosen(self, step: int) -> list[int]:
-        first, count = (step - 1) * self.batch_size, len(self.rows)
-        places = range(first, first + self.batch_size)
-        return [int(_order(self.seed, place // count, count)[place % count]) for place in places]
+        assert self.sampler is not None
+        return self.sampler.rows(self.sizes.rows_before(step), self.sizes.at(step).rows)
 
 
 def _begin_thread(device: torch.device, threads: int) -> None:
@@ -120,9 +225,14 @@ def _begin_thread(device: torch.device, threads: int) -> None:
         torch.cuda.set_device(device)  # else pinning takes memory of the first GPU
 
 
-@lru_cache(maxsize=2)  # a batch touches two epochs at most
-def _order(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(count)
+# ---- From a config
+
+
+def tokenizer_of(config: TrainConfig) -> Tokenizer:
+    """The tokenizer that the config names, or the model's. Raises DataError."""
+    section = config.data
+    chat = any(source.kind == "chat" for source in section.sources)
+    return open_tokenizer(section.tokenizer or str(config.model.path), chat, section.chat_template)
 
 
 def load_data(
@@ -134,7 +244,9 @@ def load_data(
     flash: bool = False,
     parts: int = 1,
 ) -> Data:
-    """Read everything that the config names. At least one whole batch is held out.
+    """Find, tokenise and pack everything that the config names. At least one whole batch is held out.
+
+    One process of a machine tokenises, the others wait for it.
 
     Args:
         vocabulary: the model's number of token ids
@@ -142,83 +254,231 @@ def load_data(
         flash: whether the model has a flash attention
         parts: how many pipelines each work on a part of a batch
 
-    Raises: DataError.
+    Raises: DataError, ConfigError.
     """
-    section = config.data
-    text = _join(documents(section), tokenizer)
-    value = f"data.path={section.path}"
-    if len(text.tokens) == 0:
-        raise DataError(value, "it holds no text", "Give a file with text in it")
-    if (highest := int(text.tokens.max())) >= vocabulary:
-        raise DataError(
-            f"{value} with data.tokenizer={section.tokenizer}",
-            f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size)",
-            f"Take the model's own tokenizer, or a vocab_size above {highest}",
+    section, size = config.data, config.train.batch_size
+    layout: Layout = StreamLayout(padding)
+    if section.packing != "stream":
+        packed = section.packing in ("sequential", "best_fit")
+        calls = (config.pipeline.microbatches * config.train.accumulate,)
+        layout = DocumentLayout(calls, packed, padding, flash)
+    load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
+    share, least, held_out = section.held_out, -(-size // len(section.sources)), []
+    if section.validation is not None:
+        share, least, held_out = 0.0, 0, [load.rows(section.validation, 1.0)[1]]
+        if len(held_out[0]) < size:
+            rule = f"it gives {len(held_out[0])} rows, and a batch has {size}"
+            value = f"data.validation.path={section.validation.path}"
+            raise DataError(value, rule, "Give more of it, or lower train.batch_size or data.sequence_length")
+    weights = tuple(source.weight for source in section.sources)
+    if section.streaming is not None:
+        return _streamed(config, load, StoredRows(tuple(held_out)), layout, vocabulary, parts)
+    found = [load.rows(source, share, least) for source in section.sources]
+    rows = StoredRows(tuple(trained for trained, _ in found))
+    if not held_out:
+        held_out = [held for _, held in found]
+    held = StoredRows(tuple(held_out))
+    _check_size(config, found, rows, held)
+    limits = tuple(
+        None if source.epochs is None else source.epochs * len(trained)
+        for source, (trained, _) in zip(section.sources, found, strict=True)
+    )
+    mixture = Mixture(weights, limits)
+    sizes = Sizes.of(config, parts)
+    needed = sizes.rows_before(config.train.steps + 1)
+    if mixture.total is not None and mixture.total < needed:
+        raise ConfigError(
+            f"data.mixture of {mixture.total} rows in all epochs",
+            f"train.steps={config.train.steps} batches of {size} take {needed}",
+            f"Set train.steps to {mixture.total // size} or less, or leave epochs out of one of them",
         )
-    if section.packing == "stream":
-        rows, held_out = _stream_rows(config, text, padding)
-    else:
-        rows, held_out = _document_rows(config, text, padding, flash)
-    size = config.train.batch_size
-    if min(len(rows), len(held_out)) < size:
+    sampler = Sampler(mixture, tuple(len(trained) for trained, _ in found), config.train.seed)
+    facts = tuple(trained.store.facts for trained, _ in found)
+    whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
+    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts)
+    data.check_cuts(config.train.steps)
+    return data
+
+
+def _check_size(
+    config: TrainConfig, found: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, held: StoredRows
+) -> None:
+    """Raise DataError where there is no batch to train on, or none held out, or a source has no row."""
+    section, size = config.data, config.train.batch_size
+    for source, (trained, own) in zip(section.sources, found, strict=True):
+        few = min(len(rows), len(held)) < size
+        if not few and (len(trained) or not source.weight):
+            continue
         most = "" if section.packing == "stream" else "at most "
         raise DataError(
-            f"{value} of {len(text.tokens)} tokens",
-            f"it gives {len(rows) + len(held_out)} rows of {most}{section.sequence_length}, and a batch of "
+            f"data.path={source.path} of {trained.store.facts.tokens} tokens",
+            f"it gives {len(trained) + len(own)} rows of {most}{section.sequence_length}, and a batch of "
             f"{size} to train on and one held out need more",
             "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
         )
-    return Data(rows, held_out, size, config.train.seed, parts=parts)
 
 
-class _Text(NamedTuple):
-    """tokens: of all documents end to end, with a separator after each; lengths: of each, with it"""
-
-    tokens: Ids
-    lengths: Numbers
-
-
-def _join(found: Iterator[Document], tokenizer: Tokenizer) -> _Text:
-    """All documents' ids, with the tokenizer's separator after each but the last."""
-    pieces: list[Ids] = []
-    lengths: list[int] = []
-    while batch := list(islice(found, _AT_ONCE)):
-        for ids in tokenizer.encode([name for name, _ in batch], [text for _, text in batch]):
-            if lengths and tokenizer.separator is not None:
-                pieces.append(np.asarray([tokenizer.separator], dtype=ids.dtype))
-                lengths[-1] += 1
-            pieces.append(ids)
-            lengths.append(len(ids))
-    tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint8)
-    return _Text(tokens, np.array(lengths, dtype=np.int64))
-
-
-def _stream_rows(config: TrainConfig, text: _Text, padding: Padding | None) -> tuple[Rows, Rows]:
-    length = config.data.sequence_length
-    count = len(text.tokens) // length
-    trained = max(count - max(config.train.batch_size, round(count * config.data.held_out)), 0)
-    rows = text.tokens[: count * length].reshape(count, length)
-    return StreamRows(rows[:trained], padding), StreamRows(rows[trained:], padding)
+def _streamed(
+    config: TrainConfig, load: _Loader, held: StoredRows, layout: Layout, vocabulary: int, parts: int
+) -> Data:
+    section = config.data
+    assert section.streaming is not None
+    sources = [load.open(source) for source in section.sources]
+    options = Options(
+        section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
+        config.train.seed, vocabulary,
+    )  # fmt: skip
+    weights = tuple(source.weight for source in section.sources)
+    stream = Stream(sources, Mixture(weights, (None,) * len(sources)), options)
+    stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
+    parts_of = [(load.cache.digest(source), encoder.digest) for source, encoder in sources]
+    digest = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
+    sizes = Sizes.of(config, parts)
+    if sizes.phases and sizes.phases[0][1].length < sizes.full.length:
+        _check_labels(sources)
+    return Data(StoredRows(()), held, layout, sizes, None, digest, parts=parts, stream=stream)
 
 
-def _document_rows(
-    config: TrainConfig, text: _Text, padding: Padding | None, flash: bool
-) -> tuple[Rows, Rows]:
-    """The last documents are held out, and packed separately: best_fit's last rows hold the shortest ones."""
-    section, size = config.data, config.train.batch_size
-    pieces = cut(text.lengths, section.sequence_length)
+def _check_labels(sources: Sequence[Streamed]) -> None:
+    """Raise ConfigError where a row, once cut, may have no token that the loss counts."""
+    for source, encoder in sources:
+        if encoder.labelled:
+            raise ConfigError(
+                "train.ramp with sequence_length, and data.streaming",
+                f"the loss counts some tokens of {source.section.path} only, and rows that are cut may have "
+                "none, which shows once they are read",
+                "Leave data.streaming out, or give a ramp of batch_size alone",
+            )
 
-    def rows(first: int, end: int) -> DocumentRows:
-        chosen = Pieces(pieces.starts[first:end], pieces.lengths[first:end])
-        packing = PACKINGS[section.packing](chosen.lengths, section.sequence_length)
-        return DocumentRows(text.tokens, chosen, packing, config.pipeline.microbatches, padding, flash)
 
+@dataclass(frozen=True)
+class _Loader:
+    """Makes the rows of sources."""
+
+    section: DataSection
+    tokenizer: Tokenizer
+    vocabulary: int
+    cache: Cache
+
+    def open(self, source: SourceSection) -> Streamed:
+        """Raises DataError."""
+        opened = open_source(source)
+        return Streamed(opened, make_encoder(self.section, opened, self.tokenizer))
+
+    def rows(self, section: SourceSection, share: float, least: int = 0) -> tuple[SourceRows, SourceRows]:
+        """The rows to train on, and those held out: a share of them, `least` or more. Raises DataError."""
+        store, keys = self.store(section), self.section
+        parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least)
+        folder = self.cache.entry(
+            ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least)
+        )
+        starts, lengths, *packings = (_array(folder, name) for name in _ARRAYS)
+        pieces = Pieces(starts, lengths)
+        trained, held_out = (Packing(*packings[at : at + 2]) for at in (0, 2))
+        return SourceRows(store, pieces, trained), SourceRows(store, pieces, held_out)
+
+    def store(self, section: SourceSection) -> Store:
+        """The tokens of one source, tokenised now unless they are in the cache. Raises DataError."""
+        source, encoder = self.open(section)
+        value = f"data.path={section.path}"
+        if source.format == "megatron":
+            key: tuple[object, ...] = ("megatron", *map(str, source.files), self.cache.digest(source))
+            folder = self.cache.entry(key, lambda folder: write_megatron(folder, source))
+        else:
+            key = ("tokens", source.format, self.cache.digest(source), encoder.digest)
+            folder = self.cache.entry(key, lambda folder: self._tokenise(folder, source, encoder))
+        store = open_store(folder)
+        if store.facts.tokens == 0:
+            raise DataError(value, "it holds no text", "Give a file with text in it")
+        if store.facts.highest >= self.vocabulary:
+            tokenised = source.format == "megatron" or encoder.kind == "tokens"
+            raise DataError(
+                f"data file {store.facts.at}"
+                if tokenised
+                else f"{value} with data.tokenizer={self.section.tokenizer}",
+                f"it gives token id {store.facts.highest} and the model has ids 0 to {self.vocabulary - 1} "
+                f"(vocab_size){'' if tokenised else f', first in {store.facts.at}'}",
+                f"Take the model's own tokenizer, or a vocab_size above {store.facts.highest}",
+            )
+        return store
+
+    def _tokenise(self, folder: Path, source: Source, encoder: Encoder) -> None:
+        dtype: npt.DTypeLike = np.uint32
+        if encoder.kind != "tokens" and self.tokenizer.count <= 1 << 16:
+            dtype = np.uint8 if self.tokenizer.count <= 1 << 8 else np.uint16
+        blocks = _shown(source, encoded(encoder, source, self.section.workers))
+        write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
+
+
+def _shown(source: Source, blocks: Iterator[tuple[int, Block]]) -> Iterator[Block]:
+    """The blocks, with a bar over the bytes of the source where a terminal looks."""
+    console, size = Console(stderr=True), source.size()
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, done = bar.add_task(f"tokenising {source.section.path}", total=size), 0
+        for count, block in blocks:
+            yield block
+            done += count
+            bar.update(task, completed=min(done, size))
+
+
+# ---- Which tokens each row has: arrays in files, mapped as the tokens are
+
+_ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
+
+
+def _array(folder: Path, name: str) -> Any:
+    file = folder / f"{name}.npy"
+    return np.load(file, mmap_mode="r" if file.stat().st_size > 1 << 16 else None)
+
+
+def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:
+    """The pieces of the store's documents, and which of them are in each row.
+
+    Args:
+        share: of the rows, or of the tokens of documents, that are held out: the last ones
+        least: rows to hold out at least
+    """
+    length, stream = section.sequence_length, section.packing == "stream"
+    if stream:
+        starts = np.arange(0, len(store.tokens) - length + 1, length)
+        pieces = Pieces(starts, np.full(len(starts), length))
+    elif section.overlong == "cut":
+        pieces = cut(np.asarray(store.lengths), length)
+    else:
+        pieces = overlong(np.asarray(store.lengths), length, section.overlong)
+    pieces = _that_count(store, pieces)
     count = len(pieces.lengths)
-    ends = np.cumsum(pieces.lengths)
-    share = (1 - section.held_out) * (ends[-1] if count else 0)
-    held = max(count - int(np.searchsorted(ends, share, side="right")), min(size, count))
-    held_out = rows(count - held, count)
-    while len(held_out) < size and held < count:  # a row may take many documents
-        held = min(count, max(held + 1, held * size // len(held_out)))
-        held_out = rows(count - held, count)
-    return rows(0, count - held), held_out
+    pack = one_each if stream else PACKINGS[section.packing]
+
+    def packed(first: int, end: int) -> Packing:
+        made = pack(pieces.lengths[first:end], length)
+        return made._replace(pieces=made.pieces + first)
+
+    if share == 1 or not share:
+        held = round(share) * count
+    elif stream:
+        held = min(count, max(least, round(count * share)))
+    else:
+        ends = np.cumsum(pieces.lengths)
+        kept = (1 - share) * (ends[-1] if count else 0)
+        held = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
+    held_out = packed(count - held, count)
+    while held_out.size < least and held < count:  # a row may take many documents
+        held = min(count, max(held + 1, held * least // held_out.size))
+        held_out = packed(count - held, count)
+    for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - held), *held_out), strict=True):
+        np.save(folder / f"{name}.npy", array)
+
+
+def _that_count(store: Store, pieces: Pieces) -> Pieces:
+    """The pieces that have a token that counts, other than the first, which nothing predicts."""
+    if store.labels is None:
+        return pieces
+    kept = np.zeros(len(pieces.starts), dtype=np.bool_)
+    for at, to in blocks_of(len(pieces.starts), 1 << 14):
+        for number in range(at, to):
+            start = pieces.starts[number]
+            kept[number] = (store.labels[start + 1 : start + pieces.lengths[number]] != IGNORED).any()
+        forget([store.labels])
+    return Pieces(pieces.starts[kept], pieces.lengths[kept])

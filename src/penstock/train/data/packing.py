@@ -11,14 +11,13 @@ With rows of 8 tokens and documents a (5), b (10), c (3) and d (3), b becomes pi
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-Packing = list[list[int]]  # the pieces in each row, by number
 _SHORTEST = 2  # nothing predicts the first token of a document, so a single one teaches nothing
 
 
@@ -27,6 +26,30 @@ class Pieces(NamedTuple):
 
     starts: Numbers
     lengths: Numbers
+
+
+class Packing(NamedTuple):
+    """The pieces in each row, by number: those of row r are pieces[bounds[r] : bounds[r + 1]]."""
+
+    pieces: Numbers
+    bounds: Numbers
+
+    @classmethod
+    def of(cls, rows: Iterable[list[int]]) -> Packing:
+        counts = [0]
+        pieces: list[int] = []
+        for row in rows:
+            pieces += row
+            counts.append(len(pieces))
+        return cls(np.array(pieces, dtype=np.int64), np.array(counts, dtype=np.int64))
+
+    @property
+    def size(self) -> int:
+        """How many rows there are."""
+        return len(self.bounds) - 1
+
+    def row(self, number: int) -> Numbers:
+        return self.pieces[self.bounds[number] : self.bounds[number + 1]]
 
 
 def cut(documents: Numbers, capacity: int) -> Pieces:
@@ -41,14 +64,21 @@ def cut(documents: Numbers, capacity: int) -> Pieces:
     return Pieces(starts[kept], lengths[kept])
 
 
+def overlong(documents: Numbers, capacity: int, mode: str) -> Pieces:
+    """The pieces where what is longer than `capacity` is truncated (its end is left out), or dropped."""
+    kept = (documents >= _SHORTEST) & ((documents <= capacity) | (mode == "truncate"))
+    starts = np.cumsum(documents) - documents
+    return Pieces(starts[kept], np.minimum(documents[kept], capacity))
+
+
 def one_each(lengths: Numbers, capacity: int) -> Packing:
     """A row for each piece."""
-    return [[piece] for piece in range(len(lengths))]
+    return Packing(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
 def sequential(lengths: Numbers, capacity: int) -> Packing:
     """In order: a piece that does not fit begins the next row."""
-    rows: Packing = []
+    rows: list[list[int]] = []
     free = 0
     for piece, length in enumerate(lengths.tolist()):
         if length > free:
@@ -56,7 +86,7 @@ def sequential(lengths: Numbers, capacity: int) -> Packing:
             free = capacity
         rows[-1].append(piece)
         free -= length
-    return rows
+    return Packing.of(rows)
 
 
 def best_fit(lengths: Numbers, capacity: int) -> Packing:
@@ -65,7 +95,7 @@ def best_fit(lengths: Numbers, capacity: int) -> Packing:
     It takes at most 11/9 of the fewest possible rows and a few more (Johnson 1973). Free spaces are kept
     sorted, so that a hundred thousand pieces take a moment.
     """
-    rows: Packing = []
+    rows: list[list[int]] = []
     with_free: dict[int, list[int]] = {}
     spaces: list[int] = []  # the keys of with_free, sorted
     for piece in np.argsort(-lengths, kind="stable").tolist():
@@ -86,7 +116,7 @@ def best_fit(lengths: Numbers, capacity: int) -> Packing:
                 with_free[left] = []
                 insort(spaces, left)
             with_free[left].append(row)
-    return rows
+    return Packing.of(rows)
 
 
 PACKINGS: Mapping[str, Callable[[Numbers, int], Packing]] = {

@@ -1,32 +1,44 @@
-"""The rows that batches are made of: cut from one stream of tokens, or documents, alone or packed."""
+"""The rows that batches are made of: cut from one stream of tokens, or documents, alone or packed.
+
+Rows says which documents a row has, and reads them; CutRows are shorter ones. Layout makes batches of them:
+StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as long
+as its longest row.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.batch.loss import IGNORED
 from penstock.batch.packing import boundaries, positions
 from penstock.batch.padding import Padding
-from penstock.train.data.packing import Numbers, Packing, Pieces
-from penstock.train.data.tokenizer import Ids
+from penstock.train.data.packing import Packing, Pieces
+from penstock.train.data.store import Store, forget
 
 
 @dataclass(frozen=True)
 class Fill:
-    """How much of a batch is text: its real tokens, and its slots for tokens."""
+    """How much of a batch is text: its real tokens, and its slots for tokens.
+
+    squares: the sum of each document's tokens, squared: attention works on pairs of a document's tokens
+    """
 
     tokens: int = 0
     slots: int = 0
+    squares: int = 0
 
     def __add__(self, other: Fill) -> Fill:
-        return Fill(self.tokens + other.tokens, self.slots + other.slots)
+        return Fill(self.tokens + other.tokens, self.slots + other.slots, self.squares + other.squares)
 
     @property
     def padding(self) -> float:
@@ -34,76 +46,185 @@ class Fill:
         return 1 - self.tokens / self.slots if self.slots else 0.0
 
 
+class Piece(NamedTuple):
+    """A document, or a part of one: its ids and labels, int64; -100 where the loss does not count it."""
+
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+
+
+class Rows(Protocol):
+    """Rows by their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, row: int) -> Sequence[int]:
+        """Tokens of each document of a row. Reads no token."""
+
+    def read(self, row: int) -> list[Piece]:
+        """The documents of a row."""
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The rows of one store. packing: of `pieces`, which are parts of the store's tokens"""
+
+    store: Store
+    pieces: Pieces
+    packing: Packing
+
+    def __len__(self) -> int:
+        return self.packing.size
+
+    def lengths(self, row: int) -> Sequence[int]:
+        found: list[int] = self.pieces.lengths[self.packing.row(row)].tolist()
+        return found
+
+    def read(self, row: int) -> list[Piece]:
+        starts, lengths = (of[self.packing.row(row)].tolist() for of in self.pieces)
+        return [Piece(*self.store.read(at, count)) for at, count in zip(starts, lengths, strict=True)]
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """The rows of several sources, numbered through in their order."""
+
+    sources: tuple[SourceRows, ...]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The number of each source's first row, and of all rows."""
+        return [0, *accumulate(map(len, self.sources))]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def lengths(self, row: int) -> Sequence[int]:
+        source = bisect_right(self.starts, row) - 1
+        return self.sources[source].lengths(row - self.starts[source])
+
+    def read(self, row: int) -> list[Piece]:
+        source = bisect_right(self.starts, row) - 1
+        return self.sources[source].read(row - self.starts[source])
+
+    def forget(self) -> None:
+        """Unmap what was read."""
+        for source in self.sources:
+            forget((source.store.tokens, source.store.labels, *source.pieces, *source.packing))
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows in memory."""
+
+    rows: Sequence[list[Piece]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lengths(self, row: int) -> Sequence[int]:
+        return [len(piece.ids) for piece in self.rows[row]]
+
+    def read(self, row: int) -> list[Piece]:
+        return self.rows[row]
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """The first `longest` tokens of each row."""
+
+    rows: Rows
+    longest: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lengths(self, row: int) -> Sequence[int]:
+        ends = [min(end, self.longest) for end in accumulate(self.rows.lengths(row), initial=0)]
+        return [end - begin for begin, end in pairwise(ends) if begin < end]
+
+    def read(self, row: int) -> list[Piece]:
+        pieces = zip(self.rows.read(row), self.lengths(row), strict=False)  # some may be cut off whole
+        return [Piece(*(of[:count] for of in piece)) for piece, count in pieces]
+
+
+# ---- Batches of rows
+
 Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
 
 
-@dataclass(frozen=True)
-class StreamRows:
-    """Rows of one stream of tokens. tokens: (rows, sequence); padding: the pipeline's, if any"""
+class Layout(Protocol):
+    """How rows become a batch."""
 
-    tokens: Ids
+    def of_calls(self, calls: tuple[int, ...]) -> Layout:
+        """The same, for a batch that goes through pipeline calls of so many microbatches each."""
+
+    def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
+
+    def content(self, rows: Rows, chosen: Sequence[int]) -> Content:
+        """The batch of these rows."""
+
+    def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
+        """The fill of that batch, found without reading a token."""
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Rows of one length, each a piece of a stream. padding: the pipeline's, if any"""
+
     padding: Padding | None = None
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def of_calls(self, calls: tuple[int, ...]) -> StreamLayout:
+        return self
 
-    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
+    def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
-    def content(self, chosen: Sequence[int]) -> dict[str, Tensor]:
-        """input_ids and labels, int64, (rows, sequence). Labels equal the inputs: the loss shifts them."""
-        ids = torch.from_numpy(self.tokens[list(chosen)].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone()}
+    def content(self, rows: Rows, chosen: Sequence[int]) -> dict[str, Tensor]:
+        """input_ids and labels, int64, (rows, sequence). Labels are not shifted: the loss does it."""
+        pieces = [piece for row in chosen for piece in rows.read(row)]
+        ids, labels = (torch.from_numpy(np.stack(each)) for each in zip(*pieces, strict=True))
+        return {"input_ids": ids, "labels": labels}
 
-    def fill(self, chosen: Sequence[int]) -> Fill:
-        """The fill of that content, found without making it."""
-        length = self.tokens.shape[1]
+    def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
+        (length,) = rows.lengths(chosen[0])
         padded = self.padding.lengths(length).full if self.padding else length
-        return Fill(len(chosen) * length, len(chosen) * padded)
+        return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
 
 
 @dataclass(frozen=True)
-class DocumentRows:
+class DocumentLayout:
     """Rows of one document or more, each row as long as its documents.
 
     Attributes:
-        tokens: all documents end to end
-        pieces: the parts of them that `packing` puts into rows
-        microbatches: how many a pipeline's part of a batch becomes
-        padding: how the pipeline will pad them; None pads each microbatch to its longest row
+        calls: microbatches of each pipeline call that a pipeline's part of a batch goes through, in order
+        packed: whether any row of the run may have several documents
+        padding: how the pipeline will pad those of a call; None pads each microbatch to its longest row
         flash: whether the model has a flash attention, which wants the bounds of documents
     """
 
-    tokens: Ids
-    pieces: Pieces
-    packing: Packing
-    microbatches: int
+    calls: tuple[int, ...]
+    packed: bool
     padding: Padding | None = None
     flash: bool = False
 
-    def __len__(self) -> int:
-        return len(self.packing)
+    @property
+    def microbatches(self) -> int:
+        return sum(self.calls)
 
-    @cached_property
-    def lengths(self) -> Numbers:
-        """Tokens in each row."""
-        return np.array([self.pieces.lengths[row].sum() for row in self.packing], dtype=np.int64)
+    def of_calls(self, calls: tuple[int, ...]) -> DocumentLayout:
+        return replace(self, calls=calls)
 
-    @cached_property
-    def packed(self) -> bool:
-        """Whether any row has several documents."""
-        return any(len(row) > 1 for row in self.packing)
-
-    def deal(self, chosen: Sequence[int], parts: int) -> list[list[int]]:
+    def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
         order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
-        for number, group in enumerate(self._groups(chosen, self.microbatches * parts)):
+        for number, group in enumerate(self._groups(rows, chosen, self.microbatches * parts)):
             dealt[order[number % len(order)]] += group
         return dealt
 
-    def content(self, chosen: Sequence[int]) -> list[dict[str, Any]]:
+    def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Microbatches, each as long as its longest row; the longest rows come first.
 
         Each has input_ids and labels, int64, (rows, sequence), and where rows are packed position_ids that
@@ -111,32 +232,36 @@ class DocumentRows:
         document before must not predict. There is no attention_mask: it would hide the documents from
         transformers, and padding at the end of a row needs none, as no token attends to a later one.
         """
-        return [self._microbatch(group) for group in self._groups(chosen, self.microbatches)]
+        groups = self._groups(rows, chosen, self.microbatches)
+        return [self._microbatch([rows.read(row) for row in group]) for group in groups]
 
-    def fill(self, chosen: Sequence[int]) -> Fill:
-        lengths = [self.lengths[group] for group in self._groups(chosen, self.microbatches)]
-        longest = [int(group.max()) for group in lengths]
-        if self.padding is not None:  # the pipeline pads all microbatches of a step to one length
-            longest = [self.padding.lengths(max(longest)).full] * len(longest)
-        slots = sum(len(group) * most for group, most in zip(lengths, longest, strict=True))
-        return Fill(int(sum(group.sum() for group in lengths)), slots)
+    def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
+        lengths = {row: sum(rows.lengths(row)) for row in chosen}
+        groups = self._groups(rows, chosen, self.microbatches)
+        longest = [max(lengths[row] for row in group) for group in groups]
+        if self.padding is not None:  # the pipeline pads all microbatches of a call to one length
+            for begin, end in pairwise(accumulate(self.calls, initial=0)):
+                if of_call := longest[begin:end]:  # fewer rows than microbatches may leave a call without any
+                    longest[begin:end] = [self.padding.lengths(max(of_call)).full] * len(of_call)
+        slots = sum(len(group) * most for group, most in zip(groups, longest, strict=True))
+        squares = sum(count**2 for row in chosen for count in rows.lengths(row))
+        return Fill(sum(lengths[row] for row in chosen), slots, squares)
 
-    def _groups(self, chosen: Sequence[int], count: int) -> list[list[int]]:
+    def _groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
         """The rows of each microbatch. Rows of similar length go together: they are padded to the longest."""
-        by_length = sorted(chosen, key=lambda row: -int(self.lengths[row]))
+        by_length = sorted(chosen, key=lambda row: -sum(rows.lengths(row)))
         return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
-    def _microbatch(self, rows: list[int]) -> dict[str, Any]:
-        length = int(self.lengths[rows].max())
+    def _microbatch(self, rows: Sequence[list[Piece]]) -> dict[str, Any]:
+        length = max(sum(len(piece.ids) for piece in row) for row in rows)
         ids = np.zeros((len(rows), length), dtype=np.int64)
         labels = np.full_like(ids, IGNORED)
         bounds = [0]
         for at, row in enumerate(rows):
-            for piece in self.packing[row]:
-                start, count = int(self.pieces.starts[piece]), int(self.pieces.lengths[piece])
-                begin = bounds[-1] - at * length
-                ids[at, begin : begin + count] = self.tokens[start : start + count]
-                labels[at, begin + 1 : begin + count] = ids[at, begin + 1 : begin + count]
+            for piece in row:
+                begin, count = bounds[-1] - at * length, len(piece.ids)
+                ids[at, begin : begin + count] = piece.ids
+                labels[at, begin + 1 : begin + count] = piece.labels[1:]
                 bounds.append(bounds[-1] + count)
             bounds[-1] = (at + 1) * length  # padding counts to the last document: none may be empty
         microbatch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
@@ -146,6 +271,3 @@ class DocumentRows:
             if self.flash:  # transformers derives the bounds from positions only for a batch of one row
                 microbatch |= boundaries(ends)
         return microbatch
-
-
-Rows = StreamRows | DocumentRows

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,35 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's printable character for each byte
 
 from penstock.errors import DataError
+from penstock.models.source import TOKENIZER, other_files
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
+
+# ChatML, with the marks around what the assistant writes
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+    {%- if message['role'] not in ('system', 'user', 'assistant') %}
+        {{- raise_exception('it knows system, user and assistant, and here is ' + message['role']) }}
+    {%- endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] + '<|im_end|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message['content'] + '<|im_end|>' }}
+    {%- endif %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+_MARKERS = ("<|im_start|>", "<|im_end|>")
 
 
 class Bytes:
     """A token is a byte, its id the byte's value. separator: the id put between two documents, here byte 0"""
 
     separator = 0
+    count = 256
+    digest = "bytes"
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
         """The ids of each document."""
@@ -31,54 +54,117 @@ class Bytes:
         """The ids of a text to continue, with the special tokens that the tokenizer adds."""
         return list(text.encode())
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids."""
+        return bytes(ids).decode(errors="replace")
+
     def save(self, folder: Path) -> None:
         """Write files from which AutoTokenizer.from_pretrained encodes and decodes the same ids."""
         byte_level_tokenizer().save_pretrained(folder)
 
 
 class HuggingFace:
-    """The tokenizer in a local folder, used as Bytes is. separator: None where it has no such token"""
+    """The tokenizer in a local folder, used as Bytes is.
 
-    def __init__(self, folder: str) -> None:
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises a dozen kinds for a folder without a tokenizer
-            raise DataError(
-                f"data.tokenizer={folder}",
-                f"transformers reads no tokenizer there ({type(error).__name__})",
-                "Give a local folder with a tokenizer, or the word bytes",
-            ) from error
-        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
+    With chats the word bytes stands for one too: 256 bytes and the two markers of its template.
+
+    Attributes:
+        own: the transformers tokenizer
+        separator: None where it has no such token
+    """
+
+    def __init__(self, name: str, template: str | None = None) -> None:
+        self._name, self._template = name, template
+        self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name)
+        if template is not None:
+            self.own.chat_template = template
+        eos, bos = self.own.eos_token_id, self.own.bos_token_id
         self.separator: int | None = bos if eos is None else eos
+
+    def __reduce__(self) -> tuple[type[HuggingFace], tuple[str, str | None]]:
+        return HuggingFace, (self._name, self._template)
+
+    @property
+    def count(self) -> int:
+        """All ids are below it; a vocabulary may have holes."""
+        return 1 + int(max(self.own.get_vocab().values()))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that its ids follow from."""
+        whole = hashlib.blake2b(str(self.own.chat_template).encode(), digest_size=16)
+        if self._name != "bytes":
+            folder = Path(self._name).expanduser()
+            files = {**other_files(folder, TOKENIZER), **other_files(folder, ("config.json",))}
+            for name, file in sorted(files.items()):
+                whole.update(name.encode() + file.read_bytes())
+        return whole.hexdigest()
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
         """The ids of each document, without special tokens. Raises DataError that names a wrong one."""
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
     def prompt(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, verbose=False)["input_ids"])
+        return list(self.own(text, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.own.decode(ids))
 
     def save(self, folder: Path) -> None:
-        self._tokenizer.save_pretrained(folder)
+        self.own.save_pretrained(folder)
 
 
 Tokenizer = Bytes | HuggingFace
 
 
-def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that data.tokenizer names: the word ``bytes``, or a local folder. Raises DataError."""
-    return Bytes() if name == "bytes" else HuggingFace(name)
+def open_tokenizer(name: str, chat: bool = False, template: str | None = None) -> Tokenizer:
+    """The tokenizer that data.tokenizer names: the word ``bytes``, or a local folder.
+
+    Args:
+        chat: whether it is to write chats
+        template: the path of a Jinja file that takes the place of its chat template
+
+    Raises: DataError.
+    """
+    if name == "bytes" and not chat:
+        return Bytes()
+    if template is not None:
+        try:
+            template = Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            rule = f"the file cannot be read ({error})"
+            raise DataError(f"data.chat_template={template}", rule, "Give a Jinja file") from None
+    return HuggingFace(name, template)
 
 
-def byte_level_tokenizer() -> PreTrainedTokenizerFast:
-    """A transformers tokenizer of 256 tokens, the bytes of UTF-8 text in the order of their values."""
+def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """A transformers tokenizer of 256 tokens, the bytes of UTF-8 text in the order of their values.
+
+    chat: with the markers <|im_start|> and <|im_end|>, ids 256 and 257, and a chat template
+    """
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = RustTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+    if chat:
+        made.add_tokens(list(_MARKERS), special_tokens=True)
+        made.eos_token = _MARKERS[1]
+        made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def _read(folder: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises a dozen kinds for a folder without a tokenizer
+        raise DataError(
+            f"data.tokenizer={folder}",
+            f"transformers reads no tokenizer there ({type(error).__name__})",
+            "Give a local folder with a tokenizer, or the word bytes",
+        ) from error
 
 
 def _text(name: str, document: bytes) -> str:

@@ -1,0 +1,93 @@
+"""``penstock data show``: what of the data the loss counts. Totals first, then rows in colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.text import Text
+from transformers import PretrainedConfig
+
+from penstock.batch.loss import IGNORED
+from penstock.cli.schedule_tables import out
+from penstock.cli.shared import table
+from penstock.models.source import config_of
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.rows import Piece, Rows, SourceRows
+from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.model import named_model
+
+_COUNTED, _OTHER = "bold green", "dim"
+
+
+def show(config: TrainConfig, rows: int) -> None:
+    """Print totals of each source, and the first `rows` rows of the run. Raises DataError, ConfigError."""
+    named = named_model(config.model)
+    model = named if isinstance(named, PretrainedConfig) else config_of(Path(str(named)))
+    tokenizer = tokenizer_of(config)
+    data = load_data(config, tokenizer, int(model.get_text_config().vocab_size))
+    console = Console(highlight=False)
+    out(totals(config, data))
+    for number, row in enumerate(first_rows(data, rows)):
+        tokens, counted = sum(len(piece.ids) for piece in row), sum(int(in_loss(p).sum()) for p in row)
+        console.print(f"\nrow {number}: {tokens} tokens, the loss counts {counted}", style="bold")
+        for piece in row:
+            console.print(coloured(piece, tokenizer, console.is_terminal), soft_wrap=True)
+
+
+def totals(config: TrainConfig, data: Data) -> RenderableType:
+    """A table with a line for each source; of a stream its digest only, as it is read while training."""
+    if data.stream is not None:
+        return f"read while training; digest {data.digest}"
+    heads = ("source", "documents", "tokens", "counted", "dropped", "median", "longest", "overlong", "rows",
+             "held out")  # fmt: skip
+    held = data.held_out.sources if config.data.validation is None else [None] * len(data.rows.sources)
+    cells = []
+    for section, trained, own in zip(config.data.sources, data.rows.sources, held, strict=True):
+        facts, lengths = trained.store.facts, trained.store.lengths
+        cells.append((
+            section.path, f"{facts.documents:,}", f"{facts.tokens:,}", f"{facts.counted / facts.tokens:.1%}",
+            f"{facts.dropped:,}", f"{np.median(lengths):.0f}", f"{lengths.max()}",
+            f"{int((lengths > config.data.sequence_length).sum()):,}", f"{len(trained):,}", _count(own),
+        ))  # fmt: skip
+    return table(heads, cells, left=["source"], box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
+def _count(rows: SourceRows | None) -> str:
+    return "-" if rows is None else f"{len(rows):,}"
+
+
+def first_rows(data: Data, count: int) -> Iterator[list[Piece]]:
+    """The first rows that are trained on."""
+    rows: Rows = data.rows
+    if data.sampler is not None:
+        chosen = data.sampler.rows(0, count)
+    else:
+        assert data.stream is not None
+        rows, _ = data.stream.take(0, count)
+        chosen = list(range(count))
+    return (rows.read(row) for row in chosen)
+
+
+def in_loss(piece: Piece) -> npt.NDArray[np.bool_]:
+    """Whether the loss counts each token; nothing predicts the first."""
+    counted: npt.NDArray[np.bool_] = piece.labels != IGNORED
+    counted[:1] = False
+    return counted
+
+
+def coloured(piece: Piece, tokenizer: Tokenizer, colours: bool) -> Text:
+    """The text of a document, what counts in green; between [[ and ]] where there are no colours."""
+    text = Text()
+    pairs = zip(piece.ids.tolist(), in_loss(piece).tolist(), strict=True)
+    for counted, run in groupby(pairs, key=lambda pair: pair[1]):
+        shown = tokenizer.decode([token for token, _ in run])
+        marked = f"[[{shown}]]" if counted and not colours else shown
+        text.append(marked, style=_COUNTED if counted else _OTHER)
+    return text

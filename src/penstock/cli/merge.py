@@ -1,0 +1,110 @@
+"""``penstock merge``: an adapter and its base model as one model's folder, a layer in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
+from penstock.models.huggingface.stages import cut
+from penstock.models.source import Source, open_source, other_files
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import Chain, find_chain
+from penstock.models.tracing.meta import write_through
+from penstock.models.weights.files import Ties, tied_names
+from penstock.models.weights.folder import Hashed, write_folder
+from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
+from penstock.models.weights.saved_adapter import ADAPTER_CONFIG, check_base, load_adapter
+from penstock.runtime.transport.groups import OneProcess
+from penstock.train.checkpoints import newest_checkpoint
+
+
+def merge_folder(adapter: Path, out: Path, base: Path | None, max_shard_size: str) -> Path:
+    """Write the merged model into `out`, complete or not at all.
+
+    Args:
+        adapter: a folder that holds one, or the output folder of a run
+        base: the folder of the base model; None takes the one that the adapter names
+
+    Returns the folder of the adapter.
+    Raises ConfigError, CheckpointError, ModelError.
+    """
+    limit = parsed_size(max_shard_size)
+    folder = _adapter_folder(adapter)
+    config = import_peft().PeftConfig.from_pretrained(str(folder))
+    named = base or config.base_model_name_or_path
+    if not named or not Path(named).is_dir():
+        raise ConfigError(
+            f"base model {named}", f"{folder / ADAPTER_CONFIG} names it, and there is no such folder",
+            "Give the base model's folder: --base FOLDER",
+        )  # fmt: skip
+    config.init_lora_weights = True  # the values come from the file
+    source = open_source(Path(named), None, None, config)
+    if not source.files:
+        raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
+    check_base(folder, source.base_fingerprint(0))
+    merger = _Merger(source, folder)
+    write_folder(out, lambda target: merger.write(target, limit), OneProcess())
+    return folder
+
+
+def _adapter_folder(folder: Path) -> Path:
+    """The folder of the adapter: this one, or a run's newest checkpoint. Raises CheckpointError."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        return folder
+    newest, _ = newest_checkpoint(folder)
+    if newest is None or not (newest / ADAPTER_CONFIG).is_file():
+        found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
+        raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")
+    return newest
+
+
+class _Merger:
+    """Merges one layer after the other; the embedding goes with the first layer, the head with the last."""
+
+    def __init__(self, source: Source, folder: Path) -> None:
+        assert source.adapter is not None
+        self._source, self._folder, self._adapter = source, folder, source.adapter
+        self._chain: Chain = find_chain(source.model)
+        self._names, self._ties = names_in_file(source.model, source.adapter), tied_names(source.model)
+        with without_adapters(source.model):
+            plain = tied_names(source.model)
+        self._merged_ties: Ties = tuple(tuple(names) for names in merged_ties(source.model, plain))
+        self._untied = len(self._merged_ties) < len(plain)
+
+    def write(self, folder: Path, limit: int) -> Hashed:
+        config = self._source.model.config
+        if self._untied:  # the adapter changed one end alone
+            config.tie_word_embeddings = False
+        files = self._source.read_other_files()
+        files |= {name: file.read_bytes() for name, file in other_files(self._folder).items()}
+        saved = SavedModel(config, None, self._merged_ties, files, type(self._source.model))
+        layers = range(self._chain.count)
+        with without_adapters(self._source.model):
+            sizes = {index: self._layout(self._part(index), saved).sizes for index in layers}
+        shards, entries = make_shards(sizes, limit), Hashed()
+        for index in layers:
+            part = self._merged(index)
+            layout = self._layout(part, saved)
+            mine = {file: shard for file, shard in shards.items() if shard.stage == index}
+            entries |= {file: layout.write(folder / file, shard.names) for file, shard in mine.items()}
+        saved.write_rest(folder, shards, sizes)
+        return entries
+
+    def _part(self, index: int) -> PreTrainedModel:
+        """The model of one layer, on the meta device."""
+        info = StageInfo(index, self._chain.count)
+        return cut(self._source.model, self._chain, range(index, index + 1), info, values=False)
+
+    def _merged(self, index: int) -> PreTrainedModel:
+        part = self._part(index)
+        self._source.fill(part, 0, torch.device("cpu"))
+        load_adapter(write_through(part), self._folder, self._names, self._ties)
+        merge(part, self._adapter)
+        return part
+
+    def _layout(self, part: PreTrainedModel, saved: SavedModel) -> FileLayout:
+        return FileLayout.of(part, saved.copies)

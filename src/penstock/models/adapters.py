@@ -1,0 +1,377 @@
+"""PEFT's adapters in a model: LoRA, and modules or rows of an embedding that are trained with it.
+
+PEFT puts wrappers in the place of modules, so that a model with an adapter named "default" holds
+
+    layers.0.self_attn.q_proj                           peft's lora.Linear
+    layers.0.self_attn.q_proj.base_layer.weight         frozen: the base model's q_proj.weight
+    layers.0.self_attn.q_proj.lora_A.default.weight     trained
+
+A stage keeps its wrappers, so its forward is PEFT's. Here is the rest: what of an adapter is refused, the
+base model inside of the wrappers (files have its names), initial values, and the names in an adapter's file.
+PEFT is optional: it is imported where a model has an adapter or is to get one.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import sys
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError, ModelError
+from penstock.runtime.sharded_weights import full_tensor
+
+LoraConfig: TypeAlias = Any  # peft's
+PREFIX = "base_model.model."  # of every name in an adapter's file: where PeftModel holds the base model
+_PLACES = ("base_model_name_or_path", "revision")  # options that say where the base model lies
+_NAMED = 12  # modules that an error proposes
+
+
+class Adapter(NamedTuple):
+    """The adapter that a model trains: its name in PEFT, and its LoraConfig."""
+
+    name: str
+    config: LoraConfig
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The options that make it what it is, as JSON has them. Not where its base model lies."""
+        options: dict[str, Any] = json.loads(json.dumps(self.config.to_dict(), default=sorted))
+        return {key: value for key, value in options.items() if key not in _PLACES}
+
+
+def import_peft() -> Any:
+    """The module peft. Raises ConfigError where it is not installed."""
+    try:
+        import peft
+    except ImportError as cause:
+        remedy = "Install it: pip install 'penstock[adapters]'"
+        raise ConfigError("an adapter", "PEFT makes and reads it, and is not installed", remedy) from cause
+    return peft
+
+
+def is_wrapper(module: nn.Module | None) -> bool:
+    """Whether PEFT has put `module` in the place of another one."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """PEFT's wrappers in `model` by name, outer ones before those within them."""
+    return ((name, module) for name, module in model.named_modules() if is_wrapper(module))
+
+
+# ---- A model with adapters, as it is given
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model inside of a PeftModel; anything else as it is.
+
+    Raises ModelError for prompts in the place of adapters: they change what the model is called with.
+    """
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    for config in model.peft_config.values():
+        if config.is_prompt_learning:
+            raise _refused(f"{config.peft_type.value}", "its prompt is put before the tokens of each row")
+    return model.get_base_model()
+
+
+def adapter_of(model: nn.Module) -> Adapter | None:
+    """The adapter that `model` trains; None for one without.
+
+    Raises ModelError for what would not be exact.
+    """
+    configs: Mapping[str, Any] | None = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    found = [module for _, module in wrappers(model)]
+    active = list(dict.fromkeys(name for module in found for name in module.active_adapters))
+    if len(active) > 1:
+        raise _refused(f"active adapters {', '.join(active)}", "one is trained and saved at a time",
+                       "Activate one: model.set_adapter(name)")  # fmt: skip
+    name = active[0] if active else next(iter(configs))
+    config = configs[name]
+    if config.peft_type.value != "LORA":
+        raise _refused(f"a {config.peft_type.value} adapter", "it is not known to be exact in stages")
+    if getattr(config, "target_modules_to_tie", None):
+        raise _refused(
+            "ensure_weight_tying of LoRA on tied embeddings", "both ends of the model would train one memory",
+            "Train rows of the embedding (trainable_token_indices), or leave ensure_weight_tying out",
+        )  # fmt: skip
+    for module in found:
+        if getattr(module, "merged_adapters", None):
+            raise _refused("a merged adapter", "its weights are frozen inside of the base model's",
+                           "Call model.unmerge_adapter()")  # fmt: skip
+        variant = getattr(module, "lora_variant", {}).get(name)
+        if variant is not None and not type(variant).__name__.startswith("Dora"):
+            raise _refused(
+                f"{type(variant).__name__} of PEFT",
+                "of LoRA's variants only plain LoRA, rsLoRA and DoRA are known to be exact in stages",
+            )
+    return Adapter(name, config)
+
+
+def _refused(value: str, rule: str, remedy: str = "Take LoRA, rsLoRA or DoRA") -> ModelError:
+    return ModelError(f"a model with {value}", rule, remedy)
+
+
+# ---- A new adapter
+
+
+def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> None:
+    """Put the wrappers of a new adapter into `model`, which is on the meta device and stays there.
+
+    base: the folder of the base model, which the adapter's files name
+    Raises ConfigError for targets that match nothing, and for whatever else PEFT refuses.
+    """
+    peft = import_peft()
+    config = copy.deepcopy(config)
+    if config.init_lora_weights not in (True, "gaussian"):
+        raise ConfigError(
+            f"init_lora_weights={config.init_lora_weights!r}",
+            "it is made from values of the whole model, which no rank has",
+            "Take True or 'gaussian', or use PEFT itself: build(get_peft_model(...)), merge_and_unload()",
+        )
+    _check_names(model, config)
+    config.base_model_name_or_path = None  # PEFT takes the model's name, and warns where there is another one
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, for PEFT to heed
+            peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError, re.error) as cause:
+        said = " ".join(str(cause).split())
+        raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
+    if base is not None:
+        config.base_model_name_or_path = base
+
+
+def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Raise ConfigError for a name of the config that no module or parameter of the model has."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    layers = [name for name, module in modules.items() if isinstance(module, nn.Embedding)
+              or getattr(module, "weight", torch.empty(0)).ndim == 2]  # fmt: skip
+    parameters = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    tokens = config.trainable_token_indices
+    asked: dict[str, tuple[Any, Iterable[str], Sequence[str]]] = {
+        "target_modules": (config.target_modules, modules, layers),
+        "modules_to_save": (config.modules_to_save, modules, layers),
+        "target_parameters": (config.target_parameters, dict(model.named_parameters()), parameters),
+        "trainable_token_indices": (list(tokens) if isinstance(tokens, dict) else None, modules, layers),
+    }
+    for key, (wanted, names, some) in asked.items():
+        if isinstance(wanted, str):  # all-linear, or a pattern: PEFT says itself where nothing matches
+            continue
+        for each in sorted(wanted or ()):
+            if not any(f".{name}".endswith(f".{each}") for name in names):
+                last = sorted({name.rpartition(".")[2] for name in some})
+                raise ConfigError(
+                    f"{each!r} in the adapter's {key}",
+                    f"nothing in {type(model).__name__} has such a name",
+                    f"Take some of {', '.join(last[:_NAMED])}" if last else "Leave it out",
+                )
+    rows = len(model.get_input_embeddings().weight)
+    numbers = [n for each in tokens.values() for n in each] if isinstance(tokens, dict) else tokens or ()
+    if wrong := [number for number in numbers if not 0 <= number < rows]:
+        raise ConfigError(
+            f"{wrong[0]} in the adapter's trainable_token_indices",
+            f"the model's embedding has rows 0 to {rows - 1}",
+            "Give numbers of its tokens",
+        )
+
+
+# ---- The base model inside of the wrappers
+
+
+@contextmanager
+def without_adapters(*models: nn.Module) -> Iterator[None]:
+    """Inside of the block the models are as before PEFT wrapped their modules, by name too."""
+    replaced: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
+    met: set[int] = set()
+
+    def replace_in(module: nn.Module) -> None:
+        met.add(id(module))
+        for name, child in module._modules.items():
+            plain = _base_of(child)
+            if child is not None and plain is not child:
+                replaced.append((module._modules, name, child))
+                module._modules[name] = plain
+            if plain is not None and id(plain) not in met:
+                replace_in(plain)
+
+    if "peft" in sys.modules:
+        for model in models:
+            replace_in(model)
+    try:
+        yield
+    finally:
+        for table, name, child in replaced:
+            table[name] = child
+
+
+def _base_of(module: Any) -> nn.Module | None:
+    while is_wrapper(module):
+        module = module.base_layer if hasattr(module, "base_layer") else module.original_module
+    found: nn.Module | None = module
+    return found
+
+
+def forget_tied_tokens(stage: nn.Module) -> None:
+    """Take from a tied head's rows the reference to the embedding's, which may be another stage's.
+
+    PEFT needs it only to add adapters and to save.
+    """
+    for _, module in wrappers(stage):
+        if getattr(module, "_tied_adapter", None):
+            module._tied_adapter = []
+
+
+# ---- Initial values
+
+
+@torch.no_grad()
+def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
+    """Give values to what of the adapter is on the meta device, once the base model has its own.
+
+    As PEFT does: B is zero, so that the model computes what the base model does. Random numbers follow from
+    the seed and the module's name. `stage` may be a `write_through` twin; then it is collective, as a
+    magnitude of DoRA and a module that is trained are made of whole weights.
+    """
+    for name, module in wrappers(stage):
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            continue
+        for table, key, value in _initial(name, module, adapter, seed):
+            if table[key].is_meta:
+                value = value.to(table[key].dtype)
+                is_parameter = isinstance(table[key], nn.Parameter)
+                table[key] = nn.Parameter(value, table[key].requires_grad) if is_parameter else value
+
+
+Filled = tuple[dict[str, Any], str, Tensor]  # a table of a module, a name in it, and the value for it
+
+
+def _initial(name: str, module: Any, adapter: Adapter, seed: int) -> Iterator[Filled]:
+    if hasattr(module, "modules_to_save"):
+        original = module.original_module
+        values = {**dict(original.named_parameters()), **dict(original.named_buffers())}
+        for path, part in module.modules_to_save[adapter.name].named_modules():
+            for table in (part._parameters, part._buffers):
+                for key in [key for key, held in table.items() if held is not None]:
+                    yield table, key, full_tensor(values[f"{path}.{key}".lstrip(".")]).clone()
+    elif hasattr(module, "trainable_tokens_delta"):
+        rows = module.token_indices[adapter.name]
+        value = full_tensor(_weight(module))[rows]
+        yield module.trainable_tokens_delta._parameters, adapter.name, value.clone()
+        yield module.trainable_tokens_original._buffers, adapter.name, value.clone()
+    elif hasattr(module, "lora_A"):
+        yield from _initial_lora(name, module, adapter, seed)
+
+
+def _initial_lora(name: str, module: Any, adapter: Adapter, seed: int) -> Iterator[Filled]:
+    own, generator = adapter.name, torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+
+    def random(like: Tensor) -> Tensor:
+        value = torch.empty(like.shape)
+        if own in module.lora_embedding_A:
+            return nn.init.normal_(value, generator=generator)
+        if adapter.config.init_lora_weights == "gaussian":
+            return nn.init.normal_(value, std=1 / module.r[own], generator=generator)
+        return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+
+    if own in module.lora_A:
+        tables = module.lora_A[own]._parameters, module.lora_B[own]._parameters
+        yield tables[0], "weight", random(tables[0]["weight"])
+        for key in [key for key, held in tables[1].items() if held is not None]:
+            yield tables[1], key, torch.zeros(tables[1][key].shape)
+    if own in module.lora_embedding_A:  # here it is B that is random
+        zero, normal = module.lora_embedding_A._parameters, module.lora_embedding_B._parameters
+        yield zero, own, torch.zeros(zero[own].shape)
+        yield normal, own, random(normal[own])
+    if own in module.lora_magnitude_vector:
+        magnitude, weight = module.lora_magnitude_vector[own], full_tensor(_weight(module))
+        norm = magnitude.get_weight_norm(weight, weight.new_zeros(()), module.scaling[own])
+        yield magnitude._parameters, "weight", norm
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.get_base_layer()._parameters["weight"]
+    return weight
+
+
+# ---- Names in an adapter's file
+
+
+def names_in_file(model: nn.Module, adapter: Adapter) -> dict[str, str]:
+    """The name in adapter_model.safetensors of each parameter of the whole `model` that belongs there."""
+    from peft.utils import get_peft_model_state_dict
+
+    names = {name: name for name in model.state_dict()}  # PEFT looks at names only
+    kept = get_peft_model_state_dict(
+        model, state_dict=names, adapter_name=adapter.name, save_embedding_layers=False
+    )
+    return {name: f"{PREFIX}{key}" for key, name in kept.items()}
+
+
+# ---- Merging
+
+
+def merge(stage: nn.Module, adapter: Adapter) -> None:
+    """Put the adapter's values into the base weights, in place; the wrappers are gone. Raises ModelError."""
+    _merge_in(stage, {"safe_merge": True, "adapter_names": [adapter.name]})
+    del stage.peft_config
+
+
+def _merge_in(module: nn.Module, options: Mapping[str, Any]) -> None:
+    for key, child in module._modules.items():
+        wrapped: Any = child
+        if not is_wrapper(child):
+            if child is not None:
+                _merge_in(child, options)
+            continue
+        try:
+            if hasattr(wrapped, "unload_and_optionally_merge_module"):  # of nested ones it merges all
+                module._modules[key] = wrapped.unload_and_optionally_merge_module(merge=True, **options)
+            else:
+                wrapped.merge(**options)
+                module._modules[key] = wrapped.get_base_layer()
+        except (ValueError, NotImplementedError) as cause:
+            raise ModelError(f"merging {key}", f"PEFT refuses it: {cause}", "Keep the adapter") from cause
+
+
+def merged_ties(model: nn.Module, ties: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Of the base model's tied weights those that are still one weight after `merge`.
+
+    An adapter on one of two tied modules makes them differ.
+    """
+    tables = {name: _values_after_merge(model, name) for names in ties for name in names}
+    return [names for names in ties if len({tables[name] for name in names}) == 1]
+
+
+def _values_after_merge(model: nn.Module, name: str) -> tuple[int, ...]:
+    """Equal for weights that merging leaves equal. name: of a weight in the base model"""
+    path, _, key = name.rpartition(".")
+    module: Any = model.get_submodule(path) if path else model
+    if not is_wrapper(module):
+        return (id(module._parameters[key]),)
+    if hasattr(module, "modules_to_save"):
+        return (id(module.modules_to_save[module.active_adapters[0]]._parameters[key]),)
+    base = id(_base_of(module)._parameters[key])  # type: ignore[union-attr]
+    if hasattr(module, "token_adapter"):
+        deltas = module.token_adapter.trainable_tokens_delta
+        return (base, *(id(delta) for delta in deltas.parameters()))
+    return (base, id(module))

@@ -1,0 +1,209 @@
+"""What transformers asks about values before a model's layers, answered without waiting for a GPU.
+
+    find_packed_sequence_indices(position_ids)   which document has each token? None: each row is one document
+    fast_all(mask)                               does the mask hide nothing?
+    _is_packed_sequence(position_ids, rows)      is the one row packed? Flash attention asks, in each layer
+
+The host knows the values of a microbatch's own entries, as it has split the batch. Positions and masks that
+a model makes by itself mostly depend on shapes alone: the first answer for a shape holds for all that follow,
+unless somebody has put a hook or a forward into the model (`Edits`).
+
+transformers finds other functions in the place of these three. They ask the `Answers` of the forward that
+their thread is in. Without any, and for any other tensor, they ask the function that was there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
+
+from penstock.batch.placement import OnDevice, to_device
+from penstock.models.tracing.provenance import Provenance
+
+Ask = Callable[[Tensor], Any]
+_USUAL = {"find_packed_sequence_indices": None, "fast_all": True, "_is_packed_sequence": False}
+_PROBED = (2, 3)  # rows and tokens
+_MOST = 4096  # answers that are kept
+_HERE = threading.local()
+
+
+class Answers:
+    """The answers for one forward.
+
+    Args:
+        known: answers that hold for all forwards, by question and shape; they become more
+        constant: how many of the first questions are about what the model makes from shapes alone
+    """
+
+    def __init__(self, microbatch: OnDevice, known: dict[object, Any], constant: int) -> None:
+        self._known, self._constant, self._asked = known, constant, 0
+        self._copies: list[tuple[Tensor, int, Tensor]] = []  # on the device, with its version; on the host
+        for name, there in microbatch.items():
+            if isinstance(there, Tensor) and not there.is_floating_point() and not there.is_inference():
+                self._add(there, microbatch.host[name])
+
+    def answer(self, question: str, tensor: Tensor, ask: Ask) -> Any:
+        """What `ask` returns for `tensor`: a tensor, a boolean or None."""
+        self._asked += 1
+        if (values := self._values(tensor)) is not None:
+            found = _settled(ask(values))
+            return to_device(found, tensor.device) if isinstance(found, Tensor) else found
+        if self._asked > self._constant:
+            return ask(tensor)
+        key = question, self._asked, tensor.shape
+        if key not in self._known:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            self._known[key] = _settled(ask(tensor))
+        found = self._known[key]
+        if found is not _USUAL[question]:  # what is asked from here on is not what the probe was asked
+            self._constant = 0
+        return found
+
+    def made(self, mask: Any, of_booleans: Any) -> None:
+        """transformers has made a mask of booleans from the model's argument `mask`."""
+        values = self._values(mask) if isinstance(mask, Tensor) else None
+        if values is not None and of_booleans is not mask and isinstance(of_booleans, Tensor):
+            self._add(of_booleans, values.to(of_booleans.dtype))
+
+    def _add(self, there: Tensor, here: Tensor) -> None:
+        here = here.contiguous()
+        if (there.shape, there.stride(), there.dtype) == (here.shape, here.stride(), here.dtype):
+            self._copies.append((there, there._version, here))
+
+    def _values(self, tensor: Tensor) -> Tensor | None:
+        """The host's values of a view of an entry that nothing has written to; None for any other tensor."""
+        storage = tensor.untyped_storage()._cdata
+        for there, version, here in self._copies:
+            if there.untyped_storage()._cdata == storage and there._version == version:
+                start = here.storage_offset() + tensor.storage_offset() - there.storage_offset()
+                same = here.dtype == tensor.dtype
+                return here.as_strided(tensor.shape, tensor.stride(), start) if same else None
+        return None
+
+
+def _settled(found: Any) -> Any:
+    """A boolean in the place of a tensor that holds one."""
+    return bool(found) if isinstance(found, Tensor) and found.dtype == torch.bool else found
+
+
+# ---- What a model makes by itself
+
+
+def made_from_shapes(model: PreTrainedModel) -> int:
+    """How many questions a forward asks that gets `input_ids` alone; 0 if one is about what depends on them.
+
+    model: without values; it runs as far as it can
+    """
+    looking = _Looking()
+    ids = torch.zeros(_PROBED, dtype=torch.int64, device=model.device)
+    looking.provenance.mark(ids, {"ids"})
+    with answering(looking), looking.provenance, torch.no_grad(), suppress(Exception):
+        model(input_ids=ids, use_cache=False)
+    return 0 if looking.depends else looking.count
+
+
+class _Looking:
+    """Gives the usual answers, and looks at what the questions are about."""
+
+    def __init__(self) -> None:
+        self.provenance, self.count, self.depends = Provenance(), 0, False
+
+    def answer(self, question: str, tensor: Tensor, ask: Ask) -> Any:
+        self.count += 1
+        self.depends |= bool(self.provenance.marks(tensor))
+        return _USUAL[question]
+
+    def made(self, mask: Any, of_booleans: Any) -> None:
+        """The marks say what it was made of."""
+
+
+class Edits:
+    """Hooks and forwards that somebody has put into a model of transformers.
+
+    They may change from one forward to the next what it makes from shapes, so that no answer can be kept.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._classes = not all(_is_known(type(module).forward) for module in model.modules())
+        self._held = [vars(module) for module in model.modules()]  # hooks come and go
+
+    def __bool__(self) -> bool:
+        everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        return self._classes or everywhere or not all(map(_is_known, self._put_in))
+
+    @property
+    def _put_in(self) -> Iterator[Callable[..., Any]]:
+        for held in self._held:
+            if "forward" in held:
+                yield held["forward"]
+            if held["_forward_pre_hooks"] or held["_forward_hooks"]:
+                yield from held["_forward_pre_hooks"].values()
+                yield from held["_forward_hooks"].values()
+
+
+def _is_known(function: Any) -> bool:
+    """Whether only these libraries wrote it: a wrapper takes over the name of what it wraps."""
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        written = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+        if written not in ("torch", "transformers", "penstock"):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
+# ---- In the place of transformers' functions
+
+
+@contextmanager
+def answering(answers: Answers | _Looking) -> Iterator[None]:
+    """Inside, this thread's questions go to `answers`."""
+    _install()
+    _HERE.answers = answers
+    try:
+        yield
+    finally:
+        _HERE.answers = None
+
+
+@functools.cache
+def _install() -> None:
+    """Once in a process."""
+    for module in (masking_utils, modeling_flash_attention_utils):
+        for question in _USUAL:
+            if (plain := vars(module).get(question)) is not None:
+                setattr(module, question, _asking(question, plain))
+    preprocess: Any = masking_utils._preprocess_mask_arguments
+
+    @functools.wraps(preprocess)
+    def followed(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        found = preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+        if (answers := _answers()) is not None:
+            answers.made(attention_mask, found[1])
+        return found
+
+    setattr(masking_utils, "_preprocess_mask_arguments", followed)  # noqa: B010
+
+
+def _asking(question: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def ask(tensor: Any, *args: Any) -> Any:
+        answers = _answers()
+        if answers is None or tensor is None:
+            return plain(tensor, *args)
+        return answers.answer(question, tensor, lambda values: plain(values, *args))
+
+    return ask
+
+
+def _answers() -> Answers | _Looking | None:
+    return None if torch.compiler.is_compiling() else getattr(_HERE, "answers", None)

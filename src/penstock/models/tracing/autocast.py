@@ -1,0 +1,46 @@
+"""torch.autocast for forwards without values: torch has none on the meta device, and hides its casts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from penstock.runtime.split_backward.casts import WeightCasts, is_weight
+
+# those of torch's "ops that autocast to lower precision" that language models call
+_LOWERED = frozenset({
+    F.linear, F.conv1d, F.conv2d, torch.conv1d, torch.conv2d, F.scaled_dot_product_attention, torch.einsum,
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.baddbmm,
+    Tensor.baddbmm, torch.addmm, Tensor.addmm,
+})  # fmt: skip
+
+
+class AutocastWithoutValues(TorchFunctionMode):
+    """Casts float32 to `dtype` before products. What autocast widens is float32 in these models anyway.
+
+    casts: those of weights, which a stage has once for all microbatches
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.casts = WeightCasts()
+        self._dtype = dtype
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _LOWERED:
+            args, kwargs = tree_map_only(Tensor, self._lowered, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _lowered(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        return self.casts.of(tensor, self._dtype) if is_weight(tensor) else tensor.to(self._dtype)

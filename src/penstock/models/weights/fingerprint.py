@@ -1,0 +1,70 @@
+"""The base model that an adapter belongs to: a digest of each weight's name, dtype, shape and ends.
+
+Reading all of a large model would take as long as loading it. Fine-tuning changes most entries of a weight,
+so that a model of the same shape with other weights has another fingerprint. How tensors lie in files does
+not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.models.weights.files import DTYPES
+
+_END = 2048  # bytes of each end of a weight
+
+
+def fingerprint_of_files(files: Sequence[Path]) -> str:
+    """Of the weights in safetensors files."""
+    found: dict[str, bytes] = {}
+    for path in files:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                    first, last = (begin, min(end, begin + _END)), (max(begin, end - _END), end)
+                    ends = [_read(file, *first), _read(file, *last)]
+                    found[name] = _described(entry["dtype"], entry["shape"], ends)
+    return _digest(found)
+
+
+def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The same of weights in memory, by the names that their files have."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    found: dict[str, bytes] = {}
+    for name, tensor in tensors.items():
+        flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
+        ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
+        found[name] = _described(names.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)
+    return _digest(found)
+
+
+def _read(file: Any, begin: int, end: int) -> bytes:
+    file.seek(begin)
+    content: bytes = file.read(end - begin)
+    return content
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
+
+
+def _described(dtype: str, shape: Sequence[int], ends: Sequence[bytes]) -> bytes:
+    return f"{dtype} {list(shape)} ".encode() + b"".join(ends)
+
+
+def _digest(found: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256()
+    for name, described in sorted(found.items()):
+        digest.update(name.encode() + b" " + hashlib.sha256(described).digest())
+    return digest.hexdigest()

@@ -1,0 +1,230 @@
+"""An adapter to files and back: PEFT's folder, which `PeftModel.from_pretrained(base_model, folder)` opens.
+
+    adapter_model.safetensors   what is trained, under PEFT's names
+    adapter_config.json         peft's LoraConfig, with the folder of the base model
+    base_model.json             the base model's config and fingerprint, for a resume
+
+The base model's weights stay in its own folder. PEFT reads one file, so each stage writes a part of it, and
+process 0 puts the parts together.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError
+from penstock.models.adapters import Adapter
+from penstock.models.tracing.meta import write_through
+from penstock.models.weights.files import DTYPES, Ties
+from penstock.models.weights.folder import Hashed, together
+from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
+from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.runtime.sharded_weights import meta_like
+from penstock.runtime.stage import Stage
+from penstock.runtime.transport.groups import Processes
+
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+BASE = "base_model.json"
+_PART = "part-{:05d}.safetensors"
+
+# options of an adapter without which the same weights compute something else
+_MEANING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "lora_bias",
+            "fan_in_fan_out", "trainable_token_indices")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedAdapter(SavedModel):
+    """As SavedModel, of a model with an adapter: only the adapter is in files.
+
+    names: the name in the file of each parameter of the whole model that belongs there
+    base: returns the fingerprint of the base model
+    """
+
+    adapter: Adapter
+    names: Mapping[str, str]
+    base: Callable[[], str]
+
+    def written(self, module: nn.Module) -> list[str]:
+        return [name for name in module.state_dict() if name in self.names]
+
+    def unread(self, stages: Mapping[int, Stage], *, pretrained: bool) -> str | None:
+        """A parameter that is trained and that PEFT's file would not hold."""
+        trained = {n for s in stages.values() for n, p in s.module.named_parameters() if p.requires_grad}
+        return min(trained - self.names.keys() - self.copies, default=None)
+
+    def lay_out(
+        self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
+    ) -> dict[int, Any]:
+        """By stage, the tensors by their names in the file."""
+        held = {i: (states or {}).get(i) or stage.module.state_dict() for i, stage in stages.items()}
+        return {
+            index: {key: state[name] for name, key in self.names.items() if name in state}
+            for index, state in held.items()
+        }
+
+    def write(
+        self,
+        folder: Path,
+        layouts: Mapping[int, Any],
+        processes: Processes,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+    ) -> Hashed:
+        """Write this process's stages; process 0 makes one file of all. Collective. There are no shards."""
+
+        def write_parts() -> list[str]:
+            files = {_PART.format(index): widest_first(held) for index, held in layouts.items()}
+            for file, tensors in files.items():
+                write_tensors(folder / file, tensors)
+            return list(files)
+
+        parts = together(processes, "write its part of the adapter", write_parts)
+        if processes.index:
+            return {}
+        entry = _join(folder, sorted(file for files in parts for file in files))
+        self._write_rest_of_adapter(folder)
+        return {ADAPTER: entry}
+
+    def _write_rest_of_adapter(self, folder: Path) -> None:
+        config, kind = copy.deepcopy(self.adapter.config), self.kind
+        config.inference_mode = True  # as PEFT writes it
+        mapping = None
+        if config.task_type is None and kind is not None:
+            mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        config.save_pretrained(str(folder), auto_mapping_dict=mapping)
+        base = {"config": json.loads(self.config.to_json_string(use_diff=False)), "fingerprint": self.base()}
+        (folder / BASE).write_text(json.dumps(base, indent=1) + "\n", encoding="utf-8")
+        for name, content in (self.other_files or {}).items():
+            if name != GENERATION:
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
+
+    def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
+        """Read the stages' parts of an adapter back, in place.
+
+        Raises CheckpointError, before any weight of this process changes.
+        """
+        self.check(folder, stages)
+        for stage in stages.values():
+            load_adapter(write_through(stage.module), Path(folder), self.names, self.ties)
+
+    def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
+        folder = Path(folder)
+        self._check_config(folder)
+        check_base(folder, self.base)
+        with safe_open_adapter(folder) as file:
+            there = set(file.keys())
+            for stage in stages.values():
+                for key, value in _wanted(stage.module, self.names, self.ties, there).items():
+                    if key not in there:
+                        raise _unfit(folder, f"{ADAPTER}: it lacks {key}")
+                    shape = file.get_slice(key).get_shape()
+                    if shape != list(value.shape):
+                        raise _unfit(folder, f"{key} is {shape}, not {list(value.shape)}")
+
+    def _check_config(self, folder: Path) -> None:
+        try:
+            content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as cause:
+            raise CheckpointError(
+                f"{folder / ADAPTER_CONFIG}",
+                f"it cannot be read: {cause}",
+                "Give a folder that holds an adapter",
+            ) from cause
+        ours = self.adapter.facts
+        for key in _MEANING:
+            if content.get(key, ours.get(key)) != ours.get(key):
+                raise _unfit(folder, f"adapter with {key}={content[key]}", f"the model has {ours.get(key)}")
+
+
+def safe_open_adapter(folder: Path) -> Any:
+    """Open the adapter's file, whose header has to fit its length. Raises CheckpointError."""
+    try:
+        return safe_open(folder / ADAPTER, framework="pt", backend="pread")
+    except Exception as cause:  # missing, or safetensors' own
+        raise CheckpointError(
+            f"{folder / ADAPTER}", f"it cannot be read: {cause}", "Give a folder that holds an adapter"
+        ) from cause
+
+
+def load_adapter(twin: nn.Module, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
+    """Give a `write_through` twin, of the whole model or of a stage, the values of the adapter in `folder`.
+
+    names: those in the file, of the whole model's parameters
+    """
+    with safe_open_adapter(folder) as file:
+        keys = _keys(twin, names, ties, set(file.keys()))
+        for prefix, owner in twin.named_modules():
+            for table in (owner._parameters, owner._buffers):
+                for name in table:
+                    if key := keys.get(f"{prefix}.{name}".lstrip(".")):
+                        table[name] = file.get_tensor(key)
+
+
+def check_base(folder: Path, base: Callable[[], str]) -> None:
+    """Raise CheckpointError where the adapter in `folder` was trained on another base model.
+
+    base: returns the fingerprint of the one at hand. An adapter that PEFT wrote has none.
+    """
+    file = folder / BASE
+    if not file.is_file():
+        return
+    trained_on = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
+    if trained_on != (fingerprint := base()):
+        raise CheckpointError(
+            f"adapter {folder}",
+            f"it was trained on another base model ({str(trained_on)[:12]}, and here is {fingerprint[:12]})",
+            "Give the base model that it was trained on: adapter_config.json names its folder",
+        )
+
+
+def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[str]) -> dict[str, str]:
+    """The names in the file of what `module` holds; of tied ones the name that the file has."""
+    aliases = {name: group for group in ties for name in group}
+    found = {}
+    for name in module.state_dict():
+        candidates = [names[other] for other in (name, *aliases.get(name, ())) if other in names]
+        if candidates:
+            found[name] = next((key for key in candidates if key in there), candidates[0])
+    return found
+
+
+def _wanted(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[str]) -> dict[str, Tensor]:
+    state = module.state_dict()
+    return {key: meta_like(state[name]) for name, key in _keys(module, names, ties, there).items()}
+
+
+def _join(folder: Path, parts: list[str]) -> Any:
+    """Write one file with the tensors of all parts, one tensor after the other, and remove the parts."""
+    with ExitStack() as opened:
+        layout: dict[str, Tensor] = {}
+        where: dict[str, Any] = {}
+        for part in parts:
+            file = opened.enter_context(safe_open(folder / part, framework="pt", backend="pread"))
+            for key in file.keys():  # noqa: SIM118
+                held = file.get_slice(key)
+                layout[key] = torch.empty(held.get_shape(), dtype=DTYPES[held.get_dtype()], device="meta")
+                where[key] = file
+        layout = widest_first(layout)
+
+        def values() -> Iterator[tuple[str, Tensor]]:
+            return ((key, where[key].get_tensor(key)) for key in layout)
+
+        entry = write_tensors(folder / ADAPTER, layout, values())
+    for part in parts:
+        (folder / part).unlink()
+    return entry
+
+
+def _unfit(folder: Path, found: str, rule: str = "the model's adapter has other tensors") -> CheckpointError:
+    return CheckpointError(f"adapter {folder}: {found}", rule, "Make the model's adapter as it was trained")

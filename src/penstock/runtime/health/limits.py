@@ -1,0 +1,89 @@
+"""Time limits: of calls that may never return, and what torch's errors say of another rank.
+
+torch's client of the key-value store waits for answers without a limit. Where the store's machine cannot be
+reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistError
+
+T = TypeVar("T")
+
+ANSWERS = 3.0  # seconds in which a store answers
+
+# gloo, the store, shared memory; NCCL has two forms
+_LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
+# only the words tell gloo's errors from others
+_OF_GLOO = re.compile(
+    r"gloo|connection (closed|reset)|timed out (waiting|after)|operation timed out", re.IGNORECASE
+)
+
+
+def is_late(cause: BaseException) -> bool:
+    """Whether a wait failed because it took too long, by the words of its error."""
+    return _LATE.search(str(cause)) is not None
+
+
+def is_of_peer(cause: BaseException) -> bool:
+    """Whether an error of torch says that another rank is gone or late."""
+    return isinstance(cause, DistError) or _OF_GLOO.search(str(cause)) is not None
+
+
+def in_a_thread(run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name="penstock-call", daemon=True)
+    thread.start()
+    return thread
+
+
+def begun(
+    what: str,
+    call: Callable[[], T],
+    start: Callable[[Callable[[], None]], threading.Thread | None] = in_a_thread,
+) -> Callable[[timedelta], T]:
+    """Begin `call` in another thread. Returns a function that waits for its result.
+
+    That raises RuntimeError where it takes longer, and may be called again.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # raised by whoever waits
+            answer.set_exception(error)
+
+    def wait(limit: timedelta) -> T:
+        seconds = limit.total_seconds()
+        try:
+            result = answer.result(seconds)
+        except TimeoutError:
+            if answer.done():
+                raise
+            raise RuntimeError(f"timed out after {seconds:.0f} s: {what}") from None
+        if thread is not None:
+            thread.join()  # it has nothing left to do
+        return result
+
+    thread = start(run)
+    return wait
+
+
+def within(
+    seconds: float,
+    what: str,
+    call: Callable[[], T],
+    start: Callable[[Callable[[], None]], threading.Thread | None] = in_a_thread,
+) -> T:
+    """Return the result of `call`, made in another thread.
+
+    Raises RuntimeError where it takes longer; then that thread is left behind.
+    """
+    return begun(what, call, start)(timedelta(seconds=seconds))

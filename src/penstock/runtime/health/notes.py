@@ -1,0 +1,206 @@
+"""Failure notes: what each process does, in torch's key-value store, for those that outlive it.
+
+    note/<process>    every period: a number that grows, host, what the process does, the wait that has lasted
+    failed, silent    the first process that failed, and the first one that was found silent
+
+Notes are judged by whether they move while the reader looks on: clocks of other machines may be wrong. Nobody
+waits for the store for long: torch's client has no time limit of its own. Where the store's machine cannot be
+reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from queue import SimpleQueue
+from typing import Literal, NamedTuple, TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from penstock.runtime.health.limits import ANSWERS, within
+
+End = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
+T = TypeVar("T")
+
+
+class LimitedStore:
+    """A connection to the store whose calls take `limit` seconds at most. One thread makes them all.
+
+    After the first one that fails or is late the store counts as gone, and nobody calls it again.
+    """
+
+    def __init__(self, store: Store, limit: float = ANSWERS) -> None:
+        self.limit = limit
+        # torch's own calls hold the connection for as long as they wait, as in making a group
+        self._store: Store = store.clone()  # type: ignore[attr-defined]
+        self.gone = False
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._calls,), name="penstock-store", daemon=True
+        )
+        self._thread.start()
+
+    def set(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(key, text))
+
+    def set_first(self, key: str, text: str) -> None:
+        """Set a key, unless it has a value."""
+        self._ask(lambda: self._store.compare_set(key, "", text))
+
+    def get(self, keys: Sequence[str]) -> list[str | None]:
+        """The values at `keys`, None for each that has none."""
+
+        def read() -> list[str | None]:
+            if len(keys) > 1 and self._store.check([*keys]):
+                return [text.decode() for text in self._store.multi_get([*keys])]
+            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+        return self._ask(read) or [None] * len(keys)
+
+    def has(self, keys: Sequence[str]) -> bool:
+        """Whether all of `keys` have a value."""
+        return self._ask(lambda: self._store.check([*keys])) is True
+
+    def _ask(self, call: Callable[[], T]) -> T | None:
+        if self.gone:
+            return None
+        try:
+            return within(self.limit, "the store does not answer", call, self._calls.put)
+        except RuntimeError:
+            self.gone = True
+            return None
+
+    def close(self) -> None:
+        stuck, self.gone = self.gone, True
+        self._calls.put(None)
+        if not stuck:
+            self._thread.join(self.limit)
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+
+
+class Wait(NamedTuple):
+    """A wait that has lasted: for `what`, from the process `peer` (None: from all)."""
+
+    what: str
+    peer: int | None
+
+
+class FailureNote(NamedTuple):
+    """A process's report of itself.
+
+    at: seconds of its machine's clock, which began when that machine did; boot: names the machine
+    last: whether the process knew of a failure, and may have ended since
+    """
+
+    at: float
+    host: str
+    boot: str
+    account: str
+    wait: Wait | None = None
+    last: bool = False
+
+
+class Failure(NamedTuple):
+    """The first failure of its kind. process: the one that failed; None where nobody knows which"""
+
+    process: int | None
+    host: str
+    reason: str
+
+
+class FailureNotes:
+    """The notes of `process` and of the others, one each."""
+
+    def __init__(self, store: LimitedStore, process: int) -> None:
+        self._store, self.process = store, process
+        self.host, self._boot = socket.gethostname(), boot_id()
+
+    def leave(self, account: str, wait: Wait | None, last: bool = False) -> None:
+        """Replace this process's note."""
+        note = FailureNote(time.monotonic(), self.host, self._boot, account, wait, last)
+        self._store.set(f"note/{self.process}", json.dumps(note))
+
+    def read(self, processes: Iterable[int]) -> dict[int, FailureNote]:
+        """The notes of those that have left one."""
+        asked = [*processes]
+        texts = zip(asked, self._store.get([f"note/{process}" for process in asked]), strict=True)
+        notes = {process: FailureNote(*json.loads(text)) for process, text in texts if text is not None}
+        return {p: note._replace(wait=note.wait and Wait(*note.wait)) for p, note in notes.items()}
+
+    def absent(self, processes: Sequence[int], seconds: float) -> list[int]:
+        """Wait for the first note of each process. Returns those that have left none after that time."""
+        names, pause = [f"note/{process}" for process in processes], 0.01
+        until = time.monotonic() + seconds
+        while not self._store.has(names):  # not its own wait, which prints a warning and holds up the others
+            if self._store.gone or time.monotonic() >= until:
+                come = self.read(processes)
+                return [process for process in processes if process not in come]
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        return []
+
+    def fail(self, failure: Failure, end: End = "failed") -> None:
+        """Record a failure; the first record of each kind stays."""
+        self._store.set_first(end, json.dumps(failure))
+
+    def first_failure(self, *ends: End, patience: float = 0.0) -> Failure | None:
+        """The first one that ended in one of these ways. Waits up to `patience` seconds."""
+        until = time.monotonic() + patience
+        while (text := next(filter(None, self._store.get(ends)), None)) is None:
+            if self._store.gone or time.monotonic() >= until:
+                return None
+            time.sleep(0.05)
+        return Failure(*json.loads(text))
+
+
+class Pulse:
+    """When each process's note last changed, by this process's own clock."""
+
+    def __init__(self, notes: FailureNotes, processes: Iterable[int]) -> None:
+        self._notes, self._processes = notes, [*processes]
+        self._seen: dict[int, FailureNote] = {}
+        self._changed: dict[int, float] = {}
+
+    def look(self) -> None:
+        found, now = self._notes.read(self._processes), time.monotonic()
+        for process in self._processes:
+            note, seen = found.get(process), self._seen.get(process)
+            if process not in self._changed or (note is not None and note != seen):
+                self._changed[process] = now
+            if note is not None:
+                self._seen[process] = note
+
+    def note(self, process: int) -> FailureNote | None:
+        return self._seen.get(process)
+
+    def still(self, process: int) -> float:
+        """Seconds for which the note has not changed, at the least."""
+        return time.monotonic() - self._changed.get(process, time.monotonic())
+
+    def report(self, process: int) -> str | None:
+        """The last note in words."""
+        note = self.note(process)
+        if note is None:
+            return None
+        here = note.boot == boot_id()  # of one machine, whose processes share its clock
+        ago = time.monotonic() - note.at if here else self.still(process)
+        return f"last reported {'' if here else 'at least '}{ago:.1f} s ago: {note.account}"
+
+
+@functools.cache
+def boot_id() -> str:
+    """The name of this machine since it was started."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return f"{os.uname().nodename}"

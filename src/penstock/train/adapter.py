@@ -1,0 +1,97 @@
+"""The section `adapter` of a config, and PEFT's LoraConfig from it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from penstock.errors import ConfigError
+from penstock.train.config.values import Count, Natural, Patterns, Section
+
+if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
+    from penstock.models.adapters import LoraConfig
+
+ALL = "all-linear"
+
+
+def _targets(value: object) -> object:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+        return tuple(value)
+    raise ValueError(f"{value!r} names no modules; write {ALL}, or a list of names such as [q_proj, v_proj]")
+
+
+def _section(value: object) -> object:
+    if isinstance(value, str):  # as other trainers have it
+        raise ValueError(f"{value!r} is no section; write adapter: {{kind: {value.lower()}}}")
+    return value
+
+
+Numbers = Annotated[tuple[Natural, ...], Field(strict=False)]
+
+
+class AdapterSection(Section):
+    """A few weights that are trained while the model is frozen. It needs PEFT: `penstock[adapters]`."""
+
+    kind: Literal["lora", "dora", "rslora"] = "lora"  # dora trains each row's length too
+    r: Count = 16  # the rank of each update
+    alpha: Count = 32  # an update counts alpha / r; with rslora alpha / sqrt(r)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # of what enters an update
+    # the modules with an update: all-linear (all but the head), a list of their last names, or a regular
+    # expression for whole names
+    targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = ALL
+    exclude: Patterns = ()  # of these, modules to leave out
+    layers: Numbers = ()  # only these, from 0; none: all
+    target_parameters: Patterns = ()  # weights that are no module's own, such as mlp.experts.gate_up_proj
+    ranks: dict[str, Count] = Field({})  # modules with another r, by regular expressions
+    alphas: dict[str, Count] = Field({})  # and with another alpha
+    bias: Literal["none", "lora_only", "all"] = "none"  # biases that are trained too: of targets, of all
+    modules_to_save: Patterns = ()  # modules that are trained whole, such as lm_head
+    # nf4: the matrices under the adapter in 4 bits (QLoRA, `penstock[low-bits]`); not with other axes
+    quantize: Literal["nf4"] | None = None
+    trained_tokens: Numbers = ()  # rows of the embedding that are trained, such as those of new tokens
+
+    @model_validator(mode="after")
+    def fits(self) -> Self:
+        if self.kind == "dora" and self.target_parameters:
+            raise ValueError("kind=dora with target_parameters: PEFT has no such; take kind: lora")
+        if self.layers and isinstance(self.targets, str):
+            raise ValueError(f"layers with targets={self.targets!r}; give targets as a list of names")
+        if self.dropout and self.target_parameters:
+            rule = f"dropout={self.dropout} with target_parameters: PEFT has no such"
+            raise ValueError(f"{rule}; set dropout: 0")
+        return self
+
+    def lora_config(self) -> LoraConfig:
+        """What PEFT calls it. Raises ConfigError where PEFT refuses it, or is not installed."""
+        from penstock.models.adapters import import_peft
+
+        options: dict[str, Any] = {
+            "target_modules": self.targets if isinstance(self.targets, str) else list(self.targets),
+            "exclude_modules": list(self.exclude) or None,
+            "layers_to_transform": list(self.layers) or None,
+            "target_parameters": list(self.target_parameters) or None,
+            "modules_to_save": list(self.modules_to_save) or None,
+            "trainable_token_indices": list(self.trained_tokens) or None,
+        }
+        peft = import_peft()
+        try:
+            return peft.LoraConfig(
+                task_type="CAUSAL_LM",
+                r=self.r,
+                lora_alpha=self.alpha,
+                lora_dropout=self.dropout,
+                use_dora=self.kind == "dora",
+                use_rslora=self.kind == "rslora",
+                bias=self.bias,
+                rank_pattern=dict(self.ranks),
+                alpha_pattern=dict(self.alphas),
+                **options,
+            )
+        except ValueError as cause:
+            raise ConfigError("adapter", f"PEFT refuses its keys: {cause}", "Change them") from cause
+
+
+AdapterKey = Annotated[AdapterSection | None, BeforeValidator(_section)]

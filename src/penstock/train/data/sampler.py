@@ -1,0 +1,112 @@
+"""Which rows a step takes: a pure function of the rows before it, so that a resumed run needs no state.
+
+Each source has its rows in epochs: every row once, in an order of its own. A mixture takes from its sources
+by weights. The row number k, from 0, of a source of weight w stands at time (2k + 1) / 2w, and rows are
+taken in the order of time:
+
+    weights 2 and 1      a at 1/4 3/4 5/4 7/4 ...    b at 1/2 3/2 ...
+                         a b a a b a a b a ...
+
+So after any number of rows no source is more than a row or so away from its share. A source that ends,
+after its limit of epochs, leaves the others their weights.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache, partial
+from itertools import islice
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Which source each row of a run comes from. limits: rows of each source, None for no limit"""
+
+    weights: tuple[float, ...]
+    limits: tuple[int | None, ...]
+
+    @property
+    def total(self) -> int | None:
+        """All rows there are; None where some source has no limit."""
+        limits = [limit for limit, weight in zip(self.limits, self.weights, strict=True) if weight]
+        return None if None in limits else sum(filter(None, limits))
+
+    @cached_property
+    def _halves(self) -> list[int]:
+        """Half of the time between two rows of each source, in whole units; 0 for weight 0."""
+        fractions = [Fraction(str(weight)) for weight in self.weights]
+        whole = lcm(*(each.denominator for each in fractions))
+        weights = [int(each * whole) for each in fractions]
+        unit = lcm(*filter(None, weights))
+        return [unit // weight if weight else 0 for weight in weights]
+
+    def _before(self, time: int) -> list[int]:
+        """How many rows each source has given before `time`."""
+        counts = [(time + half - 1) // (2 * half) if half else 0 for half in self._halves]
+        return [count if limit is None else min(count, limit)
+                for count, limit in zip(counts, self.limits, strict=True)]  # fmt: skip
+
+    def rows(self, first: int, count: int) -> list[tuple[int, int]]:
+        """Source, and number among its rows, of the run's rows `first` to `first + count`."""
+        low, high = 1, 2
+        while sum(self._before(high)) <= first:
+            low, high = high, 2 * high
+        while high - low > 1:  # the last time before which there are no more than `first` rows
+            middle = (low + high) // 2
+            low, high = (middle, high) if sum(self._before(middle)) <= first else (low, middle)
+        given = self._before(low)
+        queue = [((2 * number + 1) * half, source, number)
+                 for source, (number, half) in enumerate(zip(given, self._halves, strict=True))
+                 if half and self._has(source, number)]  # fmt: skip
+        heapq.heapify(queue)
+        found = []
+        for _ in range(first - sum(given) + count):
+            time, source, number = heapq.heappop(queue)
+            found.append((source, number))
+            if self._has(source, number + 1):
+                heapq.heappush(queue, (time + 2 * self._halves[source], source, number + 1))
+        return list(islice(found, first - sum(given), None))
+
+    def _has(self, source: int, number: int) -> bool:
+        limit = self.limits[source]
+        return limit is None or number < limit
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The rows of a run. counts: rows of each source, which are numbered through"""
+
+    mixture: Mixture
+    counts: tuple[int, ...]
+    seed: int
+
+    def rows(self, first: int, count: int) -> list[int]:
+        """The numbers of the run's rows `first`, from 0, to `first + count`, which may be of two epochs."""
+        return [self.starts[source] + self._row(source, number)
+                for source, number in self.mixture.rows(first, count)]  # fmt: skip
+
+    @cached_property
+    def starts(self) -> Sequence[int]:
+        return [sum(self.counts[:source]) for source in range(len(self.counts))]
+
+    def _row(self, source: int, number: int) -> int:
+        epoch, place = divmod(number, self.counts[source])
+        return int(self._orders[source](epoch)[place])
+
+    @cached_property
+    def _orders(self) -> list[Callable[[int], npt.NDArray[np.int32]]]:
+        """Of each source, a function of the epoch; a batch touches two epochs at most."""
+        return [lru_cache(maxsize=2)(partial(_order, self.seed, source, count))
+                for source, count in enumerate(self.counts)]  # fmt: skip
+
+
+def _order(seed: int, source: int, count: int, epoch: int) -> npt.NDArray[np.int32]:
+    seeds = (seed, epoch, source) if source else (seed, epoch)
+    return np.random.default_rng(seeds).permutation(count).astype(np.int32)

@@ -1,0 +1,239 @@
+"""Where records come from: the files of a source, in a fixed order, record by record.
+
+A record is the text of a file, a line of JSONL, or a row of a dataset. Nothing of it is tokenised here, and
+of JSONL nothing is parsed, so that a worker process can do both. Only one record, or one block of rows, is
+held.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from penstock.errors import DataError
+from penstock.train.config.sections import SourceSection
+
+Columns = Callable[[list[str]], list[str]]
+Format = Literal["text", "jsonl", "parquet", "dataset", "megatron"]
+TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
+_JSON = (".jsonl", ".ndjson", ".json")
+_BLOCK = 1000  # rows of a dataset that are read at once
+
+
+class Record(NamedTuple):
+    """A name for errors, and the content: of a text its bytes, of JSONL a line, else a row's fields."""
+
+    name: str
+    content: bytes | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files and how they are read.
+
+    Attributes:
+        files: in the order of their records; of a dataset, its folder or .arrow file
+        format: text holds documents, one a file
+    """
+
+    section: SourceSection
+    files: tuple[Path, ...]
+    format: Format
+
+    def records(self, first: int = 0) -> Iterator[Record]:
+        """The records from number `first` on, in a fixed order. Raises DataError."""
+        return islice((record for file in self.files for record in self._read(file)), first, None)
+
+    def _read(self, file: Path) -> Iterator[Record]:
+        match self.format:
+            case "text":
+                return _texts(file)
+            case "jsonl":
+                return _lines(file)
+            case "parquet":
+                return _parquet(file, self._columns)
+        return _dataset(file, self._columns)
+
+    def _columns(self, known: list[str]) -> list[str]:
+        """Those of `known` that are needed; all where none is, so that an error can name them."""
+        if self.section.kind == "chat":
+            return known
+        return [name for name in known if name in (self.section.text_field, *TOKENS)] or known
+
+    def contents(self) -> Iterator[Path]:
+        """Every file that is read."""
+        for file in self.files:
+            yield from sorted(each for each in file.rglob("*") if each.is_file()) if file.is_dir() else [file]
+
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.contents())
+
+    def digest(self) -> str:
+        """Of the bytes of all files, in their order."""
+        whole = hashlib.blake2b(digest_size=16)
+        for file in self.contents():
+            with _reading(file), file.open("rb") as opened:
+                whole.update(hashlib.file_digest(opened, "sha256").digest())
+        return whole.hexdigest()
+
+
+def open_source(section: SourceSection) -> Source:
+    """Find the files. Raises DataError for what is missing, and for a kind that they are not."""
+    path = Path(section.path).expanduser()
+    if section.kind == "megatron" or (section.kind == "auto" and path.suffix in (".bin", ".idx")):
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        return Source(section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron")
+    if not path.exists():
+        raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
+    if section.kind == "dataset" or _is_dataset(path):
+        return Source(section, (path,), "dataset")
+    files = _files_below(path, section) if path.is_dir() else (path,)
+    format = _format(section.kind, path, files)
+    if path.is_dir() and format == "jsonl":
+        files = tuple(file for file in files if file.suffix in _JSON)
+    return Source(section, files, format)
+
+
+def _is_dataset(path: Path) -> bool:
+    return path.suffix == ".arrow" or any((path / n).is_file() for n in ("state.json", "dataset_dict.json"))
+
+
+def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
+    suffixes = {file.suffix for file in files}
+    if kind == "text":
+        return "text"
+    if kind == "parquet" or suffixes == {".parquet"}:
+        return "parquet"
+    if kind == "jsonl" or (kind == "auto" and path.suffix in (".jsonl", ".ndjson")):
+        return "jsonl"
+    if kind == "auto":
+        return "text"
+    if suffixes <= {*_JSON}:
+        return "jsonl"
+    raise DataError(
+        f"data.path={path}",
+        f"data.kind={kind} reads JSON, JSONL, Parquet or a dataset, and here is "
+        f"{', '.join(sorted(suffix or 'a file without a suffix' for suffix in suffixes))}",
+        "Name such a file, or a folder of one kind of them (data.include chooses)",
+    )
+
+
+def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
+    """Files below `path`, sorted by the parts of their paths, so that every machine has the same order."""
+    excluded = set(section.exclude)
+    names = (file.relative_to(path) for file in path.rglob("*"))
+    chosen = sorted(
+        (name for name in names
+         if any(fnmatch(name.name, pattern) for pattern in section.include)
+         and (section.kind != "jsonl" or name.suffix in _JSON[:2])
+         and not excluded.intersection(name.parts) and (path / name).is_file()),
+        key=lambda name: name.parts,
+    )  # fmt: skip
+    if not chosen:
+        jsonl = " and ends in .jsonl" if section.kind == "jsonl" else ""
+        raise DataError(
+            f"data.path={section.path}",
+            f"no file below it matches data.include={list(section.include)}{jsonl} and none of data.exclude",
+            "Fix the patterns, or give another folder",
+        )
+    return tuple(path / name for name in chosen)
+
+
+# ---- Reading one file
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        rule = f"it cannot be read ({error.strerror or error})"
+        raise DataError(f"data file {path}", rule, "Fix its permissions, or exclude it") from None
+
+
+def _texts(path: Path) -> Iterator[Record]:
+    with _reading(path):
+        content = path.read_bytes()
+    yield Record(str(path), content)
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    """The lines that are not empty; of a file that is one JSON list, its entries."""
+    with _reading(path), path.open("rb") as file:
+        if path.suffix == ".json" and file.read(64).lstrip().startswith(b"["):
+            yield from _entries(path)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield Record(f"{path} line {number}", line)
+
+
+def _entries(path: Path) -> Iterator[Record]:
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"data file {path}", f"it is not JSON: {error}", "Mend it, or write JSONL") from None
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict):
+            rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
+            raise DataError(f"data file {path} entry {number}", rule, "Mend it, or remove it")
+        yield Record(f"{path} entry {number}", entry)
+
+
+def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
+    _need_datasets(path, "Parquet")
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for block in file.iter_batches(_BLOCK, columns=columns(file.schema_arrow.names)):
+                for row in block.to_pylist():
+                    yield Record(f"{path} row {number}", row)
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        rule = f"pyarrow cannot read it as Parquet ({error})"
+        raise DataError(f"data file {path}", rule, "Write it again") from None
+
+
+def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
+    datasets = _need_datasets(path, "a Hugging Face dataset")
+    try:
+        is_file = path.is_file()
+        loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))
+    except Exception as error:  # a damaged folder raises whatever its first reader does
+        rule = f"datasets cannot load it ({type(error).__name__}: {error})"
+        raise DataError(f"data.path={path}", rule, "Give a folder that save_to_disk wrote") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        raise DataError(
+            f"data.path={path}",
+            f"it holds several splits ({', '.join(loaded)}) and training takes one",
+            f"Give one of them, e.g. {path / next(iter(loaded), '')}",
+        )
+    rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
+    for first in range(0, len(rows), _BLOCK):
+        block = rows[first : first + _BLOCK]
+        for number, row in enumerate(block.to_pylist(), start=first):
+            yield Record(f"{path} row {number}", row)
+
+
+def _need_datasets(path: Path, what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"data.path={path}",
+            f"{what} needs the package datasets, which is not installed",
+            "Install it: pip install 'penstock[datasets]'",
+        ) from error
+    return datasets

@@ -1,0 +1,345 @@
+"""Tokens on disk, mapped into memory: made once, by one process, and shared by all.
+
+    <cache>/<key>/tokens        of all documents, end to end
+                  labels        of each token; not there where all count
+                  lengths       of each document, in tokens
+                  facts.json    counts and digests
+
+The key is a digest of everything that the tokens follow from. A folder is complete or absent: it is written
+under another name and renamed. Who builds holds a lock on a file, which ends with the process, so that a
+build that was killed neither blocks the next one nor is taken for whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.batch.loss import IGNORED
+from penstock.errors import ConfigError, DataError
+from penstock.train.data.chat import Labels
+from penstock.train.data.encode import Block
+from penstock.train.data.packing import Numbers
+from penstock.train.data.sources import Source
+from penstock.train.data.tokenizer import Ids
+
+FORMAT = 1  # of everything below; another one has other keys
+_SETTLED = 2.0  # seconds, after which a change of a file changes its time stamp
+
+
+class Facts(NamedTuple):
+    """What is known of a store's tokens.
+
+    documents, tokens: how many
+    counted: tokens with a label
+    dropped: records that were left out
+    highest, at: the highest id or label, and the record that has it
+    longest: tokens of the longest document
+    digest: of tokens, labels and lengths
+    """
+
+    documents: int
+    tokens: int
+    counted: int
+    dropped: int
+    highest: int
+    at: str
+    longest: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Store:
+    """Documents end to end.
+
+    Attributes:
+        tokens, labels: of each token; labels None where all count
+        lengths: tokens of each document
+    """
+
+    tokens: Ids
+    labels: Labels | None
+    lengths: Numbers
+    facts: Facts
+
+    def read(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """ids and labels of `count` tokens, copied."""
+        ids = self.tokens[start : start + count].astype(np.int64)
+        return ids, ids if self.labels is None else self.labels[start : start + count].astype(np.int64)
+
+
+def forget(arrays: Iterable[object]) -> None:
+    """Unmap the pages that were read: else they count to the memory of the process until it is scarce."""
+    for each in arrays:
+        if isinstance(each, np.memmap):
+            each._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+
+
+def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | None = None) -> Store:
+    """A store of arrays."""
+    facts = Facts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
+    return Store(tokens, labels, np.asarray(lengths, dtype=np.int64), facts)
+
+
+# ---- The cache
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A folder of folders, each made once."""
+
+    folder: Path
+
+    @classmethod
+    def at(cls, folder: str | None) -> Cache:
+        """data.cache, $PENSTOCK_CACHE or ~/.cache/penstock. Raises ConfigError where it cannot be written."""
+        path = Path(folder or os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock").expanduser()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        return cls(path)
+
+    def entry(self, parts: object, build: Callable[[Path], None]) -> Path:
+        """The folder that `build` writes for what `parts` say. One process builds, the others wait for it."""
+        key = hashlib.blake2b(repr((FORMAT, parts)).encode(), digest_size=16).hexdigest()
+        made = self.folder / key
+        if made.is_dir():
+            return made
+        with self._lock(key):
+            if not made.is_dir():
+                for left in self.folder.glob(f"{key}.building-*"):  # by builds that were killed
+                    shutil.rmtree(left)
+                building = self.folder / f"{key}.building-{os.getpid()}"
+                try:
+                    building.mkdir()
+                    build(building)
+                    building.rename(made)
+                except OSError as error:
+                    raise _unwritable(self.folder, error) from error
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+        return made
+
+    @contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        try:
+            file = (self.folder / f"{key}.lock").open("w")
+        except OSError as error:
+            raise _unwritable(self.folder, error) from None
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield  # the file stays: removed, it would be another one to who waits and to who comes
+
+    def digest(self, source: Source) -> str:
+        """Of a source's contents; files whose names, sizes and time stamps are known are not read again."""
+        stamps = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
+                  for file in source.contents() for stat in [_stat(file)]]  # fmt: skip
+        newest = max((stamp for *_, stamp in stamps), default=0)
+        if time.time() - newest / 1e9 < _SETTLED:
+            return source.digest()
+
+        def build(folder: Path) -> None:
+            (folder / "digest").write_text(source.digest())
+
+        return (self.entry(("contents", stamps), build) / "digest").read_text()
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise DataError(
+            f"data file {file}", f"it cannot be read ({error.strerror})", "Give another path"
+        ) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    rule = f"tokens are kept there, and nothing can be written ({error.strerror or error})"
+    return ConfigError(
+        f"data.cache={folder}", rule, "Give a folder of yours with free space: data.cache=FOLDER"
+    )
+
+
+# ---- Writing and opening
+
+
+def write_store(
+    folder: Path, blocks: Iterable[Block], dtype: npt.DTypeLike, labelled: bool, separator: int | None
+) -> None:
+    """Write the documents of all blocks, with `separator` after each but the last.
+
+    Args:
+        dtype: of tokens, large enough
+        labelled: whether some tokens may not count
+    """
+    lengths: list[int] = []
+    counted = dropped = highest = 0
+    at = ""
+    hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
+    between = np.array([separator or 0], dtype=dtype)
+    with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
+        for block in blocks:
+            pieces: list[Any] = []
+            marks: list[Any] = []
+            for name, found in block:
+                if found is None:
+                    dropped += 1
+                    continue
+                if separator is not None and lengths:
+                    pieces.append(between)
+                    lengths[-1] += 1
+                    highest = max(highest, separator)
+                pieces.append(found.ids)
+                lengths.append(len(found.ids))
+                if labelled:
+                    marks.append(found.labels)
+                most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
+                if not at or most > highest:
+                    highest, at = int(most), name
+            if pieces:
+                written = np.concatenate(pieces).astype(dtype)
+                tokens.write(written.data)
+                hashes[0].update(written.data)
+                if labelled:
+                    written = np.concatenate(marks)
+                    labels.write(written.data)
+                    hashes[1].update(written.data)
+                counted += int((written != IGNORED).sum()) if labelled else len(written)
+    array = np.array(lengths, dtype=np.int64)
+    array.tofile(folder / "lengths")
+    total = int(array.sum())
+    if not labelled or _all_count(folder, dtype, total, counted):
+        (folder / "labels").unlink()
+        hashes.pop()
+    whole = hashlib.blake2b(array.tobytes() + b"".join(each.digest() for each in hashes), digest_size=16)
+    longest = int(array.max(initial=0))
+    facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, whole.hexdigest())
+    _write_facts(folder, facts, dtype)
+
+
+def _all_count(folder: Path, dtype: npt.DTypeLike, total: int, counted: int) -> bool:
+    """Whether each token's label is the token itself."""
+    if counted < total or not total:
+        return False
+    tokens, labels = np.memmap(folder / "tokens", dtype, "r"), np.memmap(folder / "labels", np.int32, "r")
+    return all(np.array_equal(tokens[at:to], labels[at:to]) for at, to in blocks_of(total))
+
+
+def blocks_of(total: int, size: int = 1 << 22) -> Iterator[tuple[int, int]]:
+    """The bounds of blocks, so that no array of all tokens is made."""
+    return ((at, min(at + size, total)) for at in range(0, total, size))
+
+
+def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike, tokens: str = "tokens") -> None:
+    written = {**facts._asdict(), "dtype": np.dtype(dtype).str, "file": tokens}
+    (folder / "facts.json").write_text(json.dumps(written))
+
+
+def open_store(folder: Path) -> Store:
+    """Map the files of a folder that `write_store` or `write_megatron` wrote."""
+    written = json.loads((folder / "facts.json").read_text())
+    dtype, file = np.dtype(written.pop("dtype")), folder / written.pop("file")  # of Megatron an absolute path
+    facts = Facts(**written)
+    labels = folder / "labels"
+    return Store(
+        _mapped(file, dtype, facts.tokens),
+        _mapped(labels, np.dtype(np.int32), facts.tokens) if labels.exists() else None,
+        _mapped(folder / "lengths", np.dtype(np.int64), facts.documents),
+        facts,
+    )
+
+
+def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> Any:
+    if not count:
+        return np.empty(0, dtype)
+    return np.memmap(file, dtype, "r", shape=(count,))
+
+
+# ---- Megatron's files: NAME.bin has the tokens, NAME.idx says where sequences and documents end
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = 34  # bytes: the magic, a version, the code of a dtype, and the numbers of sequences and of bounds
+_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+
+
+def write_megatron(folder: Path, source: Source) -> None:
+    """Write lengths and facts of a Megatron dataset, whose tokens stay where they are. Raises DataError."""
+    binary, index = source.files
+    dtype, lengths = read_index(index, binary)
+    lengths.tofile(folder / "lengths")
+    total = int(lengths.sum())
+    tokens, highest, lowest, place = _mapped(binary, np.dtype(dtype), total), -1, 0, 0
+    whole = hashlib.blake2b(lengths.tobytes(), digest_size=16)
+    for at, to in blocks_of(total):
+        block = tokens[at:to]
+        whole.update(block.data)
+        lowest = min(lowest, int(block.min()))
+        if int(block.max()) > highest:
+            highest, place = int(block.max()), at + int(block.argmax())
+    if lowest < 0:
+        raise DataError(
+            f"data file {binary}", f"token ids are 0 or more, and it holds {lowest}", "Write it again"
+        )
+    document = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
+    facts = Facts(
+        len(lengths), total, total, 0, highest, f"{binary} document {document}",
+        int(lengths.max(initial=0)), whole.hexdigest(),
+    )  # fmt: skip
+    _write_facts(folder, facts, dtype, str(binary.absolute()))
+
+
+def read_index(index: Path, binary: Path) -> tuple[npt.DTypeLike, Numbers]:
+    """The dtype of the tokens, and the length of each document. Raises DataError."""
+
+    def corrupt(rule: str) -> DataError:
+        return DataError(
+            f"data file {index}", rule, "Write both files again with Megatron's preprocess_data.py"
+        )
+
+    for file in (index, binary):
+        _stat(file)
+    content = index.read_bytes()
+    if content[:9] != _MAGIC:
+        raise corrupt(f"an index of Megatron begins with {_MAGIC!r}, and it begins with {content[:9]!r}")
+    if len(content) < _HEADER:
+        raise corrupt(f"it ends after {len(content)} bytes, within its header")
+    version = int.from_bytes(content[9:17], "little")
+    code = content[17]
+    sequences, bounds = (int.from_bytes(content[at : at + 8], "little") for at in (18, 26))
+    if version != 1 or code not in _DTYPES:
+        raise corrupt(
+            f"version 1 with a dtype of whole numbers is known, and it is version {version}, dtype {code}"
+        )
+    needed = _HEADER + 12 * sequences + 8 * bounds
+    if len(content) < needed:
+        raise corrupt(
+            f"{sequences} sequences and {bounds} bounds take {needed} bytes, and it has {len(content)}"
+        )
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", sequences, _HEADER + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", bounds, _HEADER + 12 * sequences)
+    size = np.dtype(_DTYPES[code]).itemsize
+    ends = np.cumsum(lengths)
+    if (lengths < 0).any() or not np.array_equal(pointers, (ends - lengths) * size):
+        raise corrupt("its sequences do not lie end to end in the .bin file")
+    whole = int(ends[-1]) if sequences else 0
+    if binary.stat().st_size != whole * size:
+        raise corrupt(f"it counts {whole * size} bytes, and {binary.name} has {binary.stat().st_size}")
+    if not bounds or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
+        raise corrupt(f"documents end at sequences from 0 to {sequences}, in order, and its bounds do not")
+    ends = np.concatenate([[0], ends])[documents]
+    return _DTYPES[code], np.diff(ends).astype(np.int64)

@@ -1,0 +1,259 @@
+"""Rows that are read and tokenised while training, mixed by a buffer.
+
+    records --> buffer, of which a random one is taken --> tokens --> rows
+
+What a reader would need to go on is small: which record comes next, which are in the buffer, and which are
+tokenised and not wholly in rows. So a checkpoint holds numbers of records, and a resumed run reads these
+again: its rows are those of the run that went on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.batch.loss import IGNORED
+from penstock.errors import DataError
+from penstock.train.data.chat import Encoded
+from penstock.train.data.encode import Encoder
+from penstock.train.data.rows import HeldRows, Piece
+from penstock.train.data.sampler import Mixture
+from penstock.train.data.sources import Record, Source
+
+Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
+
+
+class Streamed(NamedTuple):
+    """A source, and how its records become tokens."""
+
+    source: Source
+    encoder: Encoder
+
+
+class Options(NamedTuple):
+    """How readers make rows, see the keys of the section data. vocabulary: ids are below"""
+
+    length: int
+    packing: str
+    overlong: str
+    buffer: int
+    seed: int
+    vocabulary: int
+
+
+@dataclass
+class _Document:
+    """A document that is not wholly in rows; taken: tokens that are."""
+
+    number: int
+    piece: Piece
+    taken: int = 0
+
+    @property
+    def left(self) -> int:
+        return len(self.piece.ids) - self.taken
+
+    def take(self, count: int) -> Piece:
+        part = Piece(*(of[self.taken : self.taken + count] for of in self.piece))
+        self.taken += count
+        return part
+
+
+class Reader:
+    """The rows of one source, without end.
+
+    Args:
+        number: of the source, for its random numbers
+        options: length, packing, overlong, buffer, seed and vocabulary
+        position: where another reader was; None for the beginning
+    """
+
+    def __init__(
+        self, streamed: Streamed, number: int, options: Options, position: Mapping[str, Any] | None
+    ) -> None:
+        self._source, self._encoder = streamed
+        self._seed, self._options = (options.seed, number), options
+        start = position or {"draws": 0, "next": 0, "buffer": [], "open": []}
+        self._count: int | None = None  # records of an epoch, once one has ended
+        self._draws: int = start["draws"]
+        self._next: int = start["next"]
+        wanted = {*start["buffer"], *(each for each, _ in start["open"])}
+        found = self._find(wanted)
+        self._buffer = [(each, found[each]) for each in start["buffer"]]
+        self._open = deque(self._document(each, found[each], taken) for each, taken in start["open"])
+        self._records = self._read()
+
+    def position(self) -> dict[str, Any]:
+        """What a reader needs to go on from here: numbers only."""
+        return {
+            "draws": self._draws,
+            "next": self._next,
+            "buffer": [number for number, _ in self._buffer],
+            "open": [(document.number, document.taken) for document in self._open],
+        }
+
+    def row(self) -> list[Piece]:
+        """The next row. Raises DataError."""
+        drawn = self._draws
+        while True:
+            row = self._stream_row() if self._options.packing == "stream" else self._document_row()
+            if any((piece.labels[1:] != IGNORED).any() for piece in row):
+                return row
+            self._stop_if_barren(drawn)
+
+    def _find(self, wanted: set[int]) -> dict[int, Record]:
+        if not wanted:
+            return {}
+        records = enumerate(self._source.records(min(wanted)), start=min(wanted))
+        found = {}
+        for number, record in records:
+            if number in wanted:
+                found[number] = record
+            if len(found) == len(wanted):
+                return found
+        raise DataError(
+            f"data.path={self._source.section.path}",
+            f"the checkpoint names its record {max(wanted)}, and it has fewer",
+            "Give the files that the run began with, or start without --resume",
+        )
+
+    def _read(self) -> Iterator[tuple[int, Record]]:
+        """Records with their numbers, epoch after epoch."""
+        while True:
+            for number, record in enumerate(self._source.records(self._next), start=self._next):
+                self._next = number + 1
+                yield number, record
+            self._count, self._next = self._next, 0
+            self._stop_if_barren(self._draws)
+
+    def _stop_if_barren(self, drawn: int) -> None:
+        """Raise DataError where an epoch or more, drawn since `drawn`, gave no row."""
+        if self._count is None or (self._count and self._draws - drawn <= self._count + self._options.buffer):
+            return
+        rule = "it holds no text" if not self._count else "none of its records has a token that counts"
+        raise DataError(f"data.path={self._source.section.path}", rule, "Give a file with text in it")
+
+    def _draw(self) -> tuple[int, Record]:
+        while len(self._buffer) < self._options.buffer:
+            self._buffer.append(next(self._records))
+        place = int(np.random.default_rng((*self._seed, self._draws)).integers(len(self._buffer)))
+        self._draws += 1
+        drawn, last = self._buffer[place], self._buffer.pop()
+        if place < len(self._buffer):
+            self._buffer[place] = last
+        return drawn
+
+    def _pull(self) -> None:
+        """Tokenise one more record, and open it."""
+        drawn = self._draws
+        while True:
+            number, record = self._draw()
+            document = self._document(number, record)
+            if document.left:
+                self._open.append(document)
+                return
+            self._stop_if_barren(drawn)
+
+    def _document(self, number: int, record: Record, taken: int = 0) -> _Document:
+        ((name, found),) = self._encoder.encode([record])
+        if found is None or not len(found.ids):
+            return _Document(number, Piece(*(np.empty(0, np.int64) for _ in Piece._fields)))
+        ids, labels = _checked(name, found, self._options.vocabulary)
+        if self._options.packing == "stream":
+            if (separator := self._encoder.separator) is not None:
+                ids, labels = (np.append(each, separator) for each in (ids, labels))
+        elif len(ids) > self._options.length and self._options.overlong != "cut":
+            keep = self._options.length if self._options.overlong == "truncate" else 0
+            ids, labels = ids[:keep], labels[:keep]
+        return _Document(number, Piece(ids, labels), taken)
+
+    def _stream_row(self) -> list[Piece]:
+        while sum(document.left for document in self._open) < self._options.length:
+            self._pull()
+        pieces, missing = [], self._options.length
+        while missing:
+            pieces.append(self._open[0].take(min(missing, self._open[0].left)))
+            missing -= len(pieces[-1].ids)
+            if not self._open[0].left:
+                self._open.popleft()
+        return [Piece(*map(np.concatenate, zip(*pieces, strict=True)))]
+
+    def _document_row(self) -> list[Piece]:
+        """As many pieces as fit, in order, each no longer than a row; one with packing none."""
+        row: list[Piece] = []
+        free = self._options.length
+        while True:
+            if not self._open:
+                self._pull()
+            size = min(self._open[0].left, self._options.length)
+            if row and (size > free or self._options.packing == "none"):
+                return row
+            row.append(self._open[0].take(size))
+            free -= size
+            if not self._open[0].left:
+                self._open.popleft()
+            if size < 2:  # nothing predicts its only token
+                free += size
+                row.pop()
+
+
+class Stream:
+    """The rows of several sources, by weights. Rows are taken in order; going back costs a new start.
+
+    Args:
+        start: where to begin; None for the beginning
+    """
+
+    def __init__(
+        self, sources: Sequence[Streamed], mixture: Mixture, options: Options, start: Position | None = None
+    ) -> None:
+        self._sources, self._mixture, self._options = tuple(sources), mixture, options
+        self.start: Position = start or {"rows": 0, "sources": [None] * len(sources)}
+        if len(self.start["sources"]) != len(sources):
+            raise DataError(
+                f"data.mixture of {len(sources)} sources",
+                f"the checkpoint's data has {len(self.start['sources'])}",
+                "Give the sources that the run began with, or start without --resume",
+            )
+        self._taken = -1
+        self._readers: list[Reader] = []
+
+    def at(self, start: Position) -> Stream:
+        """The same stream from a position on."""
+        return Stream(self._sources, self._mixture, self._options, start)
+
+    def take(self, first: int, count: int) -> tuple[HeldRows, Position]:
+        """Rows `first` to `first + count` of the run, and the position after them. Raises DataError."""
+        if self._taken != first:
+            self._taken = self.start["rows"]
+            positions = enumerate(self.start["sources"])
+            self._readers = [
+                Reader(self._sources[n], n, self._options, position) for n, position in positions
+            ]
+            self._rows(first - self._taken)
+        rows = self._rows(count)
+        return HeldRows(rows), {"rows": self._taken, "sources": [each.position() for each in self._readers]}
+
+    def _rows(self, count: int) -> list[list[Piece]]:
+        if not count:
+            return []
+        sources = self._mixture.rows(self._taken, count)
+        rows = [self._readers[source].row() for source, _ in sources]
+        self._taken += count
+        return rows
+
+
+def _checked(name: str, found: Encoded, vocabulary: int) -> Piece:
+    ids = found.ids.astype(np.int64)
+    labels = ids if found.labels is None else found.labels.astype(np.int64)
+    highest = max(ids.max(initial=0), labels.max(initial=0))
+    if highest >= vocabulary:
+        rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size)"
+        raise DataError(
+            f"data file {name}", rule, f"Take the model's own tokenizer, or a vocab_size above {highest}"
+        )
+    return Piece(ids, labels)

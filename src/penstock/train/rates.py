@@ -1,0 +1,85 @@
+"""The learning rate of each step: a linear warm-up, then a schedule under transformers' name for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from penstock.train.config.values import Count, Fraction, Natural, Section
+
+_BELONGS = {
+    "cycles": "cosine_with_restarts",
+    "decay_steps": "warmup_stable_decay",
+    "decay_type": "warmup_stable_decay",
+}  # keys of one schedule alone
+
+
+class RateKeys(Section):
+    """How the rates change over a run. All of them rise and fall together."""
+
+    # From the end of the warm-up to the last step. cosine and linear fall; cosine_with_restarts begins again
+    # at the top `cycles` times; warmup_stable_decay is constant and falls in the last decay_steps
+    schedule: Literal["cosine", "linear", "cosine_with_restarts", "warmup_stable_decay", "constant"] = (
+        "cosine"
+    )
+    warmup_steps: Natural = 0  # in which the rate rises
+    final_fraction: Fraction = 0.1  # of the learning rate, at the last step; constant takes none
+    cycles: Count | None = None  # of cosine_with_restarts
+    decay_steps: Count | None = None  # of warmup_stable_decay
+    decay_type: Literal["cosine", "linear", "1-sqrt"] | None = None  # of warmup_stable_decay; none: cosine
+
+    @model_validator(mode="after")
+    def fits_its_schedule(self) -> Self:
+        for key, schedule in _BELONGS.items():
+            value = getattr(self, key)
+            if value is None and self.schedule == schedule and key != "decay_type":
+                raise ValueError(f"schedule={schedule} has no default of {key}; give {key}, 1 or more")
+            if value is not None and self.schedule != schedule:
+                rule = f"{key}={value} belongs to schedule={schedule}, and here schedule={self.schedule}"
+                raise ValueError(f"{rule}; leave one of them out")
+        return self
+
+    def check_steps(self, steps: int) -> None:
+        """Raise ValueError where the schedule does not end within a run of so many steps."""
+        decay = self.decay_steps or 0
+        if self.warmup_steps + decay <= steps:
+            return
+        if not decay:
+            rule = f"optimizer.warmup_steps={self.warmup_steps} is more than train.steps={steps}"
+            raise ValueError(f"{rule}; the warm-up must end within the run")
+        raise ValueError(
+            f"optimizer.warmup_steps={self.warmup_steps} and optimizer.decay_steps={decay} are more than "
+            f"train.steps={steps} together; both must fit into the run"
+        )
+
+
+def learning_rate(keys: RateKeys, full: float, steps: int, step: int) -> float:
+    """The rate of step `step` of 1 to `steps`: a linear warm-up to `full`, then the schedule.
+
+    The last step takes `final_fraction` of the full rate, but for the constant schedule.
+    """
+    if step <= keys.warmup_steps:
+        return full * step / keys.warmup_steps
+    falls_from = keys.warmup_steps if keys.decay_steps is None else steps - keys.decay_steps
+    progress = max(0.0, (step - falls_from) / (steps - falls_from))
+    shape = keys.schedule if keys.decay_steps is None else keys.decay_type or "cosine"
+    share = _SHARES[shape](progress, keys.cycles or 1)
+    return full * (keys.final_fraction + (1 - keys.final_fraction) * share)
+
+
+def _cosine(progress: float, cycles: int) -> float:
+    within = 1.0 if progress >= 1 else cycles * progress % 1
+    return (1 + math.cos(math.pi * within)) / 2
+
+
+# of what lies above the last rate, by the progress from 0 to 1
+_SHARES: dict[str, Callable[[float, int], float]] = {
+    "cosine": _cosine,
+    "cosine_with_restarts": _cosine,
+    "linear": lambda progress, _: 1 - progress,
+    "1-sqrt": lambda progress, _: 1 - math.sqrt(progress),
+    "constant": lambda *_: 1.0,
+}

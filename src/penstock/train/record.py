@@ -1,0 +1,106 @@
+"""What a run writes about itself next to metrics.jsonl, for its trackers and for `penstock report`.
+
+run.json        its id, config and environment; when it was started, from which step, and how it ended
+timeline.json   when each op of one step ran: of the last step before an evaluation, then of the last one
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.schedule import Timeline
+from penstock.train.config.sections import TrainConfig
+from penstock.train.settings import is_first
+from penstock.train.trackers import Trackers
+
+RUN, TIMELINE = "run.json", "timeline.json"
+
+
+@contextmanager
+def recorded(
+    config: TrainConfig, done: int, ranks: int, device: torch.device, say: Callable[[str], None]
+) -> Iterator[Trackers]:
+    """Around a run: write run.json, and feed the trackers. Only the first process does anything.
+
+    Args:
+        done: the steps before, of a run that goes on: it keeps its id
+        ranks: of the pipeline
+        say: shows a line
+    """
+    file = config.output.path / RUN
+    if not is_first():
+        yield Trackers((), file, 0, say)
+        return
+    run = _started(file, config, done, ranks, device)
+    write_json(file, run)
+    rows = file.with_name("metrics.jsonl")  # what it holds by now was logged when it was written
+    trackers = Trackers(config.output.trackers, file, rows.stat().st_size, say)
+    how, why = "finished", ""
+    try:
+        yield trackers
+    except BaseException as error:
+        how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        why = str(error)
+        raise
+    finally:
+        run["starts"][-1]["end"] = {"at": _now(), "how": how, "why": why}
+        with suppress(OSError):  # the run has its own error, or all that it is for
+            write_json(file, run)
+        trackers.finish(how)
+
+
+def _started(file: Path, config: TrainConfig, done: int, ranks: int, device: torch.device) -> dict[str, Any]:
+    """The contents of run.json with one more start."""
+    before: dict[str, Any] = {}
+    if done:
+        with suppress(OSError, ValueError):
+            found = json.loads(file.read_text(encoding="utf-8"))
+            before = found if isinstance(found, dict) else {}
+    start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}
+    return {
+        "id": before.get("id") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+        "config": config.model_dump(mode="json"),
+        "environment": _environment(device),
+        "starts": [*before.get("starts", []), start],
+    }
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    cuda = device.type == "cuda"
+    found = {name: version(name) for name in ("penstock", "torch", "transformers")}
+    found |= {"python": platform.python_version(), "system": platform.platform()}
+    found |= {"processes": str(_processes()), "CPUs": str(os.cpu_count())}
+    return found | ({"GPU": torch.cuda.get_device_name(device)} if cuda else {})
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def write_timeline(output: Path, step: int, measured: Timeline, predicted: Timeline | None = None) -> None:
+    """Write timeline.json. Raises OSError."""
+    found = {"step": step, "measured": measured.to_data()}
+    write_json(output / TIMELINE, found | ({} if predicted is None else {"predicted": predicted.to_data()}))
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write a file whole: a reader finds the old one or the new one. Raises OSError."""
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(json.dumps(data), encoding="utf-8")
+    os.replace(fresh, path)

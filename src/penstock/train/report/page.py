@@ -1,0 +1,393 @@
+"""The report of one run, or of several to compare: one HTML page that asks for nothing else.
+
+The timeline is that of `penstock.schedule.render`, with its style. All that comes from a run is escaped here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from string import Template
+from typing import NamedTuple
+
+import yaml
+
+from penstock.errors import ConfigError
+from penstock.schedule.files import write_text
+from penstock.schedule.render.drawing import Drawing, Panel, number, percent
+from penstock.schedule.render.page import parts, read
+from penstock.train.metrics import leaves
+from penstock.train.report.charts import Chart, Line, draw
+from penstock.train.report.recorded import RecordedRun, finite, read_run
+
+_ROWS = 12  # of the table of numbers
+_PARTS = {  # of a run's time, in the order of a step
+    "data": "waiting for the batch",
+    "step": "forwards and backwards",
+    "clip": "norm and clipping of the gradients",
+    "optimizer": "the optimizer's step",
+    "rest": "the rest of the steps",
+    "evaluation": "held-out loss",
+    "checkpoint": "waiting for checkpoints",
+}
+
+
+def report(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page; returns where it is.
+
+    out: by default report.html in the first folder
+
+    Raises: ConfigError for a folder without a run, and for a page that cannot be written.
+    """
+    runs = _named_apart([read_run(folder) for folder in folders])
+    path = folders[0] / "report.html" if out is None else out
+    write_text(path, page(runs), "report")
+    return path
+
+
+def page(runs: Sequence[RecordedRun]) -> str:
+    """The page of these runs."""
+    title = runs[0].name if len(runs) == 1 else " and ".join(run.name for run in runs)
+    return Template(_read("report.html")).substitute(
+        head=read("page_head.html"),
+        style="\n".join([read("page.css"), _read("report.css")]),
+        title=escape(title),
+        states="\n".join(_state(run, len(runs) > 1) for run in runs),
+        facts=_facts(runs),
+        charts="\n".join(filter(None, map(draw, charts(runs)))) or _note("No step has a row yet."),
+        timeline=_timeline(runs),
+        runs="\n".join(_of_run(run, len(runs) > 1) for run in runs),
+        differences=_differences(runs),
+        script=_read("report.js"),
+    )
+
+
+def _read(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
+
+
+def _named_apart(runs: list[RecordedRun]) -> list[RecordedRun]:
+    """Runs whose folders have one name go by their paths."""
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return runs
+    paths = [str(run.folder) for run in runs]
+    if len(set(paths)) < len(paths):
+        raise ConfigError(f"runs {paths}", "one of them stands there twice", "Give each run once")
+    return [RecordedRun(str(run.folder), run.folder, run.rows, run.unreadable, run.about) for run in runs]
+
+
+# ---- How the run stands
+
+
+def state(run: RecordedRun) -> tuple[str, str]:
+    """A word, and a sentence on it."""
+    done = run.steps[-1]["step"] if run.steps else 0
+    asked = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), dict) else None
+    where = f"step {done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
+    end = run.starts[-1].get("end") if run.starts else None
+    if isinstance(end, dict):
+        how = str(end.get("how"))
+        return how, f"{where}, ended {_moment(end.get('at'))}" + (f": {end['why']}" if end.get("why") else "")
+    if not run.starts and isinstance(asked, int) and done >= asked:  # of a version that does not say it
+        return "finished", where
+    return "no end recorded", f"{where}; it goes on, or was killed"
+
+
+def _state(run: RecordedRun, named: bool) -> str:
+    word, sentence = state(run)
+    known = {"finished": "good", "failed": "bad", "interrupted": "bad"}
+    notes = [f"unreadable lines of metrics.jsonl: {run.unreadable}"] if run.unreadable else []
+    skipped = [row["step"] for row in run.steps if "skipped" in row]
+    if skipped:
+        first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
+        notes.append(f"steps skipped, as loss or gradients were not finite: {len(skipped)} (step {first})")
+    if len(run.starts) > 1:
+        notes.append(f"started {len(run.starts)} times")
+    text = "; ".join([sentence, *notes])
+    pill = f'<span class="pill {known.get(word, "")}">{escape(word)}</span>'
+    name = f"<b>{escape(run.name)}</b> " if named else ""
+    return f'<p class="state">{name}{pill} {escape(text)}</p>'
+
+
+class Fact(NamedTuple):
+    """A number of a run, and what goes with it."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+def facts(run: RecordedRun) -> list[Fact]:
+    """The numbers to see first. Those of a rate are medians over the steps."""
+    found = []
+    for name, key in (("Loss", "loss"), ("Held-out loss", "held_out_loss")):
+        known = [(value, step) for step, value in run.points(key) if value is not None]
+        if known:
+            least, at = min(known)
+            found.append(Fact(name, number(known[-1][0]), f"least {number(least)}, step {at:,}"))
+    rates: list[tuple[str, str, Callable[[float], str]]] = [
+        ("Tokens a second", "tokens_per_second", lambda value: f"{value:,.0f}"),
+        ("TFLOP/s a device", "tflops_per_device", number),
+        ("MFU", "mfu", percent),
+        ("Bubble", "bubble", percent),
+        ("Padding", "padding", percent),
+    ]
+    for name, key, written in rates:
+        values = [value for _, value in run.points(key) if value is not None]
+        if values and (key != "padding" or any(values)):
+            found.append(Fact(name, written(median(values)), "median"))
+    for key, name in (("peak_allocated", "Peak GPU memory"), ("peak_resident", "Peak host memory")):
+        peaks = run.by_process(key)
+        if any(peaks):
+            found.append(Fact(name, _bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
+    spent = sum(seconds_by_part(run).values())
+    return [*found, Fact("Time", _duration(spent), "in steps, evaluations, checkpoints")] if spent else found
+
+
+def _facts(runs: Sequence[RecordedRun]) -> str:
+    """Tiles for one run, a table for several."""
+    if len(runs) == 1:
+        tiles = "".join(
+            f"<div><dt>{escape(fact.name)}</dt><dd>{escape(fact.value)}<small>{escape(fact.more)}</small></dd></div>"
+            for fact in facts(runs[0])
+        )
+        return f'<dl class="tiles">{tiles}</dl>'
+    by_run = [{fact.name: fact for fact in facts(run)} for run in runs]
+    names = dict.fromkeys(name for found in by_run for name in found)
+    rows = [[run.name, *(found[name].value if name in found else "-" for name in names)]
+            for run, found in zip(runs, by_run, strict=True)]  # fmt: skip
+    return _table("By run", ["run", *names], rows)
+
+
+# ---- Curves
+
+
+def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
+    """All charts, of which some may have no line. Several runs share each."""
+    several = len(runs) > 1
+
+    def lines(*curves: tuple[str, str | None, str, bool]) -> list[Line]:
+        found: list[Line] = []
+        for place, run in enumerate(runs):
+            for key, inner, label, dots in curves:
+                points = run.points(key, inner)
+                name = label if not several else run.name if len(curves) == 1 else f"{run.name}: {label}"
+                found.append(Line(name, points, place if several else len(found), dots))
+        return [line for line in found if line.points]
+
+    def single(key: str, label: str) -> list[Line]:
+        return lines((key, None, label, False))
+
+    groups = list(dict.fromkeys(name for run in runs for name in run.keys_of("learning_rates")))
+    rates: list[tuple[str, str | None, str, bool]]
+    rates = [("learning_rates", name, name, False) for name in groups]
+    rates = rates or [("learning_rate", None, "learning rate", False)]
+    padding = single("padding", "padding")
+    return [
+        Chart("Loss", "nats a token", lines(
+            ("loss", None, "training", False), ("held_out_loss", None, "held out", True))),
+        Chart("Gradient norm", "before clipping", single("grad_norm", "norm"), log=True),
+        Chart("Learning rate", "", lines(*rates), lambda value: f"{value:.3g}", from_zero=True),
+        Chart("Tokens a second", "without padding", single("tokens_per_second", "tokens/s"),
+              lambda value: f"{value:,.0f}", from_zero=True),
+        Chart("MFU", "share of the devices' peak", single("mfu", "MFU"), percent, from_zero=True),
+        Chart("Model TFLOP/s", "of each device", single("tflops_per_device", "TFLOP/s"), from_zero=True),
+        Chart("Bubble", "share of the ranks' time without compute", single("bubble", "bubble"), percent,
+              from_zero=True),
+        Chart("Padding", "share of the tokens", [line for line in padding if any(v for _, v in line.points)],
+              percent, from_zero=True),
+    ]  # fmt: skip
+
+
+# ---- The timeline
+
+
+def _timeline(runs: Sequence[RecordedRun]) -> str:
+    """Predicted and measured, of one run; the measured ones of several."""
+    found, said = runs[0].timelines
+    unit = "s" if "measured" in found else ""
+    if len(runs) > 1:
+        measured = {run.name: run.timelines[0].get("measured") for run in runs}
+        found = {name: timeline for name, timeline in measured.items() if timeline is not None}
+        unit, said = "s", "The last step that each run has recorded, if it has."
+    inner = _note(said)
+    if found:
+        name = next(iter(found.values())).name
+        panels = tuple(Panel(label, timeline) for label, timeline in found.items())
+        made = parts(Drawing(f"Timeline of a step, {name}", panels, unit), embedded=True)
+        inner += made["toolbar"] + made["timeline"]
+    return _block("Timeline of a step", inner)
+
+
+# ---- Of each run: time, memory, starts, numbers, config, environment
+
+
+def _of_run(run: RecordedRun, named: bool) -> str:
+    blocks = (_time(run), _memory(run), _starts(run))
+    details = (_numbers(run), _config(run), _environment(run))
+    name = f"<h2>{escape(run.name)}</h2>" if named else ""
+    joined = "".join(filter(None, blocks))
+    return f'{name}<div class="blocks">{joined}</div>' + "".join(filter(None, details))
+
+
+def seconds_by_part(run: RecordedRun) -> dict[str, float]:
+    """The seconds of the whole run by part, as far as its rows know."""
+    found = dict.fromkeys(_PARTS, 0.0)
+    for row in run.rows:
+        seconds = finite(row.get("seconds")) or 0.0
+        kind = "evaluation" if "held_out_loss" in row else "checkpoint" if "checkpoint" in row else "rest"
+        inner = row.get("seconds_by_part")
+        pairs = inner.items() if isinstance(inner, dict) else ()
+        known = {name: finite(value) or 0.0 for name, value in pairs}
+        for name, value in known.items():
+            found[name] = found.get(name, 0.0) + value
+        found[kind] += seconds - sum(known.values())
+    return {name: value for name, value in found.items() if value > 0}
+
+
+def _time(run: RecordedRun) -> str:
+    spent = seconds_by_part(run)
+    whole = sum(spent.values())
+    if not whole:
+        return ""
+    bar = "".join(
+        f'<i class="p{list(spent).index(name)}" style="flex-grow:{value / whole:.5f}"></i>'
+        for name, value in spent.items()
+    )
+    rows = []
+    for place, (name, value) in enumerate(spent.items()):
+        about = f"<small>{escape(_PARTS.get(name, ''))}</small>"
+        rows.append(
+            [f'<i class="p{place}"></i>{escape(name)} {about}', _duration(value), percent(value / whole)]
+        )
+    table = _table("", ["part", "time", "share"], rows, escaped=True)
+    note = _note("As the first process's host saw it: work of a GPU counts where the host waits for it.")
+    return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
+
+
+def _memory(run: RecordedRun) -> str:
+    names = {
+        "peak_allocated": "GPU, by tensors",
+        "peak_reserved": "GPU, by torch's allocator",
+        "peak_resident": "host",
+    }
+    columns = {name: run.by_process(key) for key, name in names.items() if any(run.by_process(key))}
+    if not columns:
+        return ""
+    most = {name: max(values) for name, values in columns.items()}
+    rows = []
+    for at in range(max(map(len, columns.values()))):
+        cells = [f"process {at}"]
+        for name, values in columns.items():
+            value = values[at] if at < len(values) else 0.0
+            bar = f'<span class="bar"><i style="width:{100 * value / most[name]:.1f}%"></i></span>'
+            cells.append(f'{bar}<span class="share">{_bytes(value)}</span>')
+        rows.append(cells)
+    return _block("Peak memory", _table("", ["process", *columns], rows, escaped=True))
+
+
+def _starts(run: RecordedRun) -> str:
+    rows = []
+    for start in run.starts:
+        end = start.get("end")
+        ended = f"{end.get('how')} {_moment(end.get('at'))}" if isinstance(end, dict) else "no end recorded"
+        rows.append([_moment(start.get("at")), f"after step {start.get('step', 0)}",
+                     f"{start.get('processes', '?')}", ended])  # fmt: skip
+    return _block("Starts", _table("", ["started", "from", "processes", "ended"], rows)) if rows else ""
+
+
+def _numbers(run: RecordedRun) -> str:
+    """A table of some steps: what the curves show, as text."""
+    keys = [key for key in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "bubble")
+            if any(key in row for row in run.steps)]  # fmt: skip
+    if not run.steps:
+        return ""
+    count = min(_ROWS, len(run.steps))
+    chosen = [run.steps[round(at * (len(run.steps) - 1) / max(1, count - 1))] for at in range(count)]
+    rows = [[f"{row['step']:,}", *(_plain(finite(row.get(key))) for key in keys)] for row in chosen]
+    heads = ["step", *(key.replace("_", " ") for key in keys)]
+    return _details(f"Numbers of {count} of {len(run.steps):,} steps", _table("", heads, rows))
+
+
+def _config(run: RecordedRun) -> str:
+    text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True) if run.config else ""
+    return _details("Config", f"<pre>{escape(text.strip())}</pre>") if text else ""
+
+
+def _environment(run: RecordedRun) -> str:
+    found = run.about.get("environment")
+    rows = [[str(name), str(value)] for name, value in found.items()] if isinstance(found, dict) else []
+    return _details("Environment", _table("", ["", "version or number"], rows)) if rows else ""
+
+
+def _differences(runs: Sequence[RecordedRun]) -> str:
+    """The keys of the configs that differ."""
+    if len(runs) == 1:
+        return ""
+    configs = [dict(leaves(run.config)) for run in runs]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys
+            if len({repr(config.get(key)) for config in configs}) > 1]  # fmt: skip
+    table = _table("", ["key", *(run.name for run in runs)], rows)
+    return _block("What differs in the configs", table if rows else _note("All keys are the same."))
+
+
+# ---- Pieces
+
+
+def _block(title: str, inner: str) -> str:
+    return f'<section class="block"><h2>{escape(title)}</h2>{inner}</section>'
+
+
+def _details(title: str, inner: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{inner}</details>"
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _table(
+    caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, escaped: bool = False
+) -> str:
+    """escaped: the cells of the rows are HTML"""
+    made: Callable[[str], str] = str if escaped else escape
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"<td>{made(each)}</td>" for each in others)
+        lines.append(f'<tr><th scope="row">{made(first)}</th>{cells}</tr>')
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    body = "\n".join(lines)
+    return (
+        f'<div class="scroll"><table>{title}<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _plain(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.5g}"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def _moment(at: object) -> str:
+    """To the minute."""
+    return str(at)[:16].replace("T", " ")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{number(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+__all__ = ["charts", "facts", "page", "report", "seconds_by_part", "state"]

@@ -1,0 +1,142 @@
+"""What lies in the folder of a run, by penstock or by hand, from a run that ended, goes on or was killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.schedule import Timeline, simulate
+from penstock.schedule.choose import chosen_schedule
+from penstock.train.metrics import Row
+
+Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
+_WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+_LARGEST = 1e100  # beyond it a number says nothing, and charts would overflow
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run as its folder has it.
+
+    rows: those of metrics.jsonl that can be read, and unreadable: the number of its other lines
+    about: run.json; of a run without one, what its newest checkpoint knows; empty where there is neither
+    """
+
+    name: str
+    folder: Path
+    rows: tuple[Row, ...]
+    unreadable: int
+    about: Mapping[str, Any]
+
+    @cached_property
+    def steps(self) -> tuple[Row, ...]:
+        """The rows of training steps."""
+        return tuple(row for row in self.rows if "loss" in row)
+
+    def points(self, key: str, inner: str | None = None) -> Points:
+        """A number of each row that has it, by step. inner: its key within the row's mapping `key`"""
+        found = []
+        for row in self.rows:
+            value = row.get(key)
+            if inner is not None:
+                value = value.get(inner) if isinstance(value, dict) else None
+            if key in row and (inner is None or value is not None):
+                found.append((row["step"], finite(value)))
+        return found
+
+    def keys_of(self, key: str) -> list[str]:
+        """The keys of the mappings that the rows have there, in order."""
+        found = (row[key] for row in self.rows if isinstance(row.get(key), dict))
+        return list(dict.fromkeys(str(inner) for each in found for inner in each))
+
+    def by_process(self, key: str) -> list[float]:
+        """The most of each process, of a list that the rows have there."""
+        lists = [row[key] for row in self.rows if isinstance(row.get(key), list)]
+        width = max(map(len, lists), default=0)
+        return [max((finite(each[at]) or 0.0 for each in lists if at < len(each)), default=0.0)
+                for at in range(width)]  # fmt: skip
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found = self.about.get("config")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        found = self.about.get("starts")
+        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+
+    @property
+    def timelines(self) -> tuple[dict[str, Timeline], str]:
+        """The timelines to show, by label, and a sentence on them. Measured ones are in seconds."""
+        try:
+            data = json.loads((self.folder / "timeline.json").read_text(encoding="utf-8"))
+            labels = [label for label in ("predicted", "measured") if label in data]
+            found = {label: Timeline.from_data(data[label]) for label in labels}
+            return found, f"Step {int(data['step'])}, as the ranks recorded it."
+        except (OSError, PenstockError, *_WRONG):
+            pass
+        try:
+            section = self.config["pipeline"]
+            ranks = self.starts[-1]["ranks"] if self.starts else section["ranks"]
+            schedule = chosen_schedule(section["schedule"], ranks, section["microbatches"])
+            why = "A prediction: the run has recorded no step yet. Every forward takes 1, every backward 2."
+            return {"predicted": simulate(schedule)}, why
+        except (OSError, PenstockError, *_WRONG):
+            return {}, "The run has recorded no step, and its config names no schedule that could be drawn."
+
+
+def read_run(folder: Path) -> RecordedRun:
+    """Raises ConfigError for a folder in which no run has been."""
+    file, known = folder / "metrics.jsonl", _json(folder / "run.json")
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        if not known:
+            rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
+            remedy = "Give the output.folder of a run of penstock train"
+            raise ConfigError(f"run {str(folder)!r}", rule, remedy) from None
+        lines = []
+    rows = [row for row in map(_row, lines) if row is not None]
+    return RecordedRun(
+        folder.resolve().name, folder, tuple(rows), len(lines) - len(rows), known or _of_checkpoint(folder)
+    )
+
+
+def finite(value: object) -> float | None:
+    """A number of a row; None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if -_LARGEST < value < _LARGEST else None  # false for NaN
+
+
+def _row(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+        return row if type(row["step"]) is int and 0 <= row["step"] < _LARGEST else None
+    except _WRONG:
+        return None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _of_checkpoint(folder: Path) -> dict[str, Any]:
+    """Config and versions that the newest checkpoint has, for runs of penstock 0.5.0 and before."""
+
+    def states() -> Iterator[dict[str, Any]]:
+        for path in sorted(folder.glob("checkpoints/step-*/state.json"), reverse=True):
+            yield _json(path)
+
+    state = next(filter(None, states()), {})
+    return {"config": state.get("config"), "environment": state.get("versions")}

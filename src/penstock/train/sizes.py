@@ -1,0 +1,92 @@
+"""How large each step is: rows, tokens a row, and the pipeline calls that the rows go through.
+
+train.accumulate calls of pipeline.microbatches microbatches make one step of the optimizer. With train.ramp
+the first steps have fewer rows, or shorter ones. The rows of a microbatch stay as many, and their number
+grows:
+
+    batch_size: 16, microbatches: 4, ramp: [{until: 2, batch_size: 4}, {until: 3, batch_size: 8}]
+
+    step              1    2    3    4    5 ...
+    rows              4    4    8    16   16
+    microbatches      1    1    2    4    4        of 4 rows each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from penstock.batch.microbatches import split
+from penstock.train.config.sections import TrainConfig
+
+
+class Size(NamedTuple):
+    """The size of one step.
+
+    rows: of the whole batch, over all parts
+    length: tokens after which a row is cut
+    calls: microbatches of each call of a pipeline
+    """
+
+    rows: int
+    length: int
+    calls: tuple[int, ...]
+
+    @property
+    def microbatches(self) -> int:
+        """Of each part of the batch, over all calls."""
+        return sum(self.calls)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The size of each step. phases: those of a ramp, each with its last step; full: the steps after them"""
+
+    phases: tuple[tuple[int, Size], ...]
+    full: Size
+
+    @classmethod
+    def of(cls, config: TrainConfig, parts: int) -> Sizes:
+        """parts: pipelines that a batch is divided among"""
+        section, length = config.train, config.data.sequence_length
+        each = config.pipeline.microbatches
+        most = each * section.accumulate
+
+        def size(rows: int, length: int) -> Size:
+            count = -(-rows * most // section.batch_size)  # no microbatch has more rows than in a full batch
+            number = -(-count // each)
+            calls = tuple(count // number + (call < count % number) for call in range(number))
+            return Size(rows, length, calls)
+
+        phases = tuple(
+            (phase.until, size(phase.batch_size or section.batch_size, phase.sequence_length or length))
+            for phase in section.ramp
+        )
+        return cls(phases, size(section.batch_size, length))
+
+    def at(self, step: int) -> Size:
+        """The size of step `step`, from 1."""
+        return next((size for until, size in self.phases if step <= until), self.full)
+
+    def rows_before(self, step: int) -> int:
+        """Rows of all steps before `step`: where its batch begins in the data."""
+        rows, done = 0, 0
+        for until, size in self.phases:
+            taken = max(min(step - 1, until) - done, 0)
+            rows, done = rows + taken * size.rows, done + taken
+        return rows + (step - 1 - done) * self.full.rows
+
+
+def calls_of(content: Any, calls: Sequence[int], built: int) -> list[Any]:
+    """What each pipeline call of a step takes, in order.
+
+    content: of the whole step, as penstock.train.data.rows.Content
+    built: microbatches that the pipeline makes of one mapping by itself
+    """
+    if tuple(calls) == (built,):
+        return [content]
+    microbatches = split(content, sum(calls), {}) if isinstance(content, dict) else content
+    ends = accumulate(calls)
+    return [microbatches[end - count : end] for count, end in zip(calls, ends, strict=True)]

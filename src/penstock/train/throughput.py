@@ -1,0 +1,98 @@
+"""How well a run uses its devices: model FLOPs a second, their share of the peak (MFU), and memory.
+
+The FLOPs are those of the model's mathematics: a backward takes twice those of its forward, attention works
+on pairs of tokens of one document, and neither padding nor what runs again in a backward counts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from penstock.models.multiply_adds import Work, works
+from penstock.pipeline.build_plan import BuildPlan
+from penstock.runtime.memory import PeakMemory
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.rows import Fill
+from penstock.train.metrics import Row
+
+_FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
+
+# Dense TFLOP/s by the GPU's name: in bfloat16 and float16, in TF32, and in float32. From NVIDIA's data sheets
+# "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200", which give most of
+# them with sparsity: twice as much. A name that begins with another comes before it.
+_PEAKS = {
+    "NVIDIA A100": (312.0, 156.0, 19.5),
+    "NVIDIA H100 PCIe": (756.0, 378.0, 51.0),
+    "NVIDIA H100 NVL": (835.5, 417.5, 60.0),
+    "NVIDIA H100": (989.5, 494.5, 67.0),
+    "NVIDIA H200 NVL": (835.5, 417.5, 60.0),
+    "NVIDIA H200": (989.5, 494.5, 67.0),
+    "NVIDIA B200": (2250.0, 1125.0, 75.0),
+}
+
+
+def peak_tflops(name: str, dtype: str) -> float | None:
+    """The dense peak of one GPU; None where no data sheet is known.
+
+    dtype: that the model computes in; float32 is TF32 where torch may take it for products
+    """
+    known = next((peaks for prefix, peaks in _PEAKS.items() if name.startswith(prefix)), None)
+    if known is None or dtype == "float64":
+        return None
+    half, tf32, full = known
+    if dtype != "float32":
+        return half
+    return full if torch.get_float32_matmul_precision() == "highest" else tf32
+
+
+class Throughput:
+    """The entries of a step's row on the use of devices.
+
+    Args:
+        works: of all parts of the model
+        devices: GPUs, or processes without any
+        peak: TFLOP/s of one device; None where it is unknown, and the rows have no `mfu`
+    """
+
+    def __init__(self, works: Sequence[Work], devices: int, peak: float | None) -> None:
+        self._works, self._devices, self._peak = works, devices, peak
+
+    @classmethod
+    def of(cls, config: TrainConfig, plan: BuildPlan, device: torch.device) -> Throughput:
+        peak = config.train.peak_tflops
+        if peak is None and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device), config.computed)
+        return cls(works(plan.source.model, plan.chain), _devices(device), peak)
+
+    @property
+    def note(self) -> str:
+        """What of the model is estimated, in words; empty where all is counted."""
+        count = sum(not work.counted for work in self._works)
+        if not count:
+            return ""
+        how = "by its parameters and without attention, as it cannot run without values"
+        return f"TFLOP/s: of {len(self._works)} modules (layers, embedding, head) {count} count {how}"
+
+    def row(self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device) -> Row:
+        """fill: of the whole batch; memory: of each process"""
+        flops = _FLOPS * sum(work.of(fill.tokens, fill.squares) for work in self._works)
+        tflops = flops / seconds / self._devices / 1e12
+        row: Row = {"tflops_per_device": tflops}
+        if self._peak is not None:
+            row["mfu"] = tflops / self._peak
+        if device.type == "cuda":
+            row["peak_allocated"] = [each.allocated for each in memory]
+            row["peak_reserved"] = [each.reserved for each in memory]
+        return row | {"peak_resident": [each.resident for each in memory]}
+
+
+def _devices(device: torch.device) -> int:
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    if device.type != "cuda":
+        return processes
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return processes * min(on_host, torch.cuda.device_count()) // on_host  # ranks may share a GPU

@@ -1,0 +1,231 @@
+"""The process of one tracker: ``python -m penstock.train.tracker_process run.json wandb 0``.
+
+It reads metrics.jsonl from a byte on and logs each row under its step. It ends when its stdin says how the
+run ended, or when the run is gone. On its stdout it says, in a line each, where the numbers are ("at ...") or
+why they are not ("failed ..."); a library's own words go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.train.metrics import leaves
+from penstock.train.trackers import PATIENCE
+
+_EVERY = 1.0  # seconds between two looks at the file
+_DEFAULT = "penstock"  # project and experiment
+_TAG = "penstock.run"  # by which an MLflow run is found again
+_LONGEST = 500  # characters of a value of the config
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A run, as all trackers see it. done: the steps before, of a run that goes on"""
+
+    id: str
+    output: Path
+    config: Mapping[str, Any]
+    done: int = 0
+
+
+class Tracker(Protocol):
+    """One library. Its constructor takes the section of the config, as a mapping, and the Identity.
+
+    place: where people find the numbers
+    """
+
+    place: str
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def finish(self, how: str) -> None:
+        """how: "finished", "failed", "interrupted", or "killed", of a run that could not say it"""
+
+
+class TensorBoard:
+    """An event file in a folder of the run. Rows that a resumed run repeats are hidden."""
+
+    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        runs = Path(options["folder"]).expanduser() if options["folder"] else run.output / "tensorboard"
+        self.place = str(runs / (options["run"] or run.id))
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(self.place, flush_secs=5)
+        if run.done:
+            begins = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=run.done + 1, session_log=begins))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+        )
+
+    def finish(self, how: str) -> None:
+        self._writer.flush()
+        self._writer.close()
+
+
+class Wandb:
+    """A W&B run under the run's own id, so that a resumed run goes on in it."""
+
+    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # what this process prints is of no use
+        import wandb
+
+        self._run = wandb.init(
+            project=options["project"] or os.environ.get("WANDB_PROJECT") or _DEFAULT,
+            name=options["run"] or os.environ.get("WANDB_NAME") or run.id,
+            entity=options["entity"],
+            mode=options["mode"],
+            dir=os.environ.get("WANDB_DIR") or str(run.output),
+            id=os.environ.get("WANDB_RUN_ID") or run.id,
+            resume="allow",
+            config=dict(run.config),
+            settings=wandb.Settings(x_stats_pid=os.getppid()),  # the run's CPU and memory, not ours
+        )
+        # a step of W&B cannot come twice, and a resumed run repeats some
+        self._run.define_metric("*", step_metric="step")
+        self.place = self._run.url or str(Path(self._run.dir).parent)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({**numbers, "step": step})
+
+    def finish(self, how: str) -> None:
+        self._run.finish(exit_code=0 if how == "finished" else 1)
+
+
+class Mlflow:
+    """An MLflow run, found again by a tag with the run's id."""
+
+    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+        if (options["uri"] or "").startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it was asked for by name
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        database = f"sqlite:///{run.output.resolve() / 'mlflow.db'}"
+        uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or database
+        self._client, self._metric = MlflowClient(uri), Metric
+        experiment = self._experiment(options["experiment"])
+        found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'")
+        if found:
+            self._id = found[0].info.run_id
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            made = self._client.create_run(experiment, tags={_TAG: run.id}, run_name=options["run"] or run.id)
+            self._id = made.info.run_id
+            params = [Param(name, str(value)[:_LONGEST]) for name, value in leaves(run.config)]
+            for at in range(0, len(params), 100):  # the most that one call takes
+                self._client.log_batch(self._id, params=params[at : at + 100])
+        self.place = f"{uri}, run {self._id}"
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        entries = [self._metric(name, value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self._id, metrics=entries)
+
+    def finish(self, how: str) -> None:
+        self._client.set_terminated(self._id, {"finished": "FINISHED", "failed": "FAILED"}.get(how, "KILLED"))
+
+    def _experiment(self, name: str | None) -> str:
+        if name is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return number
+        name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT
+        found = self._client.get_experiment_by_name(name)
+        return str(found.experiment_id if found else self._client.create_experiment(name))
+
+
+_CLASSES: dict[str, Callable[[Mapping[str, Any], Identity], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+}
+
+
+# ---- Rows
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row by flat names: ``peak_resident/0``, ``seconds_by_part/data``.
+
+    What JSON has no number for, a loss that is not finite, is left out.
+    """
+    kind = "evaluation/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else ""
+    found = {}
+    for name, value in leaves({key: value for key, value in row.items() if key != "step"}, "/"):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            name = re.sub(r"[^\w./ -]", "_", name)  # a pattern of the config may be in it
+            found[name if name == "held_out_loss" else kind + name] = float(value)
+    return found
+
+
+class End:
+    """How the run ended: by stdin, or as it is gone. A while later this process ends, whatever it does."""
+
+    def __init__(self) -> None:
+        self.how, self.known = "", threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        parent = os.getppid()
+        while not self.how:
+            if select.select([0], [], [], _EVERY)[0]:
+                self.how = os.read(0, 64).decode() or "killed"
+            elif os.getppid() != parent:  # a process that the run forked may hold its end of stdin
+                self.how = "killed"
+        self.known.set()
+        time.sleep(PATIENCE)
+        os._exit(1)
+
+
+def follow(path: Path, offset: int, tracker: Tracker, end: End) -> None:
+    """Log the rows from a byte on, until the run has ended."""
+    rest = b""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while True:
+            last = end.known.wait(_EVERY)
+            *lines, rest = (rest + file.read()).split(b"\n")
+            for line in lines:
+                row = json.loads(line)
+                tracker.log(row["step"], numbers(row))
+            if last:
+                return
+
+
+def main() -> None:
+    file, name, offset = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    end = End()
+    try:
+        run = json.loads(file.read_text(encoding="utf-8"))
+        options = next(each for each in run["config"]["output"]["trackers"] if each["name"] == name)
+        identity = Identity(run["id"], file.parent, run["config"], run["starts"][-1]["step"])
+        tracker = _CLASSES[name](options, identity)
+        print(f"at {tracker.place}", file=said, flush=True)
+        follow(file.with_name("metrics.jsonl"), offset, tracker, end)
+        tracker.finish(end.how)
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"failed {why[:500]}", file=said, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

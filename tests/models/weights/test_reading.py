@@ -1,0 +1,153 @@
+"""Tensors read by way of two pieces of host memory, whose copies to the device run as late as they may."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
+
+from penstock import AutoPipeline
+from penstock.errors import CheckpointError
+from penstock.models.weights import files as weights
+from penstock.models.weights.files import DTYPES
+from penstock.models.weights.reading import PieceReader, TensorsOnDevice
+
+CPU = torch.device("cpu")
+
+
+class LateCopies:
+    """Copies that run when they are waited for, in their order."""
+
+    def __init__(self) -> None:
+        self._queue: list[Callable[[], Any]] = []
+        self._run = 0
+        self.waits = 0
+
+    def fill(self, tensor: Tensor, host: Tensor) -> LateMoment:
+        self._queue.append(lambda: tensor.copy_(host))
+        return LateMoment(self, len(self._queue))
+
+    def run(self, until: int) -> None:
+        for copy in self._queue[self._run : until]:
+            copy()
+        self._run = max(self._run, until)
+
+    def done(self, until: int) -> bool:
+        return self._run >= until
+
+    def run_all(self) -> None:
+        self.run(len(self._queue))
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> LateMoment:
+        raise AssertionError("nothing is sent")
+
+    def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], LateMoment]:
+        raise AssertionError("nothing is received")
+
+
+class LateMoment:
+    def __init__(self, copies: LateCopies, end: int) -> None:
+        self._copies, self._end = copies, end
+
+    def query(self) -> bool:
+        return self._copies.done(self._end)
+
+    def synchronize(self) -> None:
+        self._copies.waits += 1
+        self._copies.run(self._end)
+
+    def elapsed_time(self, end: Any) -> float:
+        raise AssertionError("nobody times a copy")
+
+
+def tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "matrix": torch.randn(70, 30, generator=generator),
+        "half": torch.randn(11, 13, generator=generator).bfloat16(),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "empty": torch.empty(0, 4),
+        "bytes": torch.arange(256, dtype=torch.uint8),
+        "long": torch.randn(4096, generator=generator).double(),
+    }
+
+
+@pytest.mark.parametrize("piece", [64, 1000, 1 << 20])
+def test_tensors_are_read_as_they_were_written(piece: int, tmp_path: Path) -> None:
+    """A piece is not written again before its copy is over: the copies run no earlier than that."""
+    save_file(tensors(), tmp_path / "file")
+    copies = LateCopies()
+    held = TensorsOnDevice(tmp_path / "file", PieceReader(copies, pinned=False, piece=piece), CPU)
+    found = {name: held.read(name, DTYPES.__getitem__) for name in tensors()}
+    copies.run_all()
+    held.close()
+    for name, tensor in tensors().items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_host_waits_for_a_piece_and_not_for_the_last_copy(tmp_path: Path) -> None:
+    """While one piece is copied the other is read."""
+    (tmp_path / "file").write_bytes(bytes(range(250)))
+    copies = LateCopies()
+    reader = PieceReader(copies, pinned=False, piece=50)
+    into = torch.zeros(250, dtype=torch.uint8)
+    file = os.open(tmp_path / "file", os.O_RDONLY)
+    reader.read(file, 0, into)
+    os.close(file)
+    assert copies.waits == 3  # five pieces, the first two of which are free
+    assert into.tolist() == [*range(150), *itertools.repeat(0, 100)]
+    copies.run_all()
+    assert into.tolist() == [*range(250)]
+
+
+def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "file")
+    held = TensorsOnDevice(tmp_path / "file", PieceReader(LateCopies(), pinned=False), CPU)
+    os.truncate(tmp_path / "file", 1000)
+    with pytest.raises(CheckpointError, match="it ends too early"):
+        held.read("long", DTYPES.__getitem__)
+    held.close()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48,
+                    num_hidden_layers=2, vocab_size=64, tie_word_embeddings=True),
+        MixtralConfig(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, intermediate_size=48,
+                      num_hidden_layers=2, vocab_size=64, num_local_experts=4),
+    ],
+    ids=["ties", "experts that are put together"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stage_read_to_a_device_has_the_same_values(
+    config: PreTrainedConfig, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is the CPU, by another name."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    plan = AutoPipeline(ranks=2, microbatches=2, dtype=dtype).build_plan(tmp_path)
+    ties = weights.tied_names(plan.source.model)
+    expected, found = plan.model_of(1), plan.model_of(1)
+    weights.load(expected, plan.source.files, ties)
+
+    class Copies(LateCopies):
+        def fill(self, tensor: Tensor, host: Tensor) -> LateMoment:
+            moment = super().fill(tensor, host)
+            self.run_all()  # what comes after it on the device's stream sees it
+            return moment
+
+    monkeypatch.setattr(weights, "CudaCopies", lambda device: Copies())
+    monkeypatch.setattr(weights, "PieceReader", lambda copies: PieceReader(copies, pinned=False, piece=512))
+    weights.load_to_device(found, plan.source.files, ties, CPU)
+    for name, parameter in expected.named_parameters():
+        assert found.get_parameter(name).dtype == parameter.dtype
+        assert torch.equal(found.get_parameter(name), parameter), name

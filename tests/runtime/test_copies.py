@@ -1,0 +1,108 @@
+"""The order of copies on a GPU's streams, from what is asked of torch.cuda: no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.runtime import copies, stream
+from penstock.runtime.copies import CudaCopies
+
+CPU = torch.device("cpu")
+
+
+class Log:
+    """What is queued, and on which stream."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.current = Stream(self, "compute")
+        self.names = iter(("downs", "ups"))
+
+    def make(self, device: torch.device) -> Stream:
+        return Stream(self, next(self.names))
+
+    @contextmanager
+    def on(self, inner: Stream) -> Iterator[None]:
+        before, self.current = self.current, inner
+        yield
+        self.current = before
+
+    def add(self, what: str) -> None:
+        self.entries.append(f"{self.current.name}: {what}")
+
+
+class Stream:
+    def __init__(self, log: Log, name: str) -> None:
+        self._log, self.name = log, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self._log.entries.append(f"{self.name}: wait for {other.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    made, copy, to = Log(), Tensor.copy_, Tensor.to
+
+    def copied(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+        assert non_blocking, "the host would wait"
+        made.add("copy")
+        return copy(self, other)
+
+    def moved(self: Tensor, device: Any, non_blocking: bool = False) -> Tensor:
+        assert non_blocking, "the host would wait"
+        made.add("copy")
+        return to(self, device, copy=True)
+
+    def now(self: Any) -> object:
+        made.add("moment")
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", made.make)
+    monkeypatch.setattr(torch.cuda, "stream", made.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
+    monkeypatch.setattr(stream.CudaStream, "now", now)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    monkeypatch.setattr(Tensor, "to", moved)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, of: made.add(f"memory is used on {of.name}"))
+    return made
+
+
+def test_what_goes_down_is_copied_once_it_is_computed_and_kept_until_then(log: Log) -> None:
+    host = torch.zeros(2)
+    copies.CudaCopies(CPU).down([torch.ones(2)], [host])
+    assert host.tolist() == [1, 1]
+    assert log.entries == [
+        "downs: wait for compute",
+        "downs: copy",
+        "downs: memory is used on downs",
+        "downs: moment",
+    ]
+
+
+def test_what_comes_up_does_not_wait_for_what_is_computed(log: Log) -> None:
+    (made,), _ = CudaCopies(CPU).up([torch.ones(2)])
+    assert made.tolist() == [1, 1]
+    assert log.entries == [
+        "ups: copy",
+        "ups: moment",
+        "compute: wait for ups",
+        "compute: memory is used on compute",
+    ]
+
+
+def test_memory_of_the_compute_stream_is_filled_between_what_uses_it(log: Log) -> None:
+    into = torch.zeros(2)
+    CudaCopies(CPU).fill(into, torch.ones(2))
+    assert into.tolist() == [1, 1]
+    assert log.entries == [
+        "ups: wait for compute",
+        "ups: copy",
+        "ups: moment",
+        "compute: wait for ups",
+    ]

@@ -1,0 +1,63 @@
+"""A profiler shows every op under its name, and without one no op pays for it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile
+
+from penstock import Pipeline
+from runtime.test_executor import Chunk, batch, squares
+from support.schedules import FORMS
+
+OP = re.compile(r"op (\d+[FBIW]\d+)")
+
+
+def ops_in(names: list[str]) -> Counter[str]:
+    return Counter(found[1] for name in names if (found := OP.fullmatch(name)))
+
+
+def ops_of(pipe: Pipeline, steps: int = 1) -> Counter[str]:
+    return Counter({str(op): steps for program in pipe.schedule.programs for op in program})
+
+
+def profiled(pipe: Pipeline, steps: int, **options: Any) -> Counter[str]:
+    with profile(activities=[ProfilerActivity.CPU], **options) as found:
+        for _ in range(steps):
+            pipe.step(batch(8))
+    return ops_in([event.name for event in found.events()])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_op_is_shown_once_a_step(form: str) -> None:
+    pipe = Pipeline.from_provider(Chunk, schedule=FORMS[form], ranks=2, microbatches=4, loss_fn=squares)
+    pipe.step(batch(8))
+    assert profiled(pipe, 2) == ops_of(pipe, 2)
+
+
+def test_a_backward_in_the_second_thread_is_shown_where_all_threads_are() -> None:
+    pipe = Pipeline.from_provider(
+        Chunk, schedule="dualpipe_v", ranks=2, microbatches=8, loss_fn=squares, overlap=True
+    )
+    pipe.step(batch(16))
+    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    before = sum(executor.overlapped for executor in pipe._training.executors)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as found:
+        pipe.step(batch(16))
+    assert sum(executor.overlapped for executor in pipe._training.executors) > before
+    assert ops_in([event.name for event in found.events()]) == ops_of(pipe)
+    pipe.close()
+
+
+def test_without_a_profiler_no_op_makes_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = Pipeline.from_provider(Chunk, schedule="zb_h1", ranks=2, microbatches=4, loss_fn=squares)
+    assert profiled(pipe, 1) == ops_of(pipe)
+    monkeypatch.setattr(profiler, "record_function", None)
+    pipe.step(batch(8))
+    with pytest.raises(TypeError), profile(activities=[ProfilerActivity.CPU]):
+        pipe.step(batch(8))

@@ -1,0 +1,72 @@
+"""What the product remembers of a model within a process, shared by all processes of a test run.
+
+The product finds the chain of a model, and counts its multiply-adds, once a process. The suite builds the
+same few tiny models in a dozen processes. The keys are the product's own. Only models of transformers are
+shared: the name of a class that a test defines does not say what it does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = "PENSTOCK_TESTS_REMEMBERED"  # in the environment, for the processes that tests start
+
+
+class Remembered(dict[Any, Any]):
+    """A dictionary whose entries other processes of the run may have made."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        file = self._file(key)
+        if file is None or not file.exists():
+            return False
+        super().__setitem__(key, pickle.loads(file.read_bytes()))
+        return True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        file = self._file(key)
+        if file is not None:
+            partial = file.with_suffix(f".{os.getpid()}")
+            partial.write_bytes(pickle.dumps(value))
+            partial.rename(file)  # whole or not at all
+
+    def _file(self, key: object) -> Path | None:
+        if any(not kind.__module__.startswith(("transformers.", "torch.")) for kind in _types(key)):
+            return None
+        return self._folder / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+def _types(key: object) -> Iterator[type]:
+    if isinstance(key, type):
+        yield key
+    elif isinstance(key, tuple):
+        for each in key:
+            yield from _types(each)
+
+
+def share(folder: Path) -> None:
+    """Let this process, and those that it starts and that call `share_again`, remember in `folder`."""
+    from penstock.models import multiply_adds
+    from penstock.models.tracing import chain
+
+    os.environ[FOLDER] = str(folder)
+    chain._found = Remembered(folder / "chains")
+    multiply_adds._known = Remembered(folder / "multiply-adds")
+
+
+def share_again() -> None:
+    """In a process that a test started."""
+    if folder := os.environ.get(FOLDER):
+        share(Path(folder))

@@ -1,0 +1,380 @@
+"""The suite for a GPU, on the CPU: each part with small sizes, and what becomes of bars, errors and deaths.
+
+What does not depend on the machine is judged here too: gradients, what is resumed, errors.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from benchmarks.gpu import __main__ as suite
+from benchmarks.gpu import cost, exactness, large, processes, profiles
+from benchmarks.gpu import part as parts
+from benchmarks.gpu.models import (
+    batch_of,
+    gradients,
+    microbatches_of,
+    model_of,
+    plain_step,
+    predicted_live,
+    qwen3,
+    valid_tokens,
+)
+from benchmarks.gpu.part import NOT_JUDGED, Part, TimeLimitError, time_limit
+from benchmarks.pool import Pool, Rank
+from benchmarks.report import Row
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from penstock import AutoPipeline
+from support.pool import PRELOADED
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.enable_progress_bar()
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    (tmp_path / "scratch").mkdir()
+    return Part("A", "a part", CPU, tmp_path, tmp_path / "scratch", "a command")
+
+
+def written(part: Part) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((part.out / "gpu_a.json").read_text())["rows"]
+    return rows
+
+
+def bars_met(part: Part) -> list[Row]:
+    """The rows of a part in which all bars that were judged are met."""
+    assert [(row.case, row.what, row.ours, row.why) for row in part.rows if row.met is False] == []
+    return [row for row in part.rows if row.met]
+
+
+def prepare_pool(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("OMP_NUM_THREADS", "1")  # the pool sets both, for good
+    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+# ---- the parts
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_part_a(part: Part) -> None:
+    exactness.run(part, exactness.TINY)
+    cases = {row.case for row in bars_met(part)}
+    for word in (*exactness.SCHEDULES, "autocast", "checkpointing", "dropout", "mixture", "compiled", "math"):
+        assert any(word in case for case in cases), word
+    not_run = [row for row in part.rows if row.why.startswith("not run")]
+    assert {"efficient" in row.case for row in not_run} == {True}
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_every_case_of_part_a(part: Part) -> None:
+    exactness.run(part, exactness.TINY._replace(every=1))
+    judged = len(exactness.SETTINGS) * len(exactness.SCHEDULES) + len(exactness.SCHEDULES) + 1
+    assert len(bars_met(part)) == judged - 3 * len(exactness.SCHEDULES)  # no efficient attention on a CPU
+
+
+@pytest.mark.long
+def test_part_b(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_pool(monkeypatch)
+    processes.run(part, processes.TINY)
+    errors = [row.case for row in bars_met(part) if row.what == "to the error"]
+    assert errors == ["gloo: kill one of two processes", "gloo: stop one of two processes"]
+    assert [row.case for row in part.rows if "gloo, 4 processes" in row.case] == ["gloo, 4 processes: zb_v"]
+    assert [row.why for row in part.rows if row.case.startswith("NCCL")] == ["not run: NCCL needs a GPU"] * 3
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_part_c(part: Part) -> None:
+    cost.run(part, cost.TINY)
+    met = {(row.case, row.what) for row in bars_met(part)}
+    assert ("1f1b, compiled layers", "recompilations after step 2") in met
+    timed = [row for row in part.rows if row.why == NOT_JUDGED]
+    assert {row.what for row in timed} >= {"step / plain loop", "(I + W) / B", "an op over the plain loop"}
+    assert (part.scratch / "step-1f1b.json.gz").is_file()
+
+
+@pytest.mark.long
+def test_part_d(part: Part) -> None:
+    large.run(part, large.TINY)
+    met = {row.what for row in bars_met(part)}
+    assert met >= {"weights that differ in any bit", "losses that differ", "host memory beyond the model"}
+    assert not (part.scratch / parts.TEMPORARY).exists()
+
+
+class AsOnGPU(Part):
+    """Takes the ways that only a GPU has, on the CPU."""
+
+    on_gpu = True
+
+
+@pytest.fixture
+def as_on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Part:
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name, nbytes in (("memory_allocated", 0), ("max_memory_allocated", 10**6)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, nbytes=nbytes: nbytes)
+    (tmp_path / "scratch").mkdir()
+    return AsOnGPU("A", "a part", CPU, tmp_path, tmp_path / "scratch", "a command")
+
+
+def unfinished(part: Part) -> list[tuple[str, str]]:
+    return [(row.case, row.why) for row in part.rows if row.what == "the measurement"]
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_the_ways_of_part_c_on_a_gpu(as_on_gpu: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers mean nothing here."""
+    monkeypatch.setattr(cost, "profiled", lambda *args, host=True: profiles.profiled(*args))
+    cost.run(as_on_gpu, cost.TINY)
+    assert unfinished(as_on_gpu) == []
+    judged = {row.what for row in as_on_gpu.rows if row.met is not None}
+    assert judged >= {
+        "timeline's busy time / profiler's, less 1", "waits of the host for the GPU, a step",
+        "the same, an op", "peak less weights, gradients and predicted live / peak", "step / plain loop",
+    }  # fmt: skip
+
+
+@pytest.mark.sweep
+def test_the_ways_of_part_d_on_a_gpu(as_on_gpu: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers mean nothing here."""
+    monkeypatch.setattr(large, "MATMUL", 64)
+    for name in ("disk_rate", "read_rate"):  # of a disk that is quick enough
+        monkeypatch.setattr(large, name, lambda *_: 9.0)
+    large.run(as_on_gpu, large.TINY)
+    assert unfinished(as_on_gpu) == []
+    judged = {row.what for row in as_on_gpu.rows if row.met is not None}
+    assert judged >= {"of a matrix product's rate", "peak / predicted, less 1", "weights", "checkpoint"}
+
+
+# ---- what a part judges can fail
+
+
+def test_a_gradient_that_differs_is_missed(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = exactness.of_pipeline
+
+    def wrong(*args: Any, **options: Any) -> list[dict[str, Tensor]]:
+        found = plain(*args, **options)
+        found[-1]["lm_head.weight"][0, 0] *= 1.2
+        return found
+
+    monkeypatch.setattr(exactness, "of_pipeline", wrong)
+    monkeypatch.setattr(exactness, "SETTINGS", (exactness.Setting("float32"), exactness.Setting("bfloat16")))
+    monkeypatch.setattr(exactness, "SCHEDULES", ("1f1b",))
+    sizes = exactness.TINY._replace(every=1, repeats=1)
+    exactness.run(part, sizes)
+    missed = [(row.case, row.why) for row in part.rows if row.met is False]
+    assert missed == [(f"{kind}: 1f1b", "of lm_head.weight") for kind in ("float32", "bfloat16")]
+
+
+def test_a_lost_microbatch_is_outside_of_the_spread(part: Part) -> None:
+    sizes, setting = exactness.TINY, exactness.Setting("bfloat16")
+    model, batch = exactness.whole_model(sizes, setting), batch_of(sizes.model, CPU, ignored=True)
+    reference = exactness.of_plain_runs(part, sizes, setting, model, batch)
+    parts_of_step = microbatches_of(batch, sizes.model.microbatches)
+    plain_step(model, parts_of_step[:-1], valid_tokens(batch))
+    lost = gradients(model)
+    for name, value in lost.items():
+        only = exactness.Reference({name: reference.gradients[name]}, reference.scales)
+        assert exactness.worst([{name: value}], only)[0] > 2 * exactness.SPREADS, name
+
+
+@pytest.mark.parametrize("lost", [{}, {"weight": torch.tensor([float("nan")])}], ids=["missing", "nan"])
+def test_a_gradient_that_is_none_is_infinitely_wrong(lost: dict[str, Tensor]) -> None:
+    reference = exactness.Reference({"weight": torch.ones(1)}, {"weight": 1.0})
+    assert exactness.worst([lost], reference) == (float("inf"), "weight")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+def test_the_prediction_of_live_activations_is_what_a_step_holds(schedule: str) -> None:
+    """Ranks of one process peak at different times, so that the sum of their peaks is an upper limit."""
+    size = cost.TINY.model._replace(layers=8, sequence=32)
+    model = model_of(qwen3(size), torch.float32)
+    auto = AutoPipeline(ranks=size.ranks, schedule=schedule, microbatches=size.microbatches)
+    pipe = auto.build(model)
+    pipe.step(batch_of(size, CPU))
+    costs = auto.memory_costs(auto.build_plan(model), size.shape)
+    assert costs is not None
+    predicted = predicted_live(pipe.timeline, pipe.schedule, costs)
+    peaks = sum(held.total for held in pipe.memory)
+    assert 0.6 * peaks < predicted < 1.1 * peaks
+    pipe.close()
+
+
+def test_a_stage_asks_for_causal_attention_without_a_mask() -> None:
+    """A GPU's flash attention takes no mask, where a CPU's does."""
+    asked = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is F.scaled_dot_product_attention:
+                asked.append((kwargs["attn_mask"], kwargs["is_causal"]))
+            return func(*args, **(kwargs or {}))
+
+    size = exactness.TINY.model
+    model = model_of(qwen3(size), torch.bfloat16)
+    pipe = AutoPipeline(ranks=size.ranks, schedule="zb_v", microbatches=size.microbatches).build(model)
+    with Seen():
+        pipe.step(batch_of(size, CPU, ignored=True))
+    assert asked == [(None, True)] * size.layers * size.microbatches
+    pipe.close()
+
+
+def test_a_profile_counts_waits_within_the_step_and_busy_time_once() -> None:
+    def event(category: str, name: str, start: float, end: float) -> dict[str, Any]:
+        return {"cat": category, "name": name, "ts": start, "dur": end - start}
+
+    seen = profiles.Profile([
+        event("user_annotation", profiles.WINDOW, 100, 200),
+        event("user_annotation", "penstock 0F1", 110, 120),
+        event("cuda_runtime", "cudaStreamSynchronize", 150, 160),
+        event("cuda_runtime", "cudaDeviceSynchronize", 210, 220),
+        event("kernel", "gemm 1F0", 120, 140), event("kernel", "gemm", 130, 150),
+        event("gpu_memcpy", "copy", 190, 230),
+    ])  # fmt: skip
+    assert seen.synchronisations == 1
+    assert seen.busy == pytest.approx(70e-6)
+    assert seen.ops == {"0F1"}
+
+
+def late(rank: Rank, seconds: float, fails: bool) -> str:
+    if fails and rank.is_first:
+        raise ValueError("it broke")
+    time.sleep(seconds * rank.index)
+    return f"after {seconds:g} s"
+
+
+@pytest.mark.long
+def test_a_call_after_one_that_failed_has_its_own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call that raised on one rank, another's answer was taken for that of the next call."""
+    prepare_pool(monkeypatch)
+    with Pool(2, join=False, method="forkserver") as pool:
+        with pytest.raises(RuntimeError, match="it broke"):
+            pool.run(late, 0.5, True)
+        assert pool.run(late, 0.0, False) == ["after 0 s"] * 2
+
+
+def test_model_flops_are_those_of_products_and_attention() -> None:
+    size = large.TINY.model
+    model = model_of(qwen3(size), torch.float32)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
+    attention = 2 * size.layers * size.heads * size.head_dim * size.sequence  # scores, and sums of values
+    assert large.model_flops(size) == 3 * 2 * (matrices + attention) * size.tokens
+
+
+# ---- bars, limits, deaths
+
+
+def test_bars(part: Part) -> None:
+    part.add("a", "x", 1.0, at_most=1.0)
+    part.add("b", "x", 1.1, at_most=1.0, why="of it")
+    part.add("c", "x", float("nan"), at_least=1.0)
+    part.add("d", "x", 9.0, at_most=1.0, timing=True)
+    part.add("e", "x", 9.0)
+    part.not_run("f", "x", "no GPU", "at most 1")
+    verdicts = [row.verdict for row in part.rows]
+    assert verdicts == ["met", "MISSED: of it", "MISSED", NOT_JUDGED, "", "not run: no GPU"]
+    assert part.found.missed == 2
+    part.write()
+    assert [row["ours"] for row in written(part)] == [1.0, 1.1, None, 9.0, 9.0, None]
+    assert [row.met for row in parts.read(part.out / "gpu_a.json").rows] == [
+        True,
+        False,
+        False,
+        None,
+        None,
+        None,
+    ]
+
+
+def test_an_error_is_a_missed_row_and_the_part_goes_on(part: Part) -> None:
+    with part.measuring("first", 60):
+        raise ValueError("it broke")
+    with part.measuring("second", 60):
+        part.add("second", "x", 1.0)
+    assert [(row["case"], row["met"], row["why"]) for row in written(part)] == [
+        ("first", False, "ValueError: it broke"), ("second", None, ""),
+    ]  # fmt: skip
+
+
+def test_a_measurement_ends_at_its_limit() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeLimitError, match=r"longer than 0\.2 s"), time_limit(0.2):
+        time.sleep(30)
+    assert time.monotonic() - began < 10
+    with time_limit(0.2):
+        pass
+    time.sleep(0.3)  # nothing comes after the block
+
+
+@pytest.mark.parametrize(("end", "why"), [
+    ("kill -KILL $$", "its process was ended by SIGKILL"), ("sleep 60", "it took longer than 2 s"),
+    ("exit 1", "exit code 1"),
+])  # fmt: skip
+def test_a_part_that_dies_keeps_what_it_found_and_is_missed(
+    end: str, why: str, part: Part, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part.add("a", "x", 1.0, at_most=2.0)
+    part.raw["under way"] = "the end"
+    part.write()
+    (tmp_path / "gpu_a.json").rename(tmp_path / "found")
+    checkpoint = tmp_path / parts.TEMPORARY / "checkpoint"
+    script = f"cp {tmp_path}/found {tmp_path}/gpu_a.json; mkdir -p {checkpoint}; {end}"
+    monkeypatch.setattr(suite, "command_of", lambda *_: ["sh", "-c", script])
+    assert suite.apart("A", True, tmp_path, tmp_path, limit=2.0) == 1
+    assert [(row["case"], row["met"], row["why"]) for row in written(part)] == [
+        ("a", True, ""), ("the end", False, why),
+    ]  # fmt: skip
+    assert not checkpoint.exists()
+
+
+def test_a_part_that_writes_nothing_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "command_of", lambda *_: ["false"])
+    assert suite.apart("B", True, tmp_path, tmp_path) == 1
+    (row,) = json.loads((tmp_path / "gpu_b.json").read_text())["rows"]
+    assert (row["met"], row["why"]) == (False, "it wrote nothing, with exit code 1")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--out", str(tmp_path)])
+    assert suite.main() == 0
+    assert "No GPU here: nothing is measured" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missed_bar_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--out", str(tmp_path)])
+    missed = {"A": 0, "B": 2, "C": 0, "D": 0}
+    monkeypatch.setattr(suite, "apart", lambda name, *_: missed[name])
+    assert suite.main() == 1
+    missed["B"] = 0
+    assert suite.main() == 0

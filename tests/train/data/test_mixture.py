@@ -1,0 +1,294 @@
+"""Data from every kind of file, several at once, with a validation set; and what of them is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from penstock.errors import ConfigError, DataError
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.encode import encoded, make_encoder
+from penstock.train.data.loading import Batch, Data, load_data, tokenizer_of
+from penstock.train.data.sources import open_source
+from penstock.train.sizes import Size, Sizes
+from support.tiny import QWEN3
+
+ROWS = [{"input_ids": [1, 2, 3 + number], "labels": [-100, 2, 3 + number]} for number in range(12)]
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(path: Path, letter: str, count: int) -> str:
+    return jsonl(path, [{"text": letter * (2 + number)} for number in range(count)])
+
+
+def chats(path: Path, count: int) -> str:
+    said = [("user", "ask"), ("assistant", "say")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    return jsonl(path, [row] * count)
+
+
+def config(train: dict[str, Any] | None = None, **data: Any) -> TrainConfig:
+    section = {"tokenizer": "bytes", "sequence_length": 40, "packing": "none", **data}
+    return TrainConfig.model_validate({
+        "model": {"config": QWEN3}, "data": section, "train": {"batch_size": 4, "steps": 5, **(train or {})},
+    })  # fmt: skip
+
+
+def load(made: TrainConfig, vocabulary: int = 300) -> Data:
+    return load_data(made, tokenizer_of(made), vocabulary)
+
+
+def refused(made: TrainConfig, vocabulary: int = 300) -> str:
+    with pytest.raises((DataError, ConfigError)) as caught:
+        load(made, vocabulary)
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def rows(batch: Batch) -> list[list[int]]:
+    """The tokens of each row, without padding."""
+    assert isinstance(batch.content, list)
+    return [[token for token in row if token] for part in batch.content for row in part["input_ids"].tolist()]
+
+
+def everything(data: Data) -> list[list[tuple[int, int]]]:
+    """Ids and labels of each row that is trained on or held out, sorted."""
+    return sorted(
+        list(zip(piece.ids.tolist(), piece.labels.tolist(), strict=True))
+        for of in (data.rows, data.held_out) for number in range(len(of)) for piece in of.read(number)
+    )  # fmt: skip
+
+
+def write_tokens(folder: Path) -> list[Path]:
+    """The same tokens and labels in every format."""
+    made = datasets.Dataset.from_list(ROWS)
+    made.save_to_disk(folder / "set")
+    table = pyarrow.Table.from_pylist(ROWS)
+    (folder / "shards").mkdir()
+    for number, part in enumerate((table.slice(0, 5), table.slice(5))):
+        pyarrow.parquet.write_table(part, folder / "shards" / f"train-{number}.parquet")
+    pyarrow.parquet.write_table(table, folder / "one.parquet")
+    jsonl(folder / "lines.jsonl", ROWS)
+    (folder / "list.json").write_text(json.dumps(ROWS))
+    arrow = next((folder / "set").glob("*.arrow"))
+    return [folder / name for name in ("set", "shards", "one.parquet", "lines.jsonl", "list.json")] + [arrow]
+
+
+def test_tokens_are_the_same_from_every_format(tmp_path: Path) -> None:
+    found = [load(config(path=str(path), kind="tokens")) for path in write_tokens(tmp_path)]
+    expected = sorted(list(zip(row["input_ids"], row["labels"], strict=True)) for row in ROWS)
+    assert [everything(data) for data in found] == [expected] * len(found)
+    assert len({data.digest for data in found}) == 1
+    by_itself = load(config(path=str(tmp_path / "lines.jsonl"), kind="auto"))
+    assert everything(by_itself) == expected
+    alone = load(config(path=jsonl(tmp_path / "alone.jsonl", [{"input_ids": [5, 6, 7]}] * 12)))
+    assert everything(alone) == [[(5, 5), (6, 6), (7, 7)]] * 12
+
+
+def test_parquet_holds_text_and_chats_too(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_pylist([{"text": "abc", "other": 1}] * 12)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    abc = [(97, 97), (98, 98), (99, 99)]
+    found = everything(load(config(path=str(tmp_path / "a.parquet"))))
+    assert found == [abc, *[[*abc, (0, 0)]] * 11]  # a separator between documents
+    lines = json.loads(Path(chats(tmp_path / "c.jsonl", 12)).read_text().splitlines()[0])
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([lines] * 12), tmp_path / "c.parquet")
+    one, other = (load(config(path=str(tmp_path / f"c.{end}"), kind="chat")) for end in ("jsonl", "parquet"))
+    assert everything(one) == everything(other)
+    assert one.digest == other.digest
+
+
+def test_a_mixture_has_its_shares_and_epochs(tmp_path: Path) -> None:
+    sources = [
+        {"path": texts(tmp_path / "a.jsonl", "a", 20), "kind": "jsonl", "weight": 3},
+        {"path": texts(tmp_path / "b.jsonl", "b", 20), "kind": "jsonl", "weight": 1, "epochs": 1},
+    ]
+    data = load(config({"steps": 8}, mixture=sources, held_out=0.2))
+    found = [row for step in range(1, 33) for row in rows(data.batch(step))]
+    first = Counter(chr(row[0]) for row in found[:40])
+    assert first == {"a": 30, "b": 10}
+    lengths = Counter(len(row) for row in found if row[0] == ord("b"))
+    assert set(lengths.values()) == {1}  # one epoch, and then no more of it
+    held = [row for batch in data.held_out_batches(9) for row in rows(batch)]
+    assert {chr(row[0]) for row in held} == {"a", "b"}
+    assert all(row not in held for row in found)
+
+
+@pytest.mark.parametrize("packing", ["stream", "none", "best_fit"])
+def test_a_mixture_goes_on_at_any_step(tmp_path: Path, packing: str) -> None:
+    sources = [
+        {"path": texts(tmp_path / "a.jsonl", "a", 30), "weight": 0.7},
+        {"path": chats(tmp_path / "c.jsonl", 30), "weight": 0.3, "epochs": 3, "kind": "chat"},
+    ]
+    made = config(mixture=sources, packing=packing, sequence_length=32)
+    whole = list(load(made).batches(range(1, 25), torch.device("cpu")))
+    resumed = load(made).at(17, json.loads(json.dumps(load(made).state(None))))
+    rest = list(resumed.batches(range(18, 25), torch.device("cpu")))
+    for one, other in zip(rest, whole[17:], strict=True):
+        parts = [[each.content] if isinstance(each.content, dict) else each.content for each in (one, other)]
+        assert all(torch.equal(a[name], b[name]) for a, b in zip(*parts, strict=True) for name in a)
+
+
+def test_a_validation_set_leaves_all_of_the_data_to_train_on(tmp_path: Path) -> None:
+    path, other = texts(tmp_path / "a.jsonl", "a", 12), texts(tmp_path / "v.jsonl", "v", 8)
+    data = load(config(path=path, kind="jsonl", validation={"path": other}))
+    assert len(data.rows) == 12
+    assert len(data.held_out) == 8
+    assert {chr(row[0]) for batch in data.held_out_batches(2) for row in rows(batch)} == {"v"}
+    few = texts(tmp_path / "few.jsonl", "v", 3)
+    said = refused(config(path=path, kind="jsonl", validation={"path": few}))
+    assert "data.validation.path=" in said
+    assert "it gives 3 rows, and a batch has 4" in said
+
+
+@pytest.mark.parametrize(("overlong", "longest"), [("truncate", 40), ("drop", 27)])
+def test_long_chats_are_truncated_or_dropped(tmp_path: Path, overlong: str, longest: int) -> None:
+    chats(tmp_path / "c.jsonl", 12)
+    lines = (tmp_path / "c.jsonl").read_text()
+    # the first is cut within its answer, the second before it, and no token of that one would count
+    for ask, say in (("ask", "x" * 99), ("x" * 99, "say")):
+        row = {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": say}]}
+        lines = json.dumps(row) + "\n" + lines
+    (tmp_path / "c.jsonl").write_text(lines)
+    data = load(config(path=str(tmp_path / "c.jsonl"), kind="chat", overlong=overlong))
+    assert len(everything(data)) == (13 if overlong == "truncate" else 12)
+    assert max(map(len, everything(data))) == longest
+    assert all(any(label != -100 for _, label in row[1:]) for row in everything(data))
+
+
+REFUSED = [
+    ({"input_ids": [1, -2]}, "token ids are 0 or more, and here is -2"),
+    ({"input_ids": [1, 2], "labels": [1, -5]}, "a label is a token id, or -100, and here is -5"),
+    ({"input_ids": [1, 2], "labels": [1]}, "it has 1 labels for 2 tokens"),
+    ({"input_ids": "no"}, "input_ids is a list of whole numbers, and here is a str"),
+    ({"input_ids": [[1], [2]]}, "input_ids is a list of whole numbers"),
+    ({"input_ids": None}, "input_ids is a list of whole numbers"),
+    ({"tokens": [1]}, "it has no field 'input_ids', only 'tokens'"),
+    ({"input_ids": [1, 2], "labels": [1, 300]}, "it gives token id 300 and the model has ids 0 to 299"),
+    ({"input_ids": [1, 301]}, "it gives token id 301 and the model has ids 0 to 299"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "rule"), REFUSED)
+def test_wrong_tokens_are_refused_with_their_line(tmp_path: Path, row: dict[str, Any], rule: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [*ROWS, row])
+    said = refused(config(path=path, kind="tokens"))
+    assert f"data file {path} line 13: {rule}" in said
+
+
+def test_other_wrong_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = pyarrow.Table.from_pylist([{"body": "abc"}] * 12)
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "row 0: it has no field 'text', only 'body'" in refused(config(path=str(tmp_path / "a.parquet")))
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
+    assert "pyarrow cannot read it as Parquet" in refused(config(path=str(tmp_path / "b.parquet")))
+    (tmp_path / "c.txt").write_text("text")
+    said = refused(config(path=str(tmp_path / "c.txt"), kind="chat"))
+    assert "data.kind=chat reads JSON, JSONL, Parquet or a dataset, and here is .txt" in said
+    path = chats(tmp_path / "d.jsonl", 12)
+    assert "the model has ids 0 to 256 (vocab_size), first in" in refused(config(path=path, kind="chat"), 257)
+    (tmp_path / "e.json").write_text("[{}, 3]")
+    said = refused(config(path=str(tmp_path / "e.json"), kind="chat"))
+    assert "e.json entry 2: each entry of the list is an object" in said
+    few = [{"path": texts(tmp_path / "a.jsonl", "a", 12), "epochs": 1, "kind": "jsonl"}]
+    assert "rows in all epochs: train.steps=99 batches of 4 take 396" in refused(
+        config({"steps": 99}, mixture=few)
+    )
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "pip install 'penstock[datasets]'" in refused(config(path=str(tmp_path / "a.parquet")))
+    assert len(load(config(path=path, kind="chat")).rows) == 8  # JSONL needs no further package
+
+
+def test_tokens_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(path=chats(tmp_path / "a.jsonl", 12), kind="chat", cache=str(tmp_path / "cache"))
+    first = load(made)
+    from penstock.train.data import loading
+
+    monkeypatch.setattr(loading, "encoded", None)
+    assert load(made).digest == first.digest
+    other = made.model_copy(update={"data": made.data.model_copy(update={"loss_on": "all"})})
+    with pytest.raises(TypeError):
+        load(other)
+    same_text = config(path=chats(tmp_path / "copy.jsonl", 12), kind="chat", cache=str(tmp_path / "cache"))
+    assert load(same_text).digest == first.digest
+
+
+@pytest.mark.sweep
+def test_workers_make_the_same_tokens_in_the_same_order(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": f"text {number}"} for number in range(5300)])
+    made = config(path=path, kind="jsonl")
+    source = open_source(made.data.sources[0])
+    encoder = make_encoder(made.data, source, tokenizer_of(made))
+    alone, together = (
+        [
+            (name, found.ids.tolist())
+            for _, block in encoded(encoder, source, workers)
+            for name, found in block
+            if found
+        ]
+        for workers in (0, 2)
+    )
+    assert alone == together
+    assert len(alone) == 5300
+    jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 2000 + [{"no": "x"}])
+    with pytest.raises(DataError, match="line 2001"):
+        list(encoded(encoder, source, 2))
+
+
+def test_reading_rows_keeps_no_page_mapped(tmp_path: Path) -> None:
+    """What is read of a mapped file counts to a process until it is unmapped."""
+    tokens = np.zeros(1 << 24, np.uint8)
+    tokens.tofile(tmp_path / "a.bin")
+    path = tmp_path / "a.bin"
+    data = load(config(path=str(path), kind="text", packing="stream", sequence_length=4096))
+    before = mapped_pages()
+    for step in range(1, 400):
+        replace(data, sizes=Sizes((), Size(8, 4096, (2,)))).batch(step)
+    assert mapped_pages() - before < 4 << 20
+
+
+def mapped_pages() -> int:
+    """Bytes of this process's memory that are pages of files."""
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile")
+    )
+    return int(line.split()[1]) * 1024
+
+
+def test_a_step_of_cut_rows_in_which_no_token_counts_is_refused_before_the_run(tmp_path: Path) -> None:
+    """Other rows may have none as long as their step has one."""
+    late = {"input_ids": [1] * 8, "labels": [-100] * 7 + [1]}
+    early = {"input_ids": [1] * 8, "labels": [-100, 1] + [-100] * 6}
+    path = jsonl(tmp_path / "a.jsonl", [late] * 30)
+    ramp = [{"until": 2, "batch_size": 2, "sequence_length": 4}]
+    said = refused(config({"ramp": ramp}, path=path, kind="tokens"))
+    assert said.startswith("train.ramp with sequence_length=4: the rows of step 1, cut to so many tokens, ")
+    load(config({"ramp": [{"until": 2, "batch_size": 2}]}, path=path, kind="tokens"))
+    load(config({"ramp": [{"until": 2, "sequence_length": 8}]}, path=path, kind="tokens"))
+    path = jsonl(tmp_path / "b.jsonl", [late, early, early] * 10)
+    data = load(config({"ramp": [{"until": 9, "sequence_length": 4}]}, path=path, kind="tokens"))
+    counted = set()
+    for step in range(1, 9):
+        content = data.batch(step).content
+        assert isinstance(content, list)
+        counted |= {count for part in content for count in (part["labels"] == 1).sum(1).tolist()}
+    assert counted == {0, 1}
+    streamed = {"streaming": {}, "validation": {"path": path, "kind": "tokens"}}
+    said = refused(config({"ramp": ramp}, path=path, kind="tokens", **streamed))
+    assert said.startswith("train.ramp with sequence_length, and data.streaming: the loss counts some tokens")

@@ -1,0 +1,167 @@
+"""Fine-tuning from a config: an adapter's run, its resume, what PEFT opens and what `merge` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.cli.merge import merge_folder
+from penstock.errors import CheckpointError, ConfigError, ModelError
+from penstock.models.weights.folder import read_manifest
+from penstock.train.checkpoints import NEWEST
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import dry_run, preflight, run
+from support import tiny
+from support.adapted import logits, opened, rarely, tensors_of
+from support.folders import check_folder
+
+IDS = torch.arange(40, 56).view(2, 8)
+
+
+def config(
+    folder: Path, adapter: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **model: Any
+) -> TrainConfig:
+    """Of a run of two ranks in one process, on a base model in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "base").is_dir():
+        tiny.save_model(folder / "base", **model)
+    tree = tiny.tree(folder)
+    tree["model"] = {"path": str(folder / "base")}
+    tree["train"] |= {"checkpoint_every": 2, **(train or {})}
+    tree["adapter"] = {"r": 2, "alpha": 4} if adapter is None else adapter
+    return TrainConfig.model_validate(tree)
+
+
+def newest(folder: Path) -> Path:
+    return tiny.checkpoint(folder, 4)
+
+
+def base(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder / "base")
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lora": ({"targets": ["q_proj", "v_proj"], "r": 2, "dropout": 0.1}, {}),
+    "dora": ({"kind": "dora", "r": 2, "modules_to_save": ["lm_head"]}, {}),
+    "rslora, tied": ({"kind": "rslora", "r": 2, "trained_tokens": [40, 41]}, {"tie_word_embeddings": True}),
+    "head of tied": ({"targets": ["lm_head", "q_proj"], "r": 2}, {"tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("kind", rarely(KINDS, ("dora", "head of tied")))
+def test_a_run_opens_in_peft_and_merges(kind: str, tmp_path: Path) -> None:
+    adapter, model = KINDS[kind]
+    run(preflight(config(tmp_path, adapter, **model)))
+    losses = tiny.held_out_losses(tmp_path)
+    assert losses[-1] < losses[0]
+    folder = newest(tmp_path)
+    check_folder(folder)
+    assert "adapter_model.safetensors" in read_manifest(folder)
+    tuned = logits(opened(base(tmp_path), folder), IDS)
+    assert not torch.allclose(tuned, logits(base(tmp_path), IDS), atol=1e-3)
+    AutoTokenizer.from_pretrained(folder)
+
+    for source, shard in ((tmp_path / "out", "50GB"), (folder, "4KB")):
+        merge_folder(source, tmp_path / "merged", None, shard)
+        check_folder(tmp_path / "merged")
+        merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        torch.testing.assert_close(logits(merged, IDS), tuned, rtol=1e-4, atol=1e-5)
+        AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 3
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    adapter = {"kind": "dora", "dropout": 0.2, "r": 2, "modules_to_save": ["lm_head"]}
+    run(preflight(config(tmp_path, adapter)))
+    whole = {name: value.clone() for name, value in tensors_of(newest(tmp_path)).items()}
+    for file in newest(tmp_path).iterdir():
+        file.unlink()
+    newest(tmp_path).rmdir()
+    run(preflight(config(tmp_path, adapter, {"check": "always"}), NEWEST))
+    found = tensors_of(newest(tmp_path))
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
+def test_the_split_is_checked_against_the_whole_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = {"kind": "dora", "r": 2, "modules_to_save": ["lm_head"]}
+    run(preflight(config(tmp_path, adapter, {"check": "always"})))
+    assert "gradients equal the whole one's" in capsys.readouterr().out
+
+
+def test_a_resume_on_another_base_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    run(preflight(config(tmp_path)))
+    tiny.save_model(tmp_path / "base", seed=9)
+    with pytest.raises(CheckpointError, match="it was trained on another base model"):
+        preflight(config(tmp_path, train={"steps": 6}), NEWEST)
+    with pytest.raises(CheckpointError, match="it was trained on another base model"):
+        merge_folder(tmp_path / "out", tmp_path / "merged", None, "1GB")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "refusal"),
+    [
+        (
+            {"targets": ["qproj"]},
+            r"'qproj' in the adapter's target_modules: nothing in Qwen3ForCausalLM has such",
+        ),
+        ({"targets": r"layers\.9\..*"}, r"PEFT refuses them"),
+        ({"modules_to_save": ["score"]}, r"'score' in the adapter's modules_to_save"),
+        ({"trained_tokens": [256]}, r"256 in the adapter's trainable_token_indices: .* rows 0 to 255"),
+        ({"layers": [7], "targets": ["q_proj"]}, r"PEFT refuses them: .*layers_to_transform"),
+        ({"ranks": {"(": 2}, "targets": ["q_proj"]}, r"PEFT refuses"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused(
+    adapter: dict[str, Any], refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        preflight(config(tmp_path, adapter))
+
+
+def test_a_base_model_without_weights_is_refused(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    (tmp_path / "base" / "model.safetensors").unlink()
+    for each in (made, tiny.config(tmp_path, keys={"adapter.r": 2})):
+        with pytest.raises(ConfigError, match=r"^adapter: it is for a model with weights, and here they are"):
+            preflight(each)
+    with pytest.raises(ValueError, match=r"'lora' is no section; write adapter: \{kind: lora\}"):
+        tiny.config(tmp_path, keys={"adapter": "lora"})
+
+
+def test_a_dry_run_counts_what_is_trained(tmp_path: Path) -> None:
+    planned = dry_run(config(tmp_path, {"r": 2, "targets": ["q_proj"]}))
+    trained = [n for n, p in planned.plan.source.model.named_parameters() if p.requires_grad]
+    assert len(trained) == 4
+    assert all("lora_" in name for name in trained)
+
+
+def test_an_adapters_folder_is_no_base_model(tmp_path: Path) -> None:
+    run(preflight(config(tmp_path)))
+    made = config(tmp_path)
+    with pytest.raises(ModelError, match=r"no config\.json.*It holds an adapter: merge it"):
+        preflight(
+            made.model_copy(update={"model": made.model.model_copy(update={"path": str(newest(tmp_path))})})
+        )
+
+
+def test_merging_needs_a_base_model(tmp_path: Path) -> None:
+    run(preflight(config(tmp_path)))
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(
+        ConfigError, match=r"adapter_config\.json names it, and there is no such folder.*--base"
+    ):
+        merge_folder(tmp_path / "out", tmp_path / "merged", None, "1GB")
+    merge_folder(tmp_path / "out", tmp_path / "merged", tmp_path / "moved", "1GB")
+    with pytest.raises(CheckpointError, match=r"no adapter_config\.json, and no checkpoint with one"):
+        merge_folder(tmp_path / "moved", tmp_path / "again", None, "1GB")

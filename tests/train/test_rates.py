@@ -1,0 +1,125 @@
+"""The learning rate of each step, against transformers' schedules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.optimization import get_scheduler
+
+from penstock.errors import ConfigError
+from penstock.train.config.load import load_config
+from penstock.train.optimizer import AdamWSection, MuonSection
+from penstock.train.rates import RateKeys, learning_rate
+from support.tiny import config_file
+
+FULL, WARMUP, STEPS = 2.0, 4, 17
+
+
+def rates(keys: RateKeys, steps: int = STEPS) -> list[float]:
+    return [learning_rate(keys, FULL, steps, step) for step in range(1, steps + 1)]
+
+
+def rates_of_transformers(name: str, **options: Any) -> list[float]:
+    """Those after 1 to STEPS steps: with its first step, of rate 0, left out."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=FULL)
+    scheduler = get_scheduler(name, optimizer, WARMUP, STEPS, scheduler_specific_kwargs=options)
+    found = []
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step()
+        found.append(float(scheduler.get_last_lr()[0]))
+    return found
+
+
+CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"schedule": "cosine", "final_fraction": 0}, "cosine", {}),
+    ({"schedule": "cosine", "final_fraction": 0.3}, "cosine_with_min_lr", {"min_lr_rate": 0.3}),
+    ({"schedule": "linear", "final_fraction": 0}, "linear", {}),
+    ({"schedule": "constant"}, "constant_with_warmup", {}),
+    (
+        {"schedule": "cosine_with_restarts", "cycles": 3, "final_fraction": 0},
+        "cosine_with_restarts",
+        {"num_cycles": 3},
+    ),
+    *(
+        (
+            {"schedule": "warmup_stable_decay", "decay_steps": 5, "decay_type": kind, "final_fraction": 0},
+            "warmup_stable_decay",
+            {"num_decay_steps": 5, "decay_type": kind},
+        )
+        for kind in ("cosine", "linear", "1-sqrt")
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "name", "options"), CASES, ids=str)
+def test_each_schedule_is_transformers(keys: dict[str, Any], name: str, options: dict[str, Any]) -> None:
+    found = rates(AdamWSection(warmup_steps=WARMUP, **keys))
+    assert found == pytest.approx(rates_of_transformers(name, **options), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"schedule": "linear"},
+        {"schedule": "cosine_with_restarts", "cycles": 2},
+        {"schedule": "warmup_stable_decay", "decay_steps": 3},
+        {"schedule": "warmup_stable_decay", "decay_steps": STEPS - WARMUP, "decay_type": "1-sqrt"},
+    ],
+    ids=str,
+)
+def test_the_last_step_takes_the_final_fraction(keys: dict[str, Any]) -> None:
+    found = rates(MuonSection(warmup_steps=WARMUP, final_fraction=0.25, **keys))
+    assert found[WARMUP - 1] == FULL
+    assert found[-1] == pytest.approx(0.25 * FULL)
+    assert min(found[WARMUP:]) == pytest.approx(found[-1])
+
+
+def test_a_decay_of_no_given_type_is_a_cosine() -> None:
+    keys: dict[str, Any] = {"schedule": "warmup_stable_decay", "decay_steps": 5}
+    assert rates(AdamWSection(**keys)) == rates(AdamWSection(**keys, decay_type="cosine"))
+
+
+def test_the_default_rises_in_a_line_and_falls_along_a_cosine_to_its_floor() -> None:
+    found = rates(AdamWSection(warmup_steps=4, final_fraction=0.1), 12)
+    assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert found[4:] == sorted(found[4:], reverse=True)
+    assert found[7] == pytest.approx(2.0 * 0.55)  # half-way down
+    assert found[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (0, 3), (3, 3)])
+@pytest.mark.parametrize("keys", [{}, {"schedule": "linear"}, {"schedule": "constant"}], ids=str)
+def test_short_runs_have_a_rate_at_every_step(keys: dict[str, Any], warmup: int, steps: int) -> None:
+    assert all(0 < rate <= FULL for rate in rates(AdamWSection(warmup_steps=warmup, **keys), steps))
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": "cosine_with_restarts"}, "has no default of cycles. Give cycles, 1 or more"),
+    ({"schedule": "warmup_stable_decay"}, "has no default of decay_steps. Give decay_steps, 1 or more"),
+    ({"cycles": 2}, "cycles=2 belongs to schedule=cosine_with_restarts, and here schedule=cosine. Leave one"),
+    ({"schedule": "linear", "decay_type": "1-sqrt"}, "decay_type=1-sqrt belongs to schedule=warmup_stable"),
+    (
+        {"schedule": "warmup_stable_decay", "warmup_steps": 2, "decay_steps": 3},
+        "optimizer.warmup_steps=2 and optimizer.decay_steps=3 are more than train.steps=4 together",
+    ),
+    ({"schedule": "wsd"}, "cosine"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), WRONG, ids=str)
+def test_keys_that_do_not_fit_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(config_file(tmp_path, optimizer=keys))
+
+
+def test_a_written_config_is_read_again(tmp_path: Path) -> None:
+    keys = {"schedule": "warmup_stable_decay", "warmup_steps": 1, "decay_steps": 2, "decay_type": "linear"}
+    config = load_config(config_file(tmp_path, optimizer=keys))
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    assert load_config(again) == config

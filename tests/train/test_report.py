@@ -1,0 +1,237 @@
+"""The page of a run: what it shows of whole runs and of broken ones; no text of a run is code in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.schedule import Costs, build, simulate
+from penstock.schedule.timeline import Timeline
+from penstock.train.metrics import Row
+from penstock.train.report.charts import Chart, Line, draw
+from penstock.train.report.page import charts, page, report, seconds_by_part, state
+from penstock.train.report.recorded import read_run
+from penstock.train.run import preflight, run
+from schedule.render.test_page import Page
+from support.tiny import config, metrics
+
+CONFIG = {
+    "train": {"steps": 4},
+    "pipeline": {"schedule": "1f1b", "ranks": 2, "microbatches": 4},
+    "model": {"path": "<script>alert(1)</script>"},
+}
+EVIL = "</script><img src=x onerror=alert(1)>\"'"
+
+
+def row(step: int, **more: Any) -> Row:
+    return {
+        "step": step, "loss": 5.0 - step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 1e4,
+        "bubble": 0.1, "padding": 0.0, "seconds": 2.0, "tflops_per_device": 0.5,
+        "seconds_by_part": {"data": 0.25, "step": 1.0, "clip": 0.125, "optimizer": 0.5},
+        "peak_resident": [2**30, 3 * 2**30], **more,
+    }  # fmt: skip
+
+
+def write(folder: Path, *rows: Row | str, timeline: bool = True, **about: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    start = {"at": "2026-01-02T03:04:05+0000", "step": 0, "ranks": 2, "processes": 2}
+    known = {"id": "x", "config": CONFIG, "environment": {"torch": "2.11"}, "starts": [start], **about}
+    (folder / "run.json").write_text(json.dumps(known))
+    if timeline:
+        schedule = build("1f1b", ranks=2, microbatches=4)
+        both = {"measured": simulate(schedule, Costs(0.02, 0.02, 0.03)), "predicted": simulate(schedule)}
+        data = {name: each.to_data() for name, each in both.items()}
+        (folder / "timeline.json").write_text(json.dumps({"step": 4, **data}))
+    return folder
+
+
+def html(*folders: Path) -> str:
+    return page([read_run(folder) for folder in folders])
+
+
+WHOLE: tuple[Row, ...] = (
+    {"step": 0, "held_out_loss": 5.5, "seconds": 1.0, "tokens": 64},
+    row(1), row(2), row(3), row(4),
+    {"step": 4, "held_out_loss": 1.25, "seconds": 1.0, "tokens": 64},
+    {"step": 4, "checkpoint": "step-00000004", "seconds": 0.5},
+)  # fmt: skip
+
+
+def test_a_timeline_is_the_same_after_a_file() -> None:
+    for name in ("1f1b", "dualpipe_v"):
+        made = simulate(build(name, ranks=2, microbatches=4), Costs(communication=0.125))
+        read = Timeline.from_data(json.loads(json.dumps(made.to_data())))
+        assert (read.spans, read.peak_live, read.overlaps) == (made.spans, made.peak_live, made.overlaps)
+        assert (read.waits, read.critical_path, read.bubble) == (made.waits, made.critical_path, made.bubble)
+
+
+def test_the_page_has_curves_timeline_memory_time_config_and_how_it_ended(tmp_path: Path) -> None:
+    end = {"at": "2026-01-02T04:00:00+0000", "how": "finished", "why": ""}
+    start = {"at": "2026-01-02T03:04:05+0000", "step": 0, "ranks": 2, "processes": 2, "end": end}
+    text = html(write(tmp_path / "mine", *WHOLE, starts=[start]))
+    parsed = Page(text)
+    labels = [each["aria-label"] or "" for each in parsed.every("div") if each.get("class") == "frame"]
+    assert [label.partition(",")[0].partition(".")[0] for label in labels] == [
+        "Loss", "Gradient norm", "Learning rate", "Tokens a second", "Model TFLOP/s", "Bubble",
+    ]  # fmt: skip
+    assert "training: from 4 at step 1, to 1 at step 4, least 1 at step 4, most 4 at step 1" in labels[0]
+    assert "held out: from 5.5 at step 0, to 1.25 at step 4" in labels[0]
+    assert [panel["label"] for panel in json.loads(parsed.texts["drawing"])["panels"]] == [
+        "predicted", "measured",
+    ]  # fmt: skip
+    cells = [[cell.strip() for cell in line] for line in parsed.cells]
+    assert ["process 1", "3.00 GiB"] in cells
+    assert ["step forwards and backwards", "4 s", "38.1%"] in cells  # of 8 s in steps, 2 and .5
+    assert ["checkpoint waiting for checkpoints", "0.5 s", "4.8%"] in cells
+    assert ["torch", "2.11"] in cells
+    assert "schedule: 1f1b" in text
+    assert "step 4 of 4, ended 2026-01-02 04:00" in text
+    assert re.search(r'<span class="pill good">finished</span>', text)
+
+
+def test_the_page_needs_nothing_from_outside_and_no_text_of_a_run_is_code(tmp_path: Path) -> None:
+    spoilt = {**CONFIG, EVIL: EVIL, "train": {"steps": EVIL}}
+    rows = [row(1, learning_rates={EVIL: 1e-3, "b": 1e-4}, seconds_by_part={EVIL: 1.0}, skipped=EVIL)]
+    start = {"at": EVIL, "step": EVIL, "processes": EVIL, "end": {"how": EVIL, "why": EVIL, "at": EVIL}}
+    about: dict[str, Any] = {"config": spoilt, "environment": {EVIL: EVIL}, "starts": [start]}
+    folders = [write(tmp_path / name, *rows, **about) for name in ("a<b>", "c")]
+    for text in (html(folders[0]), html(*folders)):
+        parsed = Page(text)  # it closes all that it opens
+        assert not parsed.every("img")
+        assert len(parsed.every("script")) == 3  # the data, the timeline's and the charts'
+        assert all("onerror" not in attributes for _, attributes in parsed.elements)
+        assert not re.search(r"https?://|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", text)
+        policy = next(meta for meta in parsed.every("meta") if meta.get("http-equiv"))
+        assert "default-src 'none'" in (policy["content"] or "")
+
+
+def test_parts_and_events_add_up_to_the_time_of_the_run(tmp_path: Path) -> None:
+    found = seconds_by_part(read_run(write(tmp_path, *WHOLE)))
+    assert found == {
+        "data": 1.0, "step": 4.0, "clip": 0.5, "optimizer": 2.0, "rest": 0.5, "evaluation": 2.0,
+        "checkpoint": 0.5,
+    }  # fmt: skip
+
+
+def test_a_run_that_goes_on_shows_the_predicted_timeline_as_such(tmp_path: Path) -> None:
+    text = html(write(tmp_path, row(1), '{"step": 2, "lo', timeline=False))
+    assert "no end recorded" in text
+    assert "it goes on, or was killed" in text
+    assert "unreadable lines of metrics.jsonl: 1" in text
+    assert "A prediction: the run has recorded no step yet." in text
+    assert [panel["label"] for panel in json.loads(Page(text).texts["drawing"])["panels"]] == ["predicted"]
+
+
+def test_losses_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) -> None:
+    rows = [row(step, loss=None if step == 3 else 2.0, **({"skipped": "loss=nan"} if step == 3 else {}))
+            for step in range(1, 6)]  # fmt: skip
+    text = html(write(tmp_path, *rows, json.dumps(row(6, loss=float("nan"))), row(7, loss=2.0)))
+    loss = next(figure for figure in text.split("<figure") if "<b>Loss</b>" in figure)
+    (drawn,) = re.findall(r'class="line s0" data-label="training" d="([^"]*)"', loss)
+    assert [len(part.split("L")) for part in drawn.split("M")[1:]] == [2, 2, 1]
+    assert re.search(r'class="dots s0" d="M1000 500h0"', loss)  # the last one stands alone
+    assert "2 not finite" in loss
+    assert "steps skipped, as loss or gradients were not finite: 1 (step 3)" in text
+
+
+BROKEN: dict[str, tuple[Row | str, ...]] = {
+    "no row": (),
+    "one row": (row(1),),
+    "only a held-out loss": ({"step": 0, "held_out_loss": 5.5},),
+    "no number in it": ({"step": 1, "loss": "x", "seconds": None, "peak_resident": ["a", None]},),
+    "other kinds": ("[]", "3", "null", '{"step": true}', '{"step": -1}', '{"loss": 1}', "\x00", row(2)),
+    "numbers beyond all": tuple(row(1, loss=loss) for loss in (1e308, -1e308, 10**400, 5e-324)),
+    "numbers next to each other": (row(1, loss=1.0), row(2, loss=1.0000000000000002)),
+    "a huge step": ({**row(1), "step": 10**300}, row(1)),
+    "mappings for lists": (row(1, peak_resident={"a": 1}, seconds_by_part=[1], learning_rates=3),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_whatever_the_rows_hold_gives_a_page(tmp_path: Path, case: str) -> None:
+    text = html(write(tmp_path, *BROKEN[case]))
+    Page(text)
+    assert "nan" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "about", [{"config": 3, "starts": 4}, {"starts": [{"end": 3}, 5]}, {"config": {"pipeline": {}}}]
+)
+def test_whatever_run_json_holds_gives_a_page(tmp_path: Path, about: dict[str, Any]) -> None:
+    Page(html(write(tmp_path, row(1), timeline=False, **about)))
+    (tmp_path / "run.json").write_text("[1")
+    (tmp_path / "timeline.json").write_text('{"step": 1, "measured": {"name": 3}}')
+    assert "no schedule that could be drawn" in html(tmp_path)
+
+
+def test_several_runs_share_the_charts_and_what_differs_is_shown(tmp_path: Path) -> None:
+    other = {**CONFIG, "train": {"steps": 9}}
+    folders = [write(tmp_path / "a", *WHOLE), write(tmp_path / "b", *WHOLE, config=other)]
+    text = html(*folders)
+    drawn = {chart.title: [line.label for line in chart.lines] for chart in charts([*map(read_run, folders)])}
+    assert drawn["Loss"] == ["a: training", "a: held out", "b: training", "b: held out"]
+    assert drawn["Bubble"] == ["a", "b"]
+    assert ["train.steps", "4", "9"] in Page(text).cells
+    assert [panel["label"] for panel in json.loads(Page(text).texts["drawing"])["panels"]] == ["a", "b"]
+    assert "times the predicted step" not in text
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_least_and_most() -> None:
+    points = [(step, 1.0) for step in range(1, 10_001)]
+    points[5000], points[7000] = (5001, 9.0), (7001, -3.0)
+    drawn = draw(Chart("Loss", "", [Line("training", points)]))
+    assert len(drawn) < 12_000
+    ys = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn.split('data-label="training"')[1])]
+    assert min(ys) < 100  # of 1000, downwards
+    assert max(ys) > 850
+
+
+def test_a_wide_range_is_logarithmic_where_the_chart_may_be() -> None:
+    points = [(1, 1e-3), (2, 1.0), (3, 1e3)]
+    assert 'data-log="1"' in draw(Chart("Norm", "", [Line("norm", points)], log=True))
+    assert 'data-log="0"' in draw(Chart("Norm", "", [Line("norm", points)]))
+    assert 'data-log="0"' in draw(Chart("Norm", "", [Line("norm", [*points, (4, -1.0)])], log=True))
+
+
+def test_a_run_of_the_trainer_has_all_that_the_page_shows(tmp_path: Path) -> None:
+    groups = [{"match": "norm", "learning_rate": 1e-3}]
+    run(preflight(config(tmp_path, keys={"optimizer.groups": groups}, steps=2, checkpoint_every=1)))
+    out = tmp_path / "out"
+    found = read_run(out)
+    assert state(found)[0] == "finished"
+    first, *_ = (row for row in metrics(tmp_path) if "loss" in row)
+    assert list(first["seconds_by_part"]) == ["data", "step", "clip", "optimizer"]
+    assert sum(first["seconds_by_part"].values()) <= first["seconds"]
+    assert first["learning_rates"] == {"adamw": 1e-2, "norm": 1e-3}
+    kept = [row["checkpoint"] for row in metrics(tmp_path) if "checkpoint" in row]
+    assert kept == ["step-00000001", "step-00000002"]
+    timelines, said = found.timelines
+    assert list(timelines) == ["predicted", "measured"]
+    assert said == "Step 2, as the ranks recorded it."
+    assert {str(span.op) for span in timelines["measured"].spans} >= {"0F0", "1F1", "1B1"}
+    identity = found.about["id"]
+    with pytest.raises(ConfigError, match="nothing is left to do"):
+        preflight(config(tmp_path, keys={"optimizer.groups": groups}, steps=2), "newest")
+    run(preflight(config(tmp_path, keys={"optimizer.groups": groups}, steps=3), "newest"))
+    again = read_run(out)
+    assert (again.about["id"], [start["step"] for start in again.starts]) == (identity, [0, 2])
+    assert report([out]) == out / "report.html"
+
+
+def test_how_a_run_failed_is_in_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock import Pipeline
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Pipeline, "step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        run(preflight(config(tmp_path, steps=2)))
+    assert state(read_run(tmp_path / "out"))[0] == "interrupted"

@@ -1,0 +1,308 @@
+"""What TensorBoard, W&B and MLflow really hold after a run that was resumed; and a tracker that fails."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.train import trackers as module
+from penstock.train.config.load import load_config
+from penstock.train.metrics import Row
+from penstock.train.run import preflight, run
+from penstock.train.tracker_process import numbers
+from penstock.train.trackers import (
+    AnyTracker,
+    MlflowSection,
+    TensorBoardSection,
+    Trackers,
+    WandbSection,
+    check_trackers,
+)
+from support.pool import alive
+from support.tiny import config, metrics
+
+ID = "20260102-030405-abcd"
+ROW = {
+    "loss": 2.5, "grad_norm": None, "learning_rates": {"adamw": 1e-3, "head|norm": 1e-4},
+    "peak_resident": [7, 9], "skipped": "loss=nan", "tokens": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaves_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB__DISABLE_STATS", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+class FakeRun:
+    """The files of a run, and its trackers."""
+
+    def __init__(self, folder: Path, *sections: AnyTracker) -> None:
+        self.folder, self.sections, self.said = folder, sections, list[str]()
+        self.rows = folder / "metrics.jsonl"
+        self.rows.touch()
+        dumped = [section.model_dump(mode="json") for section in sections]
+        self.about: dict[str, Any] = {
+            "id": ID,
+            "config": {"output": {"trackers": dumped}, "train": {"steps": 5}},
+            "starts": [],
+        }
+
+    def start(self, done: int = 0) -> Trackers:
+        self.about["starts"].append({"step": done})
+        (self.folder / "run.json").write_text(json.dumps(self.about))
+        size = self.rows.stat().st_size
+        return Trackers(self.sections, self.folder / "run.json", size, self.said.append)
+
+    def write(self, *rows: Row) -> None:
+        with self.rows.open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def step(number: int, **more: Any) -> Row:
+    return {"step": number, **ROW, "loss": 3 - number / 4, **more}
+
+
+def test_numbers_have_flat_names_that_every_library_takes() -> None:
+    assert numbers({"step": 3, **ROW}) == {
+        "loss": 2.5, "learning_rates/adamw": 1e-3, "learning_rates/head_norm": 1e-4, "peak_resident/0": 7.0,
+        "peak_resident/1": 9.0, "tokens": 64.0,
+    }  # fmt: skip
+    held_out = {"step": 0, "held_out_loss": 5.5, "seconds": 0.5, "tokens": 3}
+    assert set(numbers(held_out)) == {"held_out_loss", "evaluation/seconds", "evaluation/tokens"}
+    assert set(numbers({"step": 4, "checkpoint": "step-4", "seconds": 0.5})) == {"checkpoint/seconds"}
+
+
+SECTIONS: dict[str, AnyTracker] = {
+    "tensorboard": TensorBoardSection(),
+    "wandb": WandbSection(project="mine", run="first"),
+    "mlflow": MlflowSection(uri="file:mlruns", experiment="mine"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tensorboard", marks=pytest.mark.long),
+        pytest.param("wandb", marks=pytest.mark.sweep),  # 8 s on two busy cores
+        pytest.param("mlflow", marks=pytest.mark.sweep),
+    ],
+)
+def test_the_library_holds_the_rows_and_a_resumed_run_goes_on_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = FakeRun(tmp_path, SECTIONS[name])
+    trackers = run.start()
+    (tracker,) = trackers._trackers
+    run.write({"step": 0, "held_out_loss": 5.5, "seconds": 0.5}, *map(step, (1, 2, 3)))
+    trackers.finish("finished")
+    assert trackers.lines == [f"{name:<11} {tracker.place}"]
+    assert run.said == [f"{name}: {tracker.place}"]  # and no warning
+    again = run.start(done=2)  # step 3 is repeated
+    run.write(step(3, loss=1.0), step(4, loss=float("nan")), step(5))
+    again.finish("failed")
+    again._trackers[0]._process.wait(30)
+    assert run.said[1:] == [f"{name}: {again._trackers[0].place}"]
+    {"tensorboard": check_tensorboard, "wandb": check_wandb, "mlflow": check_mlflow}[name](tmp_path)
+
+
+def check_tensorboard(output: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = output / "tensorboard"
+    assert [each.name for each in folder.iterdir()] == [ID]
+    found = EventAccumulator(str(folder / ID)).Reload()
+    losses = [(event.step, event.value) for event in found.Scalars("loss")]
+    assert losses == [(1, 2.75), (2, 2.5), (3, 1.0), (5, 1.75)]
+    assert [event.value for event in found.Scalars("held_out_loss")] == [5.5]
+    assert found.Scalars("learning_rates/head_norm")[0].value == pytest.approx(1e-4)
+
+
+def check_wandb(output: Path) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for file in sorted(output.glob("wandb/offline-run-*/*.wandb")):
+        records = [Record.FromString(data) for data in log_records(file)]
+        (started,) = {(each.run.run_id, each.run.project, each.run.display_name)
+                      for each in records if each.WhichOneof("record_type") == "run"}  # fmt: skip
+        assert started == (ID, "mine", "first")
+        (ended,) = (each.exit.exit_code for each in records if each.WhichOneof("record_type") == "exit")
+        rows = [
+            {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in each.history.item}
+            for each in records
+            if each.WhichOneof("record_type") == "history"
+        ]
+        found.append((ended, [(row["step"], row.get("loss")) for row in rows]))
+        assert rows[-1]["learning_rates/head_norm"] == 1e-4
+    first, second = found
+    assert first == (0, [(0, None), (1, 2.75), (2, 2.5), (3, 2.25)])
+    assert second == (1, [(3, 1.0), (4, None), (5, 1.75)])
+
+
+def log_records(file: Path) -> Iterator[bytes]:
+    """The records of a W&B file: a LevelDB log (blocks of 32 KiB, records in pieces) behind 7 bytes."""
+    data, at, record = file.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last piece
+            yield record
+            record = b""
+
+
+def check_mlflow(output: Path) -> None:
+    from mlflow import MlflowClient
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient(f"file:{output / 'mlruns'}")
+    experiment = client.get_experiment_by_name("mine")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FAILED"
+    assert found.data.params["train.steps"] == "5"
+    assert found.data.tags["penstock.run"] == ID
+    history = sorted((each.step, each.value) for each in client.get_metric_history(found.info.run_id, "loss"))
+    assert history == [(1, 2.75), (2, 2.5), (3, 1.0), (3, 2.25), (5, 1.75)]
+
+
+@pytest.mark.long
+def test_a_tracker_that_cannot_write_is_warned_of_once_and_named_in_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = FakeRun(tmp_path, TensorBoardSection(folder=str(tmp_path / "file")))
+    trackers = run.start()
+    run.write(step(1))
+    trackers._trackers[0]._process.wait(30)
+    run.write(step(2))
+    trackers.finish("finished")
+    (warning,) = run.said
+    assert warning.startswith("penstock: warning: tensorboard gets no more numbers, and the run goes on: ")
+    assert str(tmp_path / "file") in warning
+    assert trackers.lines[0].startswith("tensorboard dropped: ")
+
+
+@pytest.mark.long
+def test_a_tracker_that_does_not_finish_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped, as a library is that waits for a network."""
+    monkeypatch.setattr(module, "PATIENCE", 0.5)
+    run = FakeRun(tmp_path, TensorBoardSection())
+    trackers = run.start()
+    process = trackers._trackers[0]._process
+    os.kill(process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    trackers.finish("finished")
+    assert time.monotonic() - started < 10
+    assert process.returncode == -signal.SIGKILL
+    assert "dropped: it did not finish within 0.5 seconds, and was ended" in trackers.lines[0]
+    assert len(run.said) == 1
+
+
+_KILLED = """
+import sys, time
+from pathlib import Path
+from penstock.train.trackers import TensorBoardSection, Trackers
+folder = Path(sys.argv[1])
+Trackers([TensorBoardSection()], folder / "run.json", 0, lambda text: print(text, flush=True))
+time.sleep(60)
+"""
+
+
+@pytest.mark.long
+def test_the_tracker_of_a_killed_run_logs_what_is_left_and_ends(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, TensorBoardSection())
+    run.start().finish("finished")
+    run.write(step(1))
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline().startswith("tensorboard: ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 1
+        run.write(step(2))
+        process.kill()
+        process.wait()
+    until, tracker = time.monotonic() + 30, int(children[0])
+    while alive(tracker) and time.monotonic() < until:
+        time.sleep(0.05)
+    if alive(tracker):
+        os.kill(tracker, signal.SIGKILL)
+        pytest.fail("an orphan is left")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(tmp_path / "tensorboard" / ID)).Reload()
+    assert [event.step for event in found.Scalars("loss")] == [1, 2]
+
+
+@pytest.mark.long
+def test_a_run_of_the_trainer_feeds_its_tracker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    keys = {"output.trackers": [{"name": "tensorboard", "run": "mine"}]}
+    run(preflight(config(tmp_path, keys=keys)))
+    place = tmp_path / "out" / "tensorboard" / "mine"
+    assert f"tensorboard {place}" in capsys.readouterr().out
+    found = EventAccumulator(str(place)).Reload()
+    losses = {row["step"]: row["loss"] for row in metrics(tmp_path) if "loss" in row}
+    assert {event.step: event.value for event in found.Scalars("loss")} == pytest.approx(losses)
+    assert {"grad_norm", "seconds_by_part/optimizer", "held_out_loss", "checkpoint/seconds"} <= set(
+        found.Tags()["scalars"]
+    )
+
+
+# ---- The section
+
+
+def test_a_missing_library_is_one_error_that_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = "wandb"
+    original = importlib.util.find_spec
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == missing else original(name))
+    check_trackers([TensorBoardSection()])
+    with pytest.raises(
+        ConfigError, match=r"output.trackers: wandb: .* not installed. Run pip install wandb,"
+    ):
+        check_trackers([WandbSection()])
+    missing = "sqlalchemy"
+    with pytest.raises(ConfigError, match=r"mlflow: a sqlite store needs SQLAlchemy.*pip install mlflow, or"):
+        check_trackers([MlflowSection()])
+    check_trackers([MlflowSection(uri="http://server:5000")])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[tensorbord]", "'tensorbord' is no tracker. Write tensorboard, wandb, mlflow, or a mapping"),
+        ("[{project: x}]", "is no tracker"),
+        ("[wandb, {name: wandb, project: x}]", "wandb stands there twice"),
+        ("[{name: wandb, proyect: x}]", "has no such key. Did you mean output.trackers.0.project"),
+        ("tensorboard", "Write a list"),
+    ],
+)
+def test_a_wrong_section_is_refused(tmp_path: Path, value: str, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: {config: {model_type: qwen3}}\ndata: {path: text.txt, tokenizer: bytes}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"output.trackers={value}"])
+    assert message in str(caught.value)
