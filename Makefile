@@ -4,6 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 
+# keep the bytecode of the source, whatever the environment says: the tests start many processes
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel bench gpu docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 

@@ -38,9 +38,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return example
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [pytest.param("afab.py", "gpipe", marks=pytest.mark.sweep), ("one_f_one_b.py", "1f1b")],
+    [("afab.py", "gpipe"), ("one_f_one_b.py", "1f1b")],
 )
 def test_starts_its_own_ranks_and_draws_prediction_and_measurement(
     run: Run, name: str, schedule: str, tmp_path: Path

@@ -75,7 +75,7 @@ def prepare_pool(patch: pytest.MonkeyPatch) -> None:
 # ---- the parts
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_part_a(part: Part) -> None:
@@ -106,7 +106,7 @@ def test_part_b(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.why for row in part.rows if row.case.startswith("NCCL")] == ["not run: NCCL needs a GPU"] * 3
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_part_c(part: Part) -> None:

@@ -16,6 +16,7 @@ from penstock.cli.check import batch_shape, needed_bytes, random_batch, refuse_t
 from penstock.pipeline import auto_pipeline
 from penstock.schedule import build, dump
 from support.command import Command
+from support.covering import every
 from support.families import tiny_config, tiny_model
 
 
@@ -28,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [
+    every(2, [
         [],
         ["--ranks", "2", "--schedule", "zb_v", "--microbatches", "6", "--dtype", "float64"],
         ["--ranks", "2", "--stages-per-rank", "2", "--rows", "11", "--length", "17", "--dtype", "bfloat16"],
         ["--ranks", "2", "--layout", "Ettt|tL", "--microbatches", "3", "--tolerance", "1e-4"],
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_a_folder_with_weights_passes(folder: Path, penstock: Command, options: list[str]) -> None:
     code, out, err = penstock("check", folder, *options)
     assert (code, err) == (0, "")

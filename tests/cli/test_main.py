@@ -170,6 +170,7 @@ def ranks_of(parent: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.sweep
 def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
     """Not when the other rank has waited for as long as it may, which is past the end of this test."""
     more = ("train.steps=2000", "train.evaluate_every=2000", "pipeline.timeout_seconds=600")

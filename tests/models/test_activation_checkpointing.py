@@ -29,7 +29,7 @@ from penstock.models.huggingface.stages import HFCall, cut
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.stage import Stage
-from support.covering import pairs
+from support.covering import every, pairs
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_step
 from support.splitting import ORDERS, assert_exact, plain, split
@@ -95,9 +95,9 @@ class CheckpointedStages:
         self.stages[-1].forward_loss(number, received, microbatch, NextToken(), split, on)
 
 
-@pytest.mark.parametrize("row", pairs({
+@pytest.mark.parametrize("row", every(3, pairs({
     "family": list(FAMILIES), "way": ["full", "selective"], "order": [WHOLE, SPLIT]
-}), ids=lambda row: " ".join(row.values()))  # fmt: skip
+})), ids=lambda row: " ".join(row.values()))  # fmt: skip
 def test_every_family(row: dict[str, str]) -> None:
     """Whole and split: the gradients of one plain process, and each layer run twice."""
     model, batch = tiny_model(row["family"], layers=2), ragged_batch(9)
@@ -173,7 +173,7 @@ def held_by(model: PreTrainedModel, how: Checkpointing, on: bool, split: bool, b
     return sum(storage.nbytes() for storage in alive if storage is not None)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", every(2, FAMILIES))
 def test_held_bytes(family: str) -> None:
     model, batch = tiny_model(family, layers=2), ragged_batch(3, 16)
     none = held_by(model, FULL, False, True, batch)
@@ -490,13 +490,13 @@ def compiler() -> Iterator[Compiler]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "again", "first"),
-    [
+    every(2, [
         (FULL, 2, "compiled"),
         (SELECTIVE, 0, "compiled"),
         (SELECTIVE, 0, "checkpointed"),
         (Checkpointing(save=("attention",)), 2, "checkpointed"),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_compiled_layers(compiler: Compiler, how: Checkpointing, again: int, first: str) -> None:
     module, reference = twins(lambda: nn.Sequential(Products(), Products()))
     if first == "checkpointed":

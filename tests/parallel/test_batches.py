@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from penstock import Axes, Pipeline
 from penstock.errors import BatchError
+from support.covering import every
 from support.mesh import batch, build_pipe, error_of, model_of, own_part, same_on_all
 from support.pool import Pool
 from support.reference import plain_step
@@ -162,14 +163,14 @@ PADDED: Table = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "axes", "options", "table"), [
+@pytest.mark.parametrize(("ranks", "axes", "options", "table"), every(2, [
     (2, Axes(dp_shard=2), {}, OF_PARTS),
     (1, Axes(dp_shard=2, cp=2), {}, OF_CP),
     (2, Axes(tp=2), {"shapes": "padded"}, OF_TP),
     (1, Axes(dp_shard=2, tp=2), {"sequence_parallel": True}, OF_SEQUENCE),
     (2, None, {}, ALONE),
     (2, None, {"shapes": "padded"}, PADDED),
-])  # fmt: skip
+]))  # fmt: skip
 def test_a_wrong_batch_on_some_ranks_is_refused_on_all_and_the_next_is_taken(
     pool: Pool, ranks: int, axes: Axes | None, options: dict[str, Any], table: Table
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from penstock import AutoPipeline
 from penstock.batch import head_logits
 from penstock.batch.head_logits import HeadLogits
 from penstock.batch.loss import NextToken
+from support.covering import every
 from support.families import pipeline, ragged_batch, tiny_model
 from support.reference import TOLERANCE, assert_every_gradient, plain_step
 
@@ -43,8 +45,7 @@ def _never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_never_whole")
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "how"), every(3, product(FAMILIES, HOW)))
 def test_gradients_are_those_of_one_process(family: str, how: str) -> None:
     model = tiny_model(family, torch.float64, **FAMILIES[family])
     pipe, batch = pipeline(model, **HOW[how]), ragged_batch()

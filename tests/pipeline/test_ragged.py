@@ -13,6 +13,7 @@ from penstock.batch.padding import Padding
 from penstock.errors import BatchError
 from penstock.models.activation_checkpointing import Checkpointing
 from support import jobs
+from support.covering import every
 from support.families import tiny_model
 from support.pool import Pool
 from support.ragged import apart, documents, packed, ragged
@@ -72,7 +73,7 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "ranks", "shapes"), [(0, 2, "exchanged"), (1, 2, "buckets"), (2, 4, "inferred")]
+    ("turn", "ranks", "shapes"), every(2, [(0, 2, "exchanged"), (2, 4, "inferred"), (1, 2, "buckets")])
 )
 def test_over_processes(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
     """Each schedule meets each kind of batch and each way to learn shapes once; the sweep has the product."""

@@ -21,6 +21,7 @@ from penstock.models.huggingface.masks import Edits, made_from_shapes
 from penstock.models.tracing.meta import bare
 from penstock.parallel.expert.dispatch import Directions, plan_route
 from support import zoo
+from support.covering import every
 from support.reads import Reads, watched
 
 ROWS, LENGTH, MICROBATCHES = 8, 12, 4
@@ -126,7 +127,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "make", "schedule"), CASES)
+@pytest.mark.parametrize(("kind", "make", "schedule"), every(2, CASES))
 def test_no_op_waits_for_the_gpu(kind: str, make: Any, schedule: str) -> None:
     """0.5.0: each stage's forward waited to know whether rows are packed or a mask hides anything, and the
     loss for its number of tokens where routers have one; a norm took a wait for each rank."""
@@ -136,7 +137,7 @@ def test_no_op_waits_for_the_gpu(kind: str, make: Any, schedule: str) -> None:
     assert len(found) == WAITS, Counter(where for _, where in found)
 
 
-@pytest.mark.parametrize("make", BATCHES)
+@pytest.mark.parametrize("make", every(2, BATCHES))
 def test_answers_from_the_host_change_no_bit(make: Any) -> None:
     """In the first step what the model makes by itself is asked for, in the second it is known."""
     expected = two_steps(model("gemma3_text"), make)
@@ -236,8 +237,11 @@ class Sets:
         whole.__class__ = Odd
 
 
-@pytest.mark.parametrize("name", ["position_ids", "attention_mask"])
-@pytest.mark.parametrize("put", [Sets.by_hook, Sets.by_inner_hook, Sets.by_forward, Sets.by_class])
+@pytest.mark.parametrize(("put", "name"), every(3, [
+    (put, name)
+    for put in (Sets.by_hook, Sets.by_inner_hook, Sets.by_forward, Sets.by_class)
+    for name in ("position_ids", "attention_mask")
+]))  # fmt: skip
 def test_what_somebody_puts_into_a_model_is_asked_about_each_time(put: Any, name: str) -> None:
     """The answers of the first step were kept for their shape: the second attended over all documents."""
     results = []

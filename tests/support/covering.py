@@ -6,9 +6,11 @@ a covering array of some 300 rows has all of their pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 Row = dict[str, Any]
 
@@ -48,6 +50,15 @@ def pairs(
             missing.pop((first, chosen[first], second, chosen[second]), None)
         rows.append({name: factors[name][chosen[name]] for name in names})
     return rows
+
+
+def every(step: int, cases: Iterable[Any]) -> list[Any]:
+    """`cases` for a parametrization: each `step`-th is in the default run, the others are in the sweep."""
+    found = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=[] if number % step == 0 else [pytest.mark.sweep])
+        for number, case in enumerate(found)
+    ]
 
 
 def _filled(

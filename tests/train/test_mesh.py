@@ -263,8 +263,8 @@ MIXTURE = {
 @pytest.mark.parametrize(
     ("parallel", "name"),
     [
-        pytest.param({"tp": 2}, "self_attn.q_proj.weight", id="tp2"),
-        pytest.param({"cp": 2, "context": "ring"}, "mlp.up_proj.weight", id="cp2"),
+        pytest.param({"tp": 2}, "self_attn.q_proj.weight", id="tp2", marks=pytest.mark.sweep),
+        pytest.param({"cp": 2, "context": "ring"}, "mlp.up_proj.weight", id="cp2", marks=pytest.mark.sweep),
         pytest.param({"dp_shard": 2, "ep": 2}, "mlp.experts.down_proj", id="ep2"),
     ],
 )

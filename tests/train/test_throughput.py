@@ -16,6 +16,7 @@ from penstock.runtime.memory import PeakMemory
 from penstock.train.data.rows import Fill
 from penstock.train.run import preflight, run
 from penstock.train.throughput import Throughput, peak_tflops
+from support.covering import every
 from support.families import tiny_config
 from support.jobs_train import trained_with_numbered_memory
 from support.pool import Pool
@@ -104,8 +105,10 @@ def test_rows_of_packed_documents_count_pairs_within_documents(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("ranks", "parallel", "expected"),
-    [(2, {}, [0, 1]), (2, {"dp_shard": 2}, [0, 1, 2, 3]), (1, {"dp_replicate": 2, "tp": 2}, [0, 2])],
-    ids=["pp2", "pp2 x dp2", "dp2 x tp2"],
+    every(
+        3, [(2, {"dp_shard": 2}, [0, 1, 2, 3]), (2, {}, [0, 1]), (1, {"dp_replicate": 2, "tp": 2}, [0, 2])]
+    ),
+    ids=["pp2 x dp2", "pp2", "dp2 x tp2"],
 )
 def test_a_row_has_the_memory_of_every_process(
     tmp_path: Path, pool: Pool, ranks: int, parallel: dict[str, int], expected: list[int]

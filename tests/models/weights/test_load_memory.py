@@ -54,7 +54,7 @@ def folder(kind: str, tmp_path: Path) -> Path:
     ("kind", "dtype"),
     [
         ("mixtral", torch.float32),
-        ("llama", torch.bfloat16),
+        pytest.param("llama", torch.bfloat16, marks=pytest.mark.sweep),
         pytest.param("llama", torch.float32, marks=pytest.mark.sweep),
         pytest.param("mixtral", torch.bfloat16, marks=pytest.mark.sweep),
     ],

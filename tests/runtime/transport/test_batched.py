@@ -15,6 +15,7 @@ from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup, ring_arguments
 from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
+from support.covering import every
 from support.pool import Pool
 from support.schedules import FORMS, takes
 
@@ -29,7 +30,9 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"exchange": "batched"}, {"transport": "gloo"}, {}], ids=["batched", "gloo", "shared memory"]
+    "options",
+    every(2, [{"exchange": "batched"}, {"transport": "gloo"}, {}]),
+    ids=["batched", "gloo", "shared memory"],
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
 def test_every_schedule_between_processes(pool: Pool, ranks: int, options: dict[str, Any]) -> None:

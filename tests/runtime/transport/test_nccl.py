@@ -25,6 +25,7 @@ from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Schedule, build, verify
 from penstock.schedule.order import blocked_in_line, exchanges
 from support import jobs_channels as jobs
+from support.covering import every
 from support.gpu import Cluster, emulated
 from support.programs import valid
 from support.ragged import ragged
@@ -112,7 +113,7 @@ def test_a_value_is_there_when_the_stream_has_come_to_it_and_until_its_last_user
 # ---- exact
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", every(2, FORMS))
 def test_every_schedule(form: str) -> None:
     assert_exact(built(form, 2, MICROBATCHES), seed=1)
 
@@ -235,7 +236,7 @@ def test_a_host_runs_ahead_of_its_gpu_but_not_without_end() -> None:
     assert 1 < max(ahead) <= stream_channels._AHEAD
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", every(2, [2, 8, 4]))
 def test_communicators_are_connected_when_a_pipeline_is_built(ranks: int) -> None:
     """0.5.0: the first step connected them. In dualpipe both ends of it are stages of two directions, whose
     hosts came to different channels first, and each waited for the other one."""

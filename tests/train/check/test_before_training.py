@@ -341,6 +341,7 @@ def test_every_process_has_the_same_outcome(pool: Pool, tmp_path: Path) -> None:
     assert "on stage 1 of rank 1" in wrong
 
 
+@pytest.mark.sweep
 def test_rounding_that_grows_with_depth_is_no_difference(pool: Pool) -> None:
     """At this depth some gradients differ by more than the tolerance, and none by more than rounding."""
     line = pool.run(4, jobs.checked_when_deep, 24)[0]
