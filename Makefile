@@ -22,6 +22,8 @@ env: .venv/ready  ## Make .venv with everything that the other targets need
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 # apart: transformers imports it wherever it is installed, .8 s of each process; tests of it put this folder on their path
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target .venv/torchao torchao
+# apart: a gigabyte, for one test file, which runs Liger's kernels in Triton's interpreter; skipped without it
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target .venv/liger liger-kernel triton
 	touch $@
 
 train: env  ## Train a small Qwen3 on the Python standard library's source, over two ranks

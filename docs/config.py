@@ -101,6 +101,7 @@ FORMS = (
     Form("train", "activation_checkpointing: selective", "all but what costs most to make"),
     Form("train", "activation_checkpointing: {every: 2, save: [attention]}",
          "of every second layer, all but its input and what attention made"),
+    Form("train", "chunked_loss: liger", "the head and its loss by Liger's fused kernel"),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),
     Form("train", "early_stop: {patience: 3}", "the end after three evaluations without a lower loss"),
@@ -239,7 +240,7 @@ def _words(value: dict[str, Any]) -> str:
         case {"const": word}:
             return f"`{word}`"
         case {"enum": words}:
-            return ", ".join(f"`{word}`" for word in words)
+            return ", ".join(f"`{word if isinstance(word, str) else json.dumps(word)}`" for word in words)
         case {"prefixItems": [first, *others]}:
             return f"list of {1 + len(others)}: {_words(first)}"
         case {"type": "array", "items": items}:

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from penstock.batch.liger import liger_cross_entropy
 from penstock.errors import ModelError
 
 HELD_BYTES = 1 << 28  # logits of a microbatch in float32; those with more are never whole
@@ -40,12 +41,14 @@ class HeadLogits(Tensor):
         hidden: the head's input (rows, sequence, width).
         weight: the head's (vocabulary, width), in the dtype of `hidden`.
         dtype: that of the result.
+        by_liger: whether Liger's kernel computes their loss, if there are no steps.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     steps: tuple[Step, ...]
+    by_liger: bool
     _whole: Tensor | None
 
     @staticmethod
@@ -56,12 +59,14 @@ class HeadLogits(Tensor):
         bias: Tensor | None = None,
         steps: tuple[Step, ...] = (),
         dtype: torch.dtype | None = None,
+        by_liger: bool = False,
     ) -> HeadLogits:
         made = Tensor._make_wrapper_subclass(
             cls, (*hidden.shape[:-1], len(weight)), dtype=dtype or hidden.dtype, device=hidden.device,
             requires_grad=hidden.requires_grad or weight.requires_grad,
         )  # fmt: skip
-        made.hidden, made.weight, made.bias, made.steps, made._whole = hidden, weight, bias, steps, None
+        made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
+        made.by_liger, made._whole = by_liger, None
         return made
 
     @classmethod
@@ -94,7 +99,7 @@ class HeadLogits(Tensor):
     def _later(self, func: Any, others: Sequence[Any], options: Mapping[str, Any]) -> HeadLogits | None:
         """The result of a recorded call; None for a function that has to have the values."""
         if func is Tensor.__getitem__ and _chooses_tokens(others[0], self.hidden.dim()):
-            return HeadLogits(self.hidden[others[0]], self.weight, self.bias, self.steps, self.dtype)
+            return self._with(self.hidden[others[0]], self.steps, self.dtype)
         numbers = all(isinstance(other, int | float | torch.dtype) for other in (*others, *options.values()))
         if func not in _BY_ENTRY or not numbers:
             return None
@@ -103,7 +108,10 @@ class HeadLogits(Tensor):
             return func(logits, *others, **options)  # type: ignore[no-any-return]
 
         dtype = step(torch.empty(0, dtype=self.dtype)).dtype
-        return HeadLogits(self.hidden, self.weight, self.bias, (*self.steps, step), dtype)
+        return self._with(self.hidden, (*self.steps, step), dtype)
+
+    def _with(self, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> HeadLogits:
+        return HeadLogits(hidden, self.weight, self.bias, steps, dtype, self.by_liger)
 
     def whole(self) -> Tensor:
         """The logits, computed once."""
@@ -183,6 +191,10 @@ def cross_entropy(logits: HeadLogits, labels: Tensor, ignored: int, penalties: P
     Half precision is summed in float32. Backward of the backward is refused.
     """
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    if logits.by_liger and not logits.steps and len(hidden):
+        return liger_cross_entropy(
+            hidden, logits.weight, logits.bias, labels.reshape(-1), ignored, *penalties
+        )
     found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, logits.weight, logits.bias, labels.reshape(-1), logits.steps, ignored, penalties
     )

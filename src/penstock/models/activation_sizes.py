@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from penstock.batch.liger import Chunked
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import Microbatch
@@ -112,7 +113,7 @@ def stage_sizes(
     split: bool = False,
     entries: frozenset[str] | None = None,
     shared: Sequence[object] = (),
-    defers_head: bool = True,
+    defers_head: Chunked = True,
     autocast: torch.dtype | None = None,
 ) -> Sizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`.

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from penstock.batch.liger import check_liger
 from penstock.errors import ConfigError, ModelError, PartitionError
 from penstock.models.adapters import LoraConfig, names_in_file
 from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
+from penstock.models.huggingface.head import check_for_liger
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.multiply_adds import multiply_adds
@@ -144,6 +146,8 @@ class AutoPipeline(Options):
             check_model(source.model, self.axes, options)
         routed = self._routed(source.model)
         chain = find_chain(source.model)
+        if self.chunked_loss == "liger":
+            check_for_liger(source.model, chain)
         if self.autocast is not None:
             chain = under_autocast(source.model, chain, self.autocast)
         if self.axes is not None:
@@ -220,7 +224,7 @@ class AutoPipeline(Options):
             axes or self.axes or Axes(),
             self.parallel_options(),
             self.checkpointing(),
-            self.chunked_loss and self.own_loss,
+            self.own_loss and self.chunked_loss,
         )
 
     def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
@@ -316,6 +320,8 @@ class _Build:
     def _built(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source
+        if auto.chunked_loss == "liger":
+            check_liger("chunked_loss='liger'", world.device.type)
         self._completed = plan.completed()
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
@@ -393,7 +399,7 @@ class _Build:
         auto, plan, completed = self._auto, self._plan, self._completed
         info = plan.info(index)
         shard = None if self._mesh_plan is None else self._sharding(model)
-        defers_head = auto.own_loss and auto.chunked_loss and shard is None
+        defers_head = shard is None and auto.own_loss and auto.chunked_loss
         return make_stage(
             index,
             model,

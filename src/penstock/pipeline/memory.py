@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.batch.liger import Chunked
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.activation_sizes import layer_kind, stage_sizes
@@ -92,7 +93,7 @@ class Account:
     axes: Axes = field(default_factory=Axes)
     options: ParallelOptions = field(default_factory=ParallelOptions)
     how: Checkpointing | None = None
-    chunked_loss: bool = True
+    chunked_loss: Chunked = True
 
     def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
@@ -298,8 +299,8 @@ class Account:
         )
 
     @property
-    def _defers_head(self) -> bool:
-        return self.chunked_loss and self.axes.ranks_per_stage == 1
+    def _defers_head(self) -> Chunked:
+        return self.axes.ranks_per_stage == 1 and self.chunked_loss
 
     # ---- for a balanced layout
 

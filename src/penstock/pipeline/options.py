@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.batch.liger import Chunked
 from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
@@ -53,7 +54,9 @@ class Options:
         chunked_loss: whether the next-token loss of large logits (more than 256 MiB in float32) runs the head
             on a block of the vocabulary at a time, so that they are never whole. It takes the head's product
             once more, in the backward. Heads that are no plain linear layer, and those on a mesh with other
-            axes, stay as they are.
+            axes, stay as they are. "liger" takes Liger's fused kernel instead, for logits of any size, and
+            runs the head once; a live microbatch then holds the gradient of the head's weight. It needs a
+            GPU, a plain linear head whose logits the model leaves as they are, and no other axes.
         mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
         device: None takes the GPU of this process, or the CPU
         timeout: seconds that a rank waits for another before it gives up
@@ -102,7 +105,7 @@ class Options:
     schedule: ScheduleLike = "1f1b"
     microbatches: int | None = None
     loss_fn: LossLike = None
-    chunked_loss: bool = True
+    chunked_loss: Chunked = True
     mesh: DeviceMesh | None = None
     pipeline_axis: str = "pp"
     device: torch.device | str | None = None
@@ -142,6 +145,7 @@ class Options:
         options = self.world_options()
         options.check()
         self.padding()
+        self._check_chunked_loss()
         self._check_axes(self.axes or Axes())
         self._check_autocast()
         ranks = remaining_ranks(options) if self.ranks == -1 else self.ranks
@@ -253,6 +257,9 @@ class Options:
                 "`sharded` needs dp_shard, dp_replicate or cp above 1; here no weight is sharded",
                 "Set dp_shard to 2 or more, or leave sharded out",
             )
+        if self.chunked_loss == "liger" and abs(axes.ranks_per_stage) > 1:
+            rule = "Liger takes whole weights and rows, and these axes shard the head or its input"
+            raise ConfigError(f"chunked_loss='liger' with the axes {axes}", rule, "Take chunked_loss=True")
         if axes.cp > 1 and isinstance(self.loss(), MeanOverRows):
             raise ConfigError(
                 f"a loss_fn that is a function, with cp={axes.cp}",
@@ -260,6 +267,14 @@ class Options:
                 "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
                 "rank's part (penstock.batch.loss.Loss), or leave out cp",
             )
+
+    def _check_chunked_loss(self) -> None:
+        if self.chunked_loss not in (True, False, "liger"):
+            rule = "large logits go in blocks, or are whole, or are left to Liger's kernel"
+            raise ConfigError(f"chunked_loss={self.chunked_loss!r}", rule, "Take True, False or 'liger'")
+        if self.chunked_loss == "liger" and not self.own_loss:
+            rule = "Liger's kernel computes the next-token loss, and no other"
+            raise ConfigError("chunked_loss='liger' with a loss_fn", rule, "Leave one of them out")
 
     def _check_autocast(self) -> None:
         if self.autocast not in (None, torch.bfloat16):

@@ -233,6 +233,9 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
     if how is not None and how.memory_limit is not None:
         rule = "the memory that a user's own module takes is unknown before it runs"
         raise ConfigError("memory_limit with from_provider", rule, "Give in_flight, from Pipeline.memory")
+    if options.chunked_loss == "liger":
+        rule = "only of a transformers model is it known which layer is the head"
+        raise ConfigError("chunked_loss='liger' with from_provider", rule, "Call Liger in your loss_fn")
     if options.axes is not None and (options.axes.cp, options.axes.ep, options.axes.tp) != (1, 1, 1):
         raise ConfigError(
             f"{options.axes} with from_provider",

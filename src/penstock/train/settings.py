@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from penstock.batch.liger import check_liger
 from penstock.batch.loss import NextToken
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
@@ -115,6 +116,9 @@ def is_first() -> bool:
 def check_machine(config: TrainConfig) -> None:
     """Raise ConfigError where the config asks for a GPU or a package that this machine lacks."""
     check_installed(config.optimizer)
+    if config.train.chunked_loss == "liger":
+        on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+        check_liger("train.chunked_loss=liger", "cpu" if on_cpu else "cuda")
     if torch.cuda.is_available():
         return
     if config.pipeline.transport == "nccl":

@@ -1,10 +1,13 @@
 """The head of a Hugging Face model, which leaves its product to the loss where the logits are large.
 
 `defer_head` changes the class of the one head, so that its hooks and names stay. The model's own forward then
-goes on with `HeadLogits`; arithmetic that it does on them (a scale, a soft cap) is recorded there.
+goes on with `HeadLogits`; arithmetic that it does on them (a scale, a soft cap) is recorded there. Liger's
+kernel takes none, and `check_for_liger` refuses it.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +15,53 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.batch.head_logits import HeadLogits, are_large
+from penstock.batch.liger import Chunked
+from penstock.errors import ModelError
+from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.probe import Identity, model_without_values
 from penstock.runtime.split_backward.recording import lowered
 
 
 class DeferredHead(nn.Linear):
-    """Returns HeadLogits where those in float32 would take more than HELD_BYTES."""
+    """Returns HeadLogits where those in float32 would take more than HELD_BYTES, or for Liger's kernel."""
+
+    by_liger: ClassVar[bool] = False
 
     def forward(self, input: Tensor) -> Tensor:
-        large = are_large(input.shape[:-1].numel(), self.out_features)
+        large = self.by_liger or are_large(input.shape[:-1].numel(), self.out_features)
         if not large or isinstance(self.weight, DTensor) or torch.compiler.is_compiling():
             return super().forward(input)
         kind, bias = input.device.type, self.bias
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         low = None if bias is None else lowered(bias, dtype)
-        return HeadLogits(lowered(input, dtype), lowered(self.weight, dtype), low)
+        return HeadLogits(lowered(input, dtype), lowered(self.weight, dtype), low, by_liger=self.by_liger)
 
 
-def defer_head(model: PreTrainedModel) -> None:
+def defer_head(model: PreTrainedModel, chunked: Chunked) -> None:
     """Let the model's head be a DeferredHead if it is a plain linear layer. Any other stays as it is."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and "forward" not in vars(head):
-        head.__class__ = type("Linear", (DeferredHead,), {"__module__": nn.Linear.__module__})
+        named = {"__module__": nn.Linear.__module__, "by_liger": chunked == "liger"}
+        head.__class__ = type("Linear", (DeferredHead,), named)
+
+
+def check_for_liger(model: PreTrainedModel, chain: Chain) -> None:
+    """Raise ModelError where Liger's kernel cannot compute the loss of the model's logits.
+
+    They have to be the product of a plain linear layer, float32 at most, as the layer returned it.
+    """
+    key, remedy = f"chunked_loss='liger' for {type(model).__name__}", "Take chunked_loss=True"
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear or "forward" in vars(head):
+        rule = f"Liger takes a plain linear head, and this one is {type(head).__name__}"
+        raise ModelError(key, rule, remedy)
+    if head.weight.dtype == torch.float64:
+        raise ModelError(f"{key} in float64", "Liger computes in float32", remedy)
+    layers = model.get_submodule(chain.layers).children()
+    passed = {id(layer): Identity(layer, chain.output_form) for layer in layers}
+    with model_without_values(model, False, passed) as whole:
+        defer_head(whole, "liger")
+        logits = whole(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
+    if not isinstance(logits, HeadLogits) or logits.steps:
+        rule = "its forward changes what the head returns (a scale, a soft cap, a cast), and Liger does not"
+        raise ModelError(key, rule, remedy)

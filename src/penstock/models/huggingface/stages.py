@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from penstock.batch.liger import Chunked
 from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.placement import OnDevice
@@ -107,18 +108,18 @@ class HFCall:
         info: StageInfo,
         entries: frozenset[str] | None = None,
         *,
-        defers_head: bool = False,
+        defers_head: Chunked = False,
         from_shapes: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             entries: those of a microbatch that the model gets, from `taken` of it before axes change its
                 forward; others are the loss's.
-            defers_head: whether the last stage may return HeadLogits.
+            defers_head: whether the last stage may return HeadLogits, and for what; see Options.
             from_shapes: returns `made_from_shapes` of the whole model.
         """
         if defers_head and info.is_last:
-            defer_head(model)
+            defer_head(model, defers_head)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
         self._from_shapes, self._answers, self._edits = from_shapes, dict[object, Any](), Edits(model)

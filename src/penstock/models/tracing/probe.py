@@ -145,7 +145,7 @@ def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, trainin
     seen = Findings()
     children = enumerate(model.get_submodule(layers).children())
     probes = {id(layer): _Probe(layer, form, index, seen) for index, layer in children}
-    with _without_values(model, training, probes) as whole:
+    with model_without_values(model, training, probes) as whole:
         _untie(whole)
         for name, parameter in whole.named_parameters():
             seen.provenance.mark(parameter, {name})
@@ -254,7 +254,7 @@ def _watch_siblings(model: nn.Module, layers: str, seen: Findings) -> None:
 
 
 @contextmanager
-def _without_values(
+def model_without_values(
     model: PreTrainedModel, training: bool, replaced: dict[int, Any]
 ) -> Iterator[PreTrainedModel]:
     with shadow(model, replaced) as whole, torch.no_grad():
@@ -286,7 +286,7 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
         met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
         if met[kind] > _RUN_OF_A_KIND:
             replaced[id(layer)] = Identity(layer, form)
-    with _without_values(model, False, replaced) as whole:
+    with model_without_values(model, False, replaced) as whole:
         held = [*whole.get_submodule(layers).children()]
         for index, (layer, following) in enumerate(zip_longest(held, held[1:])):
             if not (isinstance(layer, Identity) and isinstance(following, Identity)):

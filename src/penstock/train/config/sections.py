@@ -359,8 +359,9 @@ class TrainSection(Section):
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
     # Large logits (above 256 MiB a microbatch, in float32) are never whole: the head and its loss run on a
-    # block of the vocabulary at a time, and the head once more in the backward. Not with other axes
-    chunked_loss: bool = True
+    # block of the vocabulary at a time, and the head once more in the backward. Not with other axes. liger:
+    # by Liger's fused kernel, on a GPU; a live microbatch then holds the gradient of the head's weight
+    chunked_loss: Literal[True, False, "liger"] = True
     # What happens where loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
     # and ten in a row end the run. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
