@@ -22,8 +22,6 @@ env: .venv/ready  ## Make .venv with everything that the other targets need
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,docs]"
 # apart: transformers imports it wherever it is installed, .8 s of each process; tests of it put this folder on their path
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target .venv/torchao torchao
-# apart: a gigabyte, for one test file, which runs Liger's kernels in Triton's interpreter; skipped without it
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target .venv/liger liger-kernel triton
 	touch $@
 
 train: env  ## Train a small Qwen3 on the Python standard library's source, over two ranks
@@ -53,7 +51,11 @@ coverage: env  ## Branch coverage of the test suite, in all its processes
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
-sweep: env  ## The whole equivalence matrix over real processes: some minutes
+# a gigabyte, for one test, which runs Liger's kernels in Triton's interpreter
+.venv/liger: .venv/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ liger-kernel triton
+
+sweep: env .venv/liger  ## The whole equivalence matrix over real processes: some minutes
 	$(BIN)/pytest -m sweep --timeout 900 --numprocesses 2 --dist loadgroup
 
 parallel: env  ## The pipeline beside every other axis, on eight processes: some minutes

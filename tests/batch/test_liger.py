@@ -169,7 +169,8 @@ def results() -> dict[str, str]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not LIGER.is_dir(), reason="make env puts Liger there")
+@pytest.mark.sweep
+@pytest.mark.skipif(not LIGER.is_dir(), reason="make sweep puts Liger there")
 @pytest.mark.parametrize("fact", [fact.__name__ for fact in FACTS])
 def test_losses_and_gradients_by_liger_are_those_of_one_process(fact: str, results: dict[str, str]) -> None:
     assert not results[fact], results[fact]
