@@ -31,6 +31,7 @@ from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
 from penstock.models.weights.folder import MANIFEST, check_lengths
+from penstock.models.weights.saved import FileLayout
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
@@ -113,8 +114,7 @@ class Source:
         if not is_empty(self.model):
             with without_adapters(self.model):
                 copies = {name for names in weights.tied_names(self.model) for name in names[1:]}
-                state = self.model.state_dict()
-                found = fingerprint_of_tensors({n: t for n, t in state.items() if n not in copies})
+                found = fingerprint_of_tensors(FileLayout.of(self.model, copies).tensors())
         return lambda: found
 
     def read_other_files(self) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ from torch.optim import AdamW
 from penstock import AutoPipeline
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ModelError
+from penstock.models.source import open_source
 from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
 from support import zoo
 from support.adapted import adapted, logits, lora, opened, rarely, tensors_of
@@ -204,7 +205,17 @@ def test_fingerprints(tmp_path: Path) -> None:
     files = [sorted((tmp_path / each).glob("*.safetensors")) for each in ("one", "many")]
     assert len(files[1]) > 2
     assert fingerprint_of_files(files[0]) == fingerprint_of_files(files[1])
-    assert fingerprint_of_files(files[0]) == fingerprint_of_tensors(model.state_dict())
+    assert fingerprint_of_files(files[0]) == fingerprint_of_tensors(model.state_dict().items())
     with torch.no_grad():
         nn.init.normal_(model.get_submodule("model.layers.2.mlp.up_proj").get_parameter("weight"))
-    assert fingerprint_of_files(files[0]) != fingerprint_of_tensors(model.state_dict())
+    assert fingerprint_of_files(files[0]) != fingerprint_of_tensors(model.state_dict().items())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_neox"])
+def test_a_base_model_is_known_again_in_files_of_other_names(family: str, tmp_path: Path) -> None:
+    """An adapter of a model in memory was refused with its files where these have other names."""
+    model = zoo.tiny_model(family)
+    model.save_pretrained(tmp_path)
+    in_memory = open_source(model, None, None).base_fingerprint(0)()
+    wrapped = open_source(adapted(model), None, None).base_fingerprint(0)()
+    assert in_memory == wrapped == open_source(tmp_path, None, None).base_fingerprint(0)()

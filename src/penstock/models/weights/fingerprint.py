@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def fingerprint_of_files(files: Sequence[Path]) -> str:
     return _digest(found)
 
 
-def fingerprint_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """The same of weights in memory, by the names that their files have."""
+def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of weights in memory, by the names and in the shapes that their files have."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     found: dict[str, bytes] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
         ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
         found[name] = _described(names.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)

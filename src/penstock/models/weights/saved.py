@@ -220,6 +220,10 @@ class FileLayout:
         """Bytes by the names in the files."""
         return {name: value.nbytes for file in self.files for name, value in file.items()}
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its name in the files; those of one group at a time."""
+        return self._converted({name: value for held in self.files for name, value in held.items()})
+
     def write(self, file: Path, names: Collection[str]) -> Entry:
         """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
         chosen = {name: value for held in self.files for name, value in held.items() if name in names}
