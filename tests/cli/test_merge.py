@@ -15,19 +15,25 @@ from support.command import Command
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]  # files have them one by one
 
+HEAD_AND_ROWS: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [5, 9]}
+TIED = {"tie_word_embeddings": True}
+
 
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "options", "model"),
     [
-        ("llama", {"use_dora": True}),
-        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-        ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+        ("llama", {"use_dora": True}, {}),
+        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, {}),
+        ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, {}),
+        ("llama", HEAD_AND_ROWS, TIED),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_an_adapter_of_pefts_own_is_merged(
-    family: str, options: dict[str, Any], tmp_path: Path, penstock: Command
+    family: str, options: dict[str, Any], model: dict[str, Any], tmp_path: Path, penstock: Command
 ) -> None:
-    zoo.tiny_model(family).save_pretrained(tmp_path / "base")
+    """A tied head with an update lost its trained rows, as it does in the merge of PEFT 0.21."""
+    zoo.tiny_model(family, **model).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft = adapted(base, lora(**options))
     peft.save_pretrained(tmp_path / "adapter")
@@ -37,6 +43,21 @@ def test_an_adapter_of_pefts_own_is_merged(
     ids = zoo.tiny_batch(family)["input_ids"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged, ids), logits(peft, ids), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+@pytest.mark.filterwarnings("ignore:Adapter 'default'. 28 LoRA tensor")  # of the shape of a bias
+def test_what_peft_cannot_merge_is_refused(tmp_path: Path, penstock: Command) -> None:
+    """PEFT raises a RuntimeError for a bias of an update on a layer without one."""
+    base = zoo.tiny_model("llama")
+    base.save_pretrained(tmp_path / "base")
+    adapted(base, lora(lora_bias=True)).save_pretrained(tmp_path / "adapter")
+    code, _, err = penstock(
+        "merge", tmp_path / "adapter", "--out", tmp_path / "merged", "--base", tmp_path / "base"
+    )
+    assert code == 2
+    assert "merging q_proj: PEFT refuses it" in err
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, penstock: Command) -> None:

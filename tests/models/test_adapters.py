@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import AutoPipeline
 from penstock.errors import ConfigError, ModelError
-from penstock.models.adapters import is_wrapper, without_adapters
+from penstock.models.adapters import PREFIX, add_adapter, is_wrapper, without_adapters
 from support import zoo
 from support.adapted import adapted, assert_exact, lora, rarely, whole
 from support.reference import TOLERANCE
@@ -60,6 +60,9 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "excluded": ("llama", {"exclude_modules": ["up_proj", "down_proj"]}, {}),
     "a pattern": ("llama", {"target_modules": r".*\.(q|k)_proj"}, {}),
     "fan in, fan out": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}, {}),
+    "tied head over its rows": (
+        "llama", {"target_modules": ["lm_head"], "trainable_token_indices": [5, 9]}, TIED,
+    ),
     "replicated layers": ("llama", {"layer_replication": [(0, 3), (1, 4)], "target_modules": ["q_proj"]}, {}),
 }  # fmt: skip
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -118,6 +121,22 @@ def test_schedules(case: str) -> None:
 def test_float64() -> None:
     peft = adapted(zoo.tiny_model("llama", torch.float64), lora(use_dora=True))
     assert_exact(pipeline(peft, schedule="zb_h1"), peft, zoo.tiny_batch("llama"), TOLERANCE[torch.float64])
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {"use_dora": True, "modules_to_save": ["lm_head"]}), ("qwen3_moe", EXPERTS)],
+)
+def test_an_adapter_made_here_is_in_the_dtype_that_peft_gives_it(
+    family: str, options: dict[str, Any]
+) -> None:
+    """The updates of a float64 model were computed in float32."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        peft = adapted(zoo.tiny_model(family, dtype), lora(**options))
+        model = zoo.tiny_model(family, dtype).to("meta")
+        add_adapter(model, lora(**options))
+        found = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        assert found == {n.removeprefix(PREFIX): p.dtype for n, p in peft.named_parameters()}
 
 
 def test_half_precision_base_and_wide_adapters() -> None:

@@ -157,8 +157,17 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str | None = N
     except (ValueError, TypeError, re.error) as cause:
         said = " ".join(str(cause).split())
         raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
+    _widen(model)
     if base is not None:
         config.base_model_name_or_path = base
+
+
+def _widen(model: nn.Module) -> None:
+    """Put updates of float64 weights in float64, as PEFT does, but not on the meta device."""
+    for _, module in wrappers(model):
+        if hasattr(module, "lora_A") and _weight(module).dtype == torch.float64:
+            for name in module.adapter_layer_names:
+                getattr(module, name).to(torch.float64)
 
 
 def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -309,7 +318,8 @@ def _initial_lora(name: str, module: Any, adapter: Adapter, seed: int) -> Iterat
 
 
 def _weight(module: Any) -> Tensor:
-    weight: Tensor = module.get_base_layer()._parameters["weight"]
+    """The base model's. Other wrappers may lie between it and `module`."""
+    weight: Tensor = _base_of(module)._parameters[getattr(module, "parameter_name", "weight")]  # type: ignore
     return weight
 
 
@@ -338,19 +348,28 @@ def merge(stage: nn.Module, adapter: Adapter) -> None:
 
 def _merge_in(module: nn.Module, options: Mapping[str, Any]) -> None:
     for key, child in module._modules.items():
-        wrapped: Any = child
-        if not is_wrapper(child):
-            if child is not None:
-                _merge_in(child, options)
-            continue
-        try:
-            if hasattr(wrapped, "unload_and_optionally_merge_module"):  # of nested ones it merges all
-                module._modules[key] = wrapped.unload_and_optionally_merge_module(merge=True, **options)
-            else:
-                wrapped.merge(**options)
-                module._modules[key] = wrapped.get_base_layer()
-        except (ValueError, NotImplementedError) as cause:
-            raise ModelError(f"merging {key}", f"PEFT refuses it: {cause}", "Keep the adapter") from cause
+        if is_wrapper(child):
+            module._modules[key] = _merged(key, child, options)
+        elif child is not None:
+            _merge_in(child, options)
+
+
+def _merged(key: str, wrapped: Any, options: Mapping[str, Any]) -> nn.Module:
+    """What `wrapped` computes, as a plain module. A wrapper inside of another one comes first.
+
+    Such is an update of a tied head with trained rows: PEFT's own merge leaves the rows out.
+    """
+    if is_wrapper(inner := getattr(wrapped, "base_layer", None)):
+        wrapped.base_layer = _merged(key, inner, options)
+    try:
+        if hasattr(wrapped, "unload_and_optionally_merge_module"):
+            plain: nn.Module = wrapped.unload_and_optionally_merge_module(merge=True, **options)
+        else:
+            wrapped.merge(**options)
+            plain = wrapped.get_base_layer()
+    except (ValueError, NotImplementedError, RuntimeError) as cause:
+        raise ModelError(f"merging {key}", f"PEFT refuses it: {cause}", "Keep the adapter") from cause
+    return plain
 
 
 def merged_ties(model: nn.Module, ties: Sequence[Sequence[str]]) -> list[Sequence[str]]:
