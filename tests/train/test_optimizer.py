@@ -25,6 +25,7 @@ from penstock.train.optimizer import (
     AnyOptimizer,
     GroupSection,
     MuonSection,
+    learning_rates,
     make_optimizers,
     set_learning_rates,
     shares_of,
@@ -46,6 +47,25 @@ def made(
 ) -> list[Optimizer]:
     named = list(named)
     return make_optimizers(section, named, {name: "Muon" if name in muon else "AdamW" for name, _ in named})
+
+
+def test_each_optimizer_of_a_run_and_each_group_has_a_rate() -> None:
+    """Adafactor's rate stood there as AdamW's too."""
+    group = GroupSection(match="head", learning_rate=0.25)
+    sections: list[tuple[AnyOptimizer, dict[str, float]]] = [
+        (AdafactorSection(name="adafactor", learning_rate=0.5), {"adafactor": 0.5}),
+        (AdamWSection(learning_rate=0.5), {"adamw": 0.5}),
+        (AdamWSection(learning_rate=0.5, groups=(group,)), {"adamw": 0.5, "head": 0.25}),
+        (
+            MuonSection(
+                name="muon", learning_rate=0.5, adamw=AdamWKeys(learning_rate=0.125, groups=(group,))
+            ),
+            {"muon": 0.5, "adamw": 0.125, "head": 0.25},
+        ),
+    ]
+    for section, expected in sections:
+        full = section.model_copy(update={"schedule": "constant"})
+        assert learning_rates(full, 10, 5) == expected
 
 
 def test_only_matrices_decay() -> None:

@@ -422,6 +422,8 @@ def set_learning_rates(section: AnyOptimizer, optimizers: Sequence[Optimizer], s
 def learning_rates(section: AnyOptimizer, steps: int, step: int) -> dict[str, float]:
     """The rates of step `step` of `steps`: by the optimizer's name, and by the pattern of each group."""
     keys = section.adamw if isinstance(section, MuonSection) else section
-    full: dict[str, float] = {section.name: section.learning_rate, "adamw": keys.learning_rate}
+    full: dict[str, float] = {section.name: section.learning_rate}
+    if isinstance(section, MuonSection):
+        full["adamw"] = keys.learning_rate
     full |= {group.match: group.learning_rate or keys.learning_rate for group in keys.groups}
     return {name: learning_rate(section, rate, steps, step) for name, rate in full.items()}
