@@ -290,6 +290,26 @@ def test_calls_that_share_a_total_are_one_step(losses: str, schedule: str) -> No
     assert_gradients(gradients_of(pipe), gradients, 1e-10)
 
 
+class PerMicrobatch:
+    """A mean over microbatches."""
+
+    def weight(self, microbatch: Any) -> int:
+        return 1
+
+    def total(self, output: Any, microbatch: Any) -> Tensor:
+        found: Tensor = output.square().mean()
+        return found
+
+
+def test_tokens_of_a_loss_of_ones_own_are_counted_by_microbatch() -> None:
+    """A batch of four microbatches counted as one: gradients of its calls were four times as large."""
+    pipe = made(tiny_model("llama"), loss_fn=PerMicrobatch())
+    batch = dict.fromkeys(("input_ids", "labels"), tokens(8, 6, 0))
+    microbatches = pipe.microbatches(batch)
+    assert pipe.count_tokens(batch) == pipe.step(batch).tokens == 4
+    assert pipe.count_tokens(batch, microbatches[:3]) == 7
+
+
 @pytest.mark.parametrize("total", [0, -1, 2.5, True, "8"])
 def test_a_total_that_nothing_can_be_divided_by_is_refused(total: Any) -> None:
     pipe = made(tiny_model("llama"))

@@ -249,7 +249,8 @@ class Pipeline(SplitModel):
     def count_tokens(self, *batches: BatchLike) -> int:
         """Count the valid tokens of batches, over all parts of the mesh, as `step` reports them.
 
-        For `total_tokens` of `step`. With a loss of your own it is the sum of all microbatches' weights.
+        For `total_tokens` of `step`. With a loss of your own it is the sum of all microbatches' weights, and
+        tensors by name are as many microbatches as the build has; give a list for another number.
         Collective on a mesh; without one, each rank counts the batches that it has.
 
         Args:

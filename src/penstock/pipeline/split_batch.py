@@ -62,9 +62,9 @@ class BatchSplitter(NamedTuple):
         lengths = self.padding.lengths(longest)
         return [self.complete(self.padding.pad(part, lengths)) for part in microbatches]
 
-    def unpadded(self, batch: BatchLike) -> list[Microbatch]:
-        """The microbatches of a list, or a mapping as one, where a loss counts items. Raises BatchError."""
-        count = 1 if isinstance(batch, Mapping) else max(len(batch), 1)
+    def unpadded(self, batch: BatchLike, count: int) -> list[Microbatch]:
+        """The microbatches of a list, or `count` of a mapping, to count their items. Raises BatchError."""
+        count = count if isinstance(batch, Mapping) else max(len(batch), 1)
         return [self.complete(part) for part in self._divide(batch, count)]
 
     def _longest(
