@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.errors import ConfigError
+from penstock.batch.loss import IGNORED
+from penstock.errors import ConfigError, DataError
 from penstock.schedule import Timeline
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.config.sections import EarlyStopSection, TrainConfig
+from penstock.train.data.rows import has_labels
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.run import preflight, run
 from support import jobs_train
@@ -126,6 +129,33 @@ def test_a_ramp_trains_on_the_same_rows_cut_and_goes_on_bit_for_bit(tmp_path: Pa
     )
     trained(plain)
     assert rates == [row["learning_rate"] for row in steps(tmp_path / "plain")]
+
+
+def test_a_first_call_without_a_token_that_counts_is_neither_checked_nor_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next call is, where the cut rows of the first have none. Measuring ended in a BatchError."""
+    late, early = ([IGNORED] * 14 + [5, 6], [IGNORED] * 2 + [7] * 14)
+    rows = [{"input_ids": list(range(33, 49)), "labels": early if n % 4 else late} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys: dict[str, Any] = {
+        "data.path": str(tmp_path / "rows.jsonl"), "data.kind": "tokens", "data.packing": "none",
+        "pipeline.microbatches": 1, "pipeline.balance": "measured", "pipeline.head_weight": None,
+    }  # fmt: skip
+    options: dict[str, Any] = {"batch_size": 2, "accumulate": 2, "steps": 1, "check": "always"}
+    options["ramp"] = [{"until": 1, "batch_size": 2, "sequence_length": 6}]
+    for seed in range(40):
+        made = config(tmp_path, keys=keys, seed=seed, **options)
+        with suppress(DataError):  # of a seed by which no row of the step has one
+            prepared = preflight(made)
+            content = prepared.data.batch(1).content
+            assert isinstance(content, list)
+            if [has_labels([part]) for part in content] == [False, True]:
+                break
+    else:
+        pytest.fail("no seed puts such a row first")
+    run(prepared)
+    assert "the split model's loss and" in capsys.readouterr().out
 
 
 def test_a_run_that_ends_within_a_ramp_draws_the_schedule_of_its_last_step(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, Start, find_start
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
-from penstock.train.data.rows import Content
+from penstock.train.data.rows import Content, has_labels
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.metrics import Display, Metrics, make_display
@@ -310,11 +311,18 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
 
 
 def _first_call(prepared: Prepared, part: int) -> Content:
-    """What the first pipeline call of the run takes of that part of the batch."""
-    step, data = prepared.start.done + 1, prepared.data.of(part)
-    content, microbatches = data.batch(step).content, prepared.config.pipeline.microbatches
-    first: Content = calls_of(content, data.sizes.at(step).calls, microbatches)[0]
-    return first
+    """What that part of the batch has of the first pipeline call of the run in which a token counts."""
+    step, data = prepared.start.done + 1, prepared.data
+    calls, microbatches = data.sizes.at(step).calls, prepared.config.pipeline.microbatches
+
+    @cache
+    def calls_of_part(part: int) -> list[Content]:
+        return calls_of(data.of(part).batch(step).content, calls, microbatches)
+
+    for number in range(len(calls) - 1):  # rows that a ramp cuts may have none
+        if any(has_labels(calls_of_part(each)[number]) for each in range(data.parts)):
+            return calls_of_part(part)[number]
+    return calls_of_part(part)[-1]
 
 
 def _check_output(config: TrainConfig) -> None:

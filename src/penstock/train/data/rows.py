@@ -153,6 +153,12 @@ class CutRows:
 Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
 
 
+def has_labels(content: Content) -> bool:
+    """Whether there is a token that the loss counts."""
+    parts = [content] if isinstance(content, dict) else content
+    return any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in parts)
+
+
 class Layout(Protocol):
     """How rows become a batch."""
 
