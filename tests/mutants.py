@@ -143,9 +143,7 @@ MUTANTS = [
         OF_COUNTS,
     ),
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
-    Mutant(
-        "train/data/loading.py", "    data.check_cuts(config.train.steps)\n", "", "train/data/test_mixture.py"
-    ),
+    Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
     Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering

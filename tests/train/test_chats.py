@@ -106,7 +106,9 @@ def test_a_run_says_what_counts_and_that_its_data_changed(tmp_path: Path) -> Non
     assert prepared.notes[0].startswith("the loss counts ")
     run(prepared)
     state = json.loads((checkpoint(tmp_path, 1) / "state.json").read_text())
-    assert state["data"] == {"digest": prepared.data.digest, "position": None}
+    assert state["data"] == {
+        "digest": prepared.data.digest, "rows": made.train.batch_size, "position": None,
+    }  # fmt: skip
     again = preflight(made, str(checkpoint(tmp_path, 1)))
     assert "changed since then: the tokens of the data" not in again.notes
     file = Path(str(made.data.path))

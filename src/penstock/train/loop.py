@@ -288,7 +288,7 @@ def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, *, last: 
     """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
     started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
-    state = state_after(step, run.config, skipped, run.data.state(batch.position), best)
+    state = state_after(step, run.config, skipped, run.data.state(step, batch.position), best)
     run.writer.save(
         path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )

@@ -121,7 +121,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     )
     start, known = planned.start, {field.name: getattr(planned, field.name) for field in fields(planned)}
     known["notes"] += tuple(_data_notes(config, data, start))
-    return Prepared(**known, tokenizer=tokenizer, data=data.at(start.done, start.data))
+    return Prepared(**known, tokenizer=tokenizer, data=data.at(start.done, start.data, config.train.steps))
 
 
 def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
@@ -281,7 +281,7 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
         passed = f"penstock: warning: passed over {error}"
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
-    data = prepared.data.at(older.done, older.data)
+    data = prepared.data.at(older.done, older.data, config.train.steps)
     return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
 
 

@@ -138,11 +138,46 @@ def test_a_mixture_goes_on_at_any_step(tmp_path: Path, packing: str) -> None:
     ]
     made = config(mixture=sources, packing=packing, sequence_length=32)
     whole = list(load(made).batches(range(1, 25), torch.device("cpu")))
-    resumed = load(made).at(17, json.loads(json.dumps(load(made).state(None))))
+    resumed = load(made).at(17, json.loads(json.dumps(load(made).state(17, None))), 24)
     rest = list(resumed.batches(range(18, 25), torch.device("cpu")))
     for one, other in zip(rest, whole[17:], strict=True):
         parts = [[each.content] if isinstance(each.content, dict) else each.content for each in (one, other)]
         assert all(torch.equal(a[name], b[name]) for a, b in zip(*parts, strict=True) for name in a)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_steps_of_another_size_go_on_with_the_next_row(tmp_path: Path, streaming: bool) -> None:
+    """After 5 steps of 8 rows, steps of 4 rows took rows of the steps before again."""
+    held = texts(tmp_path / "v.jsonl", "v", 8)
+    sources = [
+        {"path": texts(tmp_path / "a.jsonl", "a", 25), "weight": 0.7},
+        {"path": texts(tmp_path / "b.jsonl", "b", 25), "weight": 0.3} | ({} if streaming else {"epochs": 1}),
+    ]
+    more: dict[str, Any] = {"streaming": {"buffer": 5}} if streaming else {}
+    keys = {"mixture": sources, "validation": {"path": held}, "kind": "jsonl", **more}
+    eight, four = (load(config({"batch_size": size}, **keys)) for size in (8, 4))
+    whole = [eight.batch(step) for step in range(1, 9)]
+    state = json.loads(json.dumps(eight.state(5, whole[4].position)))
+    resumed = four.at(5, state, 11)
+    found = [resumed.batch(step) for step in range(6, 12)]
+    assert rows_of(*found) == rows_of(*whole[5:])
+    state = json.loads(json.dumps(resumed.state(8, found[2].position)))  # in steps of 8 rows again
+    assert rows_of(eight.at(8, state, 9).batch(9)) == rows_of(*found[3:5])
+
+
+def rows_of(*batches: Batch) -> list[list[int]]:
+    return sorted(row for batch in batches for row in rows(batch))
+
+
+def test_epochs_that_end_before_the_last_step_of_a_resumed_run_are_refused(tmp_path: Path) -> None:
+    source = {"path": texts(tmp_path / "a.jsonl", "a", 30), "epochs": 1}
+    keys = {"mixture": [source], "validation": {"path": texts(tmp_path / "v.jsonl", "v", 8)}, "kind": "jsonl"}
+    before, narrow = (load(config({"batch_size": size, "steps": 3}, **keys)) for size in (8, 5))
+    state = before.state(3, None)
+    assert rows(narrow.at(3, state, 4).batch(4))
+    with pytest.raises(ConfigError, match=r"24 rows are taken, and train\.steps=5 .* take 34") as caught:
+        narrow.at(3, state, 5)
+    assert "Set train.steps to 4 or less" in caught.value.remedy
 
 
 def test_a_validation_set_leaves_all_of_the_data_to_train_on(tmp_path: Path) -> None:

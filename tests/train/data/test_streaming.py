@@ -77,8 +77,8 @@ def test_a_resumed_stream_has_the_rows_of_one_that_went_on(tmp_path: Path, packi
     undisturbed = load(made)
     batches = list(undisturbed.batches(range(1, 31), torch.device("cpu")))  # several epochs
     for done in (1, 13, 29):
-        state = json.loads(json.dumps(undisturbed.state(batches[done - 1].position)))
-        resumed = load(made).at(done, state)
+        state = json.loads(json.dumps(undisturbed.state(done, batches[done - 1].position)))
+        resumed = load(made).at(done, state, 30)
         rest = list(resumed.batches(range(done + 1, 31), torch.device("cpu")))
         assert all(map(same, rest, batches[done:]))
     assert same(load(made).batch(9), batches[8])
@@ -107,8 +107,8 @@ def test_a_ramp_takes_the_rows_of_the_stream_in_turn_and_goes_on_exactly(
         )
         assert [len(row) for row in taken[:4]] == [min(len(row), 5) for row in held_rows(plain, 0, 4)]
     for done in (2, 4, 6, 9):
-        state = json.loads(json.dumps(data.state(batches[done - 1].position)))
-        rest = list(load(made).at(done, state).batches(range(done + 1, 13), torch.device("cpu")))
+        state = json.loads(json.dumps(data.state(done, batches[done - 1].position)))
+        rest = list(load(made).at(done, state, 30).batches(range(done + 1, 13), torch.device("cpu")))
         assert all(map(same, rest, batches[done:]))
 
 
@@ -155,15 +155,15 @@ def test_parts_of_a_mesh_have_the_batch_of_one_process(tmp_path: Path) -> None:
 def test_a_place_of_another_stream_is_refused(tmp_path: Path) -> None:
     made = config(tmp_path)
     data = load(made)
-    state = data.state(data.batch(1).position)
+    state = data.state(1, data.batch(1).position)
     with pytest.raises(CheckpointError, match="was written without one"):
-        data.at(1, None)
+        data.at(1, None, 9)
     with pytest.raises(CheckpointError, match="was written without one"):
-        data.at(1, {"digest": data.digest, "position": None})
+        data.at(1, {"digest": data.digest, "position": None}, 9)
     write(tmp_path / "a.jsonl", 41)
     other = load(TrainConfig.model_validate(made.model_dump(mode="json")))
     with pytest.raises(CheckpointError, match="Give the data that the run began with"):
-        other.at(1, state)
+        other.at(1, state, 9)
 
 
 def test_wrong_records_are_refused_when_the_run_starts(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 
 Records are tokenised once, into files that all ranks map (penstock.train.data.store); which tokens a row
 has lies in files too. So the memory of a rank does not grow with the data, and it reads the rows that it
-needs. Which rows a step has follows from the step, and from the position in a stream
+needs. Which rows a step has follows from the number of rows before it, and from the position in a stream
 (penstock.train.data.streaming). Every rank knows the whole batch, which is the same on any mesh, and takes
 its pipeline's part.
 """
@@ -83,7 +83,8 @@ class Data:
         digest: of all tokens, labels and lengths to train on; of a stream, of files, tokenizer and options
         part, parts: batches hold this part, from 0, of so many
         stream: in place of `rows`
-        done: the steps before the stream's start
+        done: the steps of the run that this one goes on from
+        taken: the rows of these steps, which may have had other sizes
         facts: of each source's tokens; none of a stream
     """
 
@@ -97,22 +98,33 @@ class Data:
     parts: int = 1
     stream: Stream | None = None
     done: int = 0
+    taken: int = 0
     facts: tuple[Facts, ...] = ()
 
     def of(self, part: int) -> Data:
         """The same batches, with another part of each."""
         return replace(self, part=part)
 
-    def at(self, done: int, state: dict[str, Any] | None) -> Data:
-        """Go on after `done` steps.
+    def at(self, done: int, state: dict[str, Any] | None, steps: int) -> Data:
+        """Go on after `done` of `steps` steps, with the row after the last one that they took.
 
         Args:
             state: what `state` gave then; None where the checkpoint has none
 
-        Raises: CheckpointError where that is no place in this stream.
+        Raises: CheckpointError where that is no place in this stream; what `check` raises.
         """
-        if self.stream is None or not done:
+        if not done:
             return self
+        stream = None if self.stream is None else self._stream_at(self.stream, state)
+        taken: int = (state or {}).get("rows", self.sizes.rows_before(done + 1))
+        if stream is not None:
+            taken = stream.start["rows"]
+        found = replace(self, stream=stream, done=done, taken=taken)
+        if taken != self.sizes.rows_before(done + 1):  # else it was checked
+            found.check(steps)
+        return found
+
+    def _stream_at(self, stream: Stream, state: dict[str, Any] | None) -> Stream:
         value = "the checkpoint's place in the data"
         if state is None or state.get("position") is None:
             rule = "data.streaming goes on from a position, and the checkpoint was written without one"
@@ -124,17 +136,20 @@ class Data:
                 f"{self.digest}",
                 "Give the data that the run began with, or start without --resume",
             )
-        return replace(self, stream=self.stream.at(state["position"]), done=done)
+        return stream.at(state["position"])
 
-    def state(self, position: Position | None) -> dict[str, Any]:
-        """What `at` goes on from, in JSON. position: of the last batch"""
-        return {"digest": self.digest, "position": position}
+    def state(self, step: int, position: Position | None) -> dict[str, Any]:
+        """What `at` goes on from after `step`, in JSON. position: of its batch"""
+        return {"digest": self.digest, "rows": self._first(step + 1), "position": position}
+
+    def _first(self, step: int) -> int:
+        """The run's rows before `step`."""
+        return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
 
     def batch(self, step: int) -> Batch:
         """The batch of step `step`, from 1."""
         if self.stream is not None:
-            before = self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
-            taken, position = self.stream.take(self.stream.start["rows"] + before, self.sizes.at(step).rows)
+            taken, position = self.stream.take(self._first(step), self.sizes.at(step).rows)
             layout, rows = self._sized(taken, step)
             return self._part(layout, rows, range(len(rows)))._replace(position=position)
         batch = self._part(*self._sized(self.rows, step), self._chosen(step))
@@ -170,20 +185,32 @@ class Data:
         """The fill of the first batches of a run of `steps` steps; of a stream, of the held-out ones."""
         if self.stream is not None:
             return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
-        sampled = range(1, min(steps, _SAMPLED) + 1)
+        sampled = range(self.done + 1, min(steps, self.done + _SAMPLED) + 1)
         fills = (self._fill(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
         return sum(fills, Fill())
 
-    def check_cuts(self, steps: int) -> None:
-        """Raise DataError for one of `steps` with shorter rows in which, once cut, no token counts."""
+    def check(self, steps: int) -> None:
+        """Raise ConfigError where rows end before step `steps`, and DataError for one of the steps with
+        shorter rows in which, once cut, no token counts."""
+        if self.sampler is None:
+            return
+        total, needed = self.sampler.mixture.total, self._first(steps + 1)
+        if total is not None and total < needed:
+            done, size = f"{self.taken} rows are taken, and " if self.done else "", self.sizes.full.rows
+            raise ConfigError(
+                f"data.mixture of {total} rows in all epochs",
+                f"{done}train.steps={steps} batches of {size} take {needed}",
+                f"Set train.steps to {self.done + max(total - self.taken, 0) // size} or less, or leave "
+                "epochs out of one of them",
+            )
         if all(source.store.labels is None for source in self.rows.sources):
             return
-        done = 0
-        for until, size in self.sizes.phases:
-            if size.length < self.sizes.full.length:
-                for step in range(done + 1, min(until, steps) + 1):
-                    self._check_cut(step, CutRows(self.rows, size.length))
-            done = until
+        done_before = self.done
+        for until, size_of in self.sizes.phases:
+            if size_of.length < self.sizes.full.length:
+                for step in range(done_before + 1, min(until, steps) + 1):
+                    self._check_cut(step, CutRows(self.rows, size_of.length))
+            done_before = max(until, done_before)
         self.rows.forget()
 
     def _check_cut(self, step: int, rows: CutRows) -> None:
@@ -215,7 +242,7 @@ class Data:
 
     def _chosen(self, step: int) -> list[int]:
         assert self.sampler is not None
-        return self.sampler.rows(self.sizes.rows_before(step), self.sizes.at(step).rows)
+        return self.sampler.rows(self._first(step), self.sizes.at(step).rows)
 
 
 def _begin_thread(device: torch.device, threads: int) -> None:
@@ -285,18 +312,11 @@ def load_data(
     )
     mixture = Mixture(weights, limits)
     sizes = Sizes.of(config, parts)
-    needed = sizes.rows_before(config.train.steps + 1)
-    if mixture.total is not None and mixture.total < needed:
-        raise ConfigError(
-            f"data.mixture of {mixture.total} rows in all epochs",
-            f"train.steps={config.train.steps} batches of {size} take {needed}",
-            f"Set train.steps to {mixture.total // size} or less, or leave epochs out of one of them",
-        )
     sampler = Sampler(mixture, tuple(len(trained) for trained, _ in found), config.train.seed)
     facts = tuple(trained.store.facts for trained, _ in found)
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
     data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts)
-    data.check_cuts(config.train.steps)
+    data.check(config.train.steps)
     return data
 
 
