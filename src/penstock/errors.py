@@ -28,6 +28,7 @@ __all__ = [
     "ScheduleError",
     "ShapeError",
     "StalledPeerError",
+    "UnfitError",
     "WorldSizeError",
 ]
 
@@ -102,6 +103,10 @@ class CheckpointError(InputError):
 
 class AlteredError(CheckpointError):
     """A file whose contents are not those that were written."""
+
+
+class UnfitError(CheckpointError):
+    """A checkpoint that can be read, and is of another model or optimizer."""
 
 
 class ModelError(InputError):

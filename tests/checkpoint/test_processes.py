@@ -267,7 +267,7 @@ def torn_on_one(path: str, what: str) -> str:
             patch.setattr(pipe, "load_weights", lambda _: (folder / "none").read_bytes())
         error = error_of(lambda: load_checkpoint(folder, pipe, optimizers))
     unchanged = not any(bool(local_shard(parameter).any()) for parameter in pipe.parameters())
-    assert unchanged == (rank == 1 or what != "weights")
+    assert unchanged == (what != "weights")  # NaN, as those of rank 0 have been read
     pipe.close()
     return error
 
@@ -278,7 +278,7 @@ def test_what_one_pipeline_of_a_mesh_cannot_read_is_raised_on_all(
 ) -> None:
     """0.5.0 let the others load and step alone."""
     other, own = pool.run(2, torn_on_one, str(tmp_path), what)
-    assert own.startswith("FileNotFoundError" if what == "weights" else "CheckpointError")
+    assert own.startswith("CheckpointError")
     assert other.startswith("RunError: another pipeline of the mesh: it could not ")
     assert own.removeprefix("CheckpointError: ") in other
 

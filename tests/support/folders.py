@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from penstock.models.weights.folder import check_lengths
+from penstock.models.weights.folder import MANIFEST, check_lengths, write_folder
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.runtime.transport.groups import OneProcess
 
@@ -14,6 +15,18 @@ def check_folder(path: str | Path) -> None:
     check_lengths(Path(path))
     with hashed_meanwhile(Path(path), OneProcess()):
         pass
+
+
+def relist(folder: Path) -> None:
+    """Write the manifest anew, so that it lists what the folder holds now."""
+    (folder / MANIFEST).unlink()
+    kept = folder.rename(folder.with_name(f"{folder.name}-before"))
+
+    def copy(to: Path) -> None:
+        shutil.copytree(kept, to, dirs_exist_ok=True)
+
+    write_folder(folder, copy, OneProcess())
+    shutil.rmtree(kept)
 
 
 def flip(file: Path, place: int = -1) -> None:

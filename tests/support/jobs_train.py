@@ -16,10 +16,12 @@ from torch.optim import AdamW
 
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import EquivalenceError, PenstockError
+from penstock.models.weights.saved import SavedModel
 from penstock.runtime.memory import PeakMemory
 from penstock.runtime.sharded_weights import local_shard
 from penstock.train import loop
 from penstock.train.check.before_training import Reference, check_split
+from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.metrics import Display
 from penstock.train.run import _check_split, preflight, run
@@ -53,6 +55,28 @@ def trained(
         except PenstockError as caught:
             error = f"{type(caught).__name__}: {caught}"
     return {"said": said.getvalue(), "updates": updates(), "error": error}
+
+
+def resumed_with_a_failing_disk(tree: dict[str, Any], rank: int) -> tuple[str, str]:
+    """As `trained` to step 2, then from the newest checkpoint, whose weights `rank` cannot read. What is said.
+
+    The tree asks for a checkpoint after each of two steps.
+    """
+    first = trained(tree)
+    assert not first["error"], first["error"]
+    dist.barrier()
+    load = SavedModel.load
+
+    def failing(saved: SavedModel, folder: Path, stages: Any) -> None:
+        if dist.get_rank() == rank and folder.name.endswith("2"):
+            raise OSError(5, "Input/output error")
+        load(saved, folder, stages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedModel, "load", failing)
+        tree["train"]["steps"] = 3
+        second = trained(tree, resume=NEWEST)
+    return second["said"], second["error"]
 
 
 def checked_on_a_mesh(tree: dict[str, Any], rank: int, name: str) -> tuple[str, str]:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.optimizer_state import OptimizerState
-from penstock.errors import RunError
+from penstock.errors import CheckpointError, RunError, UnfitError
 from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, write_folder
+from penstock.models.weights.saved import SavedModel
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import (
     NEWEST,
@@ -23,8 +24,8 @@ from penstock.train.checkpoints import (
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.run import preflight, run
-from support.folders import check_folder
-from support.tiny import assert_same_tensors, checkpoint, config
+from support.folders import check_folder, relist
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config
 
 
 def write_state(folder: Path) -> None:
@@ -159,6 +160,71 @@ def test_a_pruning_that_fails_is_a_warning(
     run(preflight(kept(tmp_path, last=1)))
     assert left(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
     assert "were not removed: read-only file system" in capsys.readouterr().out
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+UNREADABLE: dict[str, tuple[str, str]] = {  # what is written into which file of the newest checkpoint
+    "a manifest nested too deeply": ("manifest.json", DEEP),
+    "an endless file": ("manifest.json", '{"files": {"a": {"size": Infinity, "sha256": ""}}}'),
+    "a name too long for the disk": ("manifest.json", json.dumps({"files": {"a" * 300: {"size": 1, "sha256": ""}}})),
+    "a state nested too deeply": ("state.json", DEEP),
+    "an endless step": ("state.json", '{"step": Infinity, "config": {}, "versions": {}}'),
+    "a config nested too deeply": ("config.json", DEEP),
+    "an optimizer's file nested too deeply": ("optimizer-00001-of-00001.json", DEEP),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    run(preflight(config(folder, steps=2, checkpoint_every=1)))
+    return folder
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_checkpoint_that_cannot_be_read_is_passed_over(
+    tmp_path: Path, two_checkpoints: Path, case: str
+) -> None:
+    """0.5.0: `--resume` ended with RecursionError, OverflowError or OSError; only some errors of a file that
+    is damaged counted as such."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    name, content = UNREADABLE[case]
+    last = checkpoint(tmp_path, 2)
+    (last / name).write_text(content)
+    if name != MANIFEST:
+        relist(last)
+    prepared = preflight(config(tmp_path, steps=3), NEWEST)
+    assert prepared.start.done == 1
+    assert prepared.notes[0].startswith(f"penstock: warning: passed over checkpoint {last}")
+    assert "cannot be read" in prepared.notes[0] or "damaged" in prepared.notes[0]
+
+
+def test_a_disk_that_fails_while_tensors_are_read_costs_one_checkpoint(
+    tmp_path: Path, two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: `--resume` ended with OSError: only an altered file made the run take the checkpoint before."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    load = SavedModel.load
+
+    def failing(saved: SavedModel, folder: Path, stages: Any) -> None:
+        if folder == checkpoint(tmp_path, 2):
+            raise OSError(5, "Input/output error")
+        load(saved, folder, stages)
+
+    monkeypatch.setattr(SavedModel, "load", failing)
+    with pytest.raises(CheckpointError, match=r"its tensors: it cannot be read \(Input"):
+        run(preflight(config(tmp_path, steps=3), str(checkpoint(tmp_path, 2))))  # which was asked for
+    run(preflight(config(tmp_path, steps=3), NEWEST))
+    said = capsys.readouterr().out
+    assert f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors: it cannot be read (Input/output error)" in said
+    assert f"going on from {checkpoint(tmp_path, 1)}" in said
+
+
+def test_a_checkpoint_of_another_model_is_not_passed_over(tmp_path: Path, two_checkpoints: Path) -> None:
+    """With an older one of the same model the run would go on no better, and the user would not notice."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    with pytest.raises(UnfitError, match="intermediate_size=32: the model has 64"):
+        preflight(config(tmp_path, {**QWEN3, "intermediate_size": 64}, steps=3), NEWEST)
 
 
 def test_a_run_keeps_what_its_config_says_and_resumes_from_it(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_a_mesh_has_the_curve_of_one_process(
     assert_close(curve(tmp_path), alone(tmp_path, made))
 
 
+def test_all_ranks_take_the_checkpoint_before_where_one_cannot_read(pool: Pool, tmp_path: Path) -> None:
+    """0.5.0: the run ended, with OSError on the rank whose disk failed; no rank knew of another's error."""
+    made = sections(tmp_path, dp_replicate=2)
+    made["train"] |= {"steps": 2, "checkpoint_every": 1, "batch_size": 8}
+    results = pool.run(4, jobs_train.resumed_with_a_failing_disk, made, 3)
+    assert [error for _, error in results] == [""] * 4
+    said = results[0][0]
+    assert f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors: it cannot be read (Input/output error)" in said
+    assert f"going on from {checkpoint(tmp_path, 1)}" in said
+
+
 MUON = {
     "name": "muon", "learning_rate": 0.02, "weight_decay": 0.1, "warmup_steps": 1,
     "adamw": {"learning_rate": 0.01},

@@ -24,7 +24,7 @@ from torch import Tensor
 from penstock.checkpoint.background import Publish
 from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_of
 from penstock.errors import CheckpointError
-from penstock.models.weights.folder import Hashed, write_folder
+from penstock.models.weights.folder import UNREADABLE, Hashed, readable, write_folder
 from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.transport.groups import Processes
@@ -102,7 +102,8 @@ def read_random_state(path: Path, pipe: SplitModel) -> RandomState:
     """This process's; empty for an older checkpoint, or one of another number of processes."""
     files, place = _random_files(pipe)
     file = path / files[place]
-    return load_file(file) if file.is_file() else {}
+    with readable(path, file.name):
+        return load_file(file) if file.is_file() else {}
 
 
 def set_random_state(state: RandomState, pipe: SplitModel) -> None:
@@ -153,7 +154,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """The loop's JSON of the checkpoint `path`. Raises CheckpointError where it cannot be read."""
     try:
         return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE}", "it cannot be read", "Give a checkpoint that penstock wrote"
         ) from error

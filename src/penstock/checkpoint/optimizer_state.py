@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.files import Ties
-from penstock.models.weights.folder import Hashed
+from penstock.models.weights.folder import UNREADABLE, Hashed
 from penstock.models.weights.tensor_file import widest_first, write_tensors
 from penstock.runtime.sharded_weights import full_tensor, host_copy, shard_like
 
@@ -197,7 +197,7 @@ class StoredState:
         for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
             try:
                 self._entries |= self._read(file)  # processes that hold one weight hold one state of it
-            except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except UNREADABLE as error:
                 raise CheckpointError(
                     f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
                 ) from error
@@ -339,6 +339,6 @@ def _with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Param
     return found
 
 
-def unfit(path: Path, found: str, rule: str) -> CheckpointError:
+def unfit(path: Path, found: str, rule: str) -> UnfitError:
     remedy = "Go on with the model and the optimizer that wrote it, or load its weights alone"
-    return CheckpointError(f"checkpoint {path}: {found}", rule, remedy)
+    return UnfitError(f"checkpoint {path}: {found}", rule, remedy)

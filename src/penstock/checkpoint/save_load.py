@@ -27,7 +27,7 @@ from penstock.checkpoint.background import BackgroundWrite, Then, follow
 from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
 from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
 from penstock.errors import AlteredError, CheckpointError, RunError
-from penstock.models.weights.folder import check_lengths, together
+from penstock.models.weights.folder import FAILING_DISK, check_lengths, readable, together
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import BASE
@@ -78,10 +78,11 @@ def load_checkpoint(
         learning_rates: give each group the rate that its parameters had. Make a scheduler before this call,
             and give it its part of the returned state.
 
-    Raises CheckpointError where a file is missing or of another length, or the checkpoint is of another
-    model or optimizer, before anything is changed on any process; AlteredError, on all processes, where a
-    file's contents are not what was written. Files are hashed while they are read, so weights have changed by
-    then. They are NaN until another checkpoint is loaded.
+    Raises CheckpointError where a file is missing or of another length, or cannot be read; UnfitError, a
+    CheckpointError, where it is of another model or optimizer: before anything is changed on any process.
+    AlteredError, on all processes, where a file's contents are not what was written. Files are hashed while
+    they are read, so weights have changed by then, as they have where the disk fails meanwhile. They are NaN
+    until another checkpoint is loaded.
     """
     folder, saved = Path(path).expanduser(), pipe._saved_model
 
@@ -94,10 +95,15 @@ def load_checkpoint(
         with hashed_meanwhile(folder, pipe._everyone):
             return _load(folder, pipe, saved, optimizer, learning_rates)
     except AlteredError:
-        for parameter in pipe.parameters():  # or a caller that goes on would train on a mixture
-            if parameter.is_floating_point():
-                local_shard(parameter.detach()).fill_(math.nan)
+        _spoil(pipe)
         raise
+
+
+def _spoil(pipe: Pipeline) -> None:
+    """Make all weights NaN, or a caller that goes on would train on a mixture."""
+    for parameter in pipe.parameters():
+        if parameter.is_floating_point():
+            local_shard(parameter.detach()).fill_(math.nan)
 
 
 def _load(
@@ -118,15 +124,20 @@ def _load(
         random = read_random_state(folder, pipe)
 
         def apply() -> dict[str, Any]:
-            pipe.load_weights(folder)
-            restore()
+            with readable(folder, "its tensors", FAILING_DISK):
+                pipe.load_weights(folder)
+                restore()
             set_random_state(random, pipe)
             return state
 
         return apply
 
     apply = _agreed(pipe, f"go on from checkpoint {folder}", check)
-    return _agreed(pipe, f"read checkpoint {folder}", apply)
+    try:
+        return _agreed(pipe, f"read checkpoint {folder}", apply)
+    except Exception:  # on all processes, some of which have read theirs
+        _spoil(pipe)
+        raise
 
 
 def check_config(path: Path, config: PretrainedConfig) -> None:
@@ -141,7 +152,7 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
             content = json.loads((path / "config.json").read_text(encoding="utf-8"))
         theirs = _comparable(type(config).from_dict(content).to_dict())
         kind = content.get("model_type")
-    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+    except Exception as error:  # whatever a model's own code says to a damaged config
         raise CheckpointError(
             f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
         ) from error

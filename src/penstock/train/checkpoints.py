@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.optimizer_state import StoredState, unfit
 from penstock.checkpoint.save_load import check_config
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, UnfitError
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
+    UNREADABLE,
     check_lengths,
     displaced,
     leftovers,
@@ -75,7 +76,7 @@ def read_state(path: Path) -> dict[str, Any]:
             "config": dict(state["config"]),
             "versions": state["versions"],
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE}",
             "a run goes on from its step and config, and they cannot be read",
@@ -129,7 +130,9 @@ def find_start(
         return Start()
     notes: list[str] = []
     if resume == NEWEST:
-        newest, torn = newest_checkpoint(config.output.path, before)
+        newest, torn = newest_checkpoint(
+            config.output.path, before, lambda path: check_fits(path, model, tied_names(model), kinds)
+        )
         notes = [f"penstock: warning: passed over {each}" for each in torn]
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
@@ -142,8 +145,8 @@ def find_start(
     else:
         path = Path(resume).expanduser()
         check_lengths(path)
+        check_fits(path, model, tied_names(model), kinds)
     state = read_state(path)
-    check_fits(path, model, tied_names(model), kinds)
     if state["step"] >= config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}",
@@ -163,10 +166,18 @@ def find_start(
     return Start(path, resume == NEWEST, *known)
 
 
-def newest_checkpoint(output: Path, before: Path | None = None) -> tuple[Path | None, list[str]]:
+def newest_checkpoint(
+    output: Path, before: Path | None = None, check: Callable[[Path], None] | None = None
+) -> tuple[Path | None, list[str]]:
     """The complete checkpoint of the highest step under `output`, and a line for each one passed over.
 
-    Judged by the files' lengths and its state. before: only steps before this one's
+    Judged by the files' lengths and its state.
+
+    Args:
+        before: only steps before this one's
+        check: raises CheckpointError for one that cannot be read
+
+    Raises UnfitError, of `check`: with an older one of another model a run would go on no better.
     """
     folder = output / "checkpoints"
     torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
@@ -180,6 +191,10 @@ def newest_checkpoint(output: Path, before: Path | None = None) -> tuple[Path | 
         try:
             check_lengths(path)
             read_state(path)
+            if check is not None:
+                check(path)
+        except UnfitError:
+            raise
         except CheckpointError as error:
             torn.append(str(error))
         else:

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from penstock.batch.packing import refuse_packed
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from penstock.errors import AlteredError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
@@ -28,6 +28,7 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, Start, find_start
@@ -267,7 +268,8 @@ def run(prepared: Prepared) -> None:
 def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
     """Load the checkpoint of `prepared.start`. Collective.
 
-    Where it is altered and only the newest was asked for, it is the one before; the result starts there.
+    Where it is altered or cannot be read, and only the newest was asked for, it is the one before; the result
+    starts there.
     """
     config, model, start = prepared.config, prepared.plan.source.model, prepared.start
     if start.checkpoint is None:
@@ -275,14 +277,27 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
     try:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
         return prepared
-    except AlteredError as error:
-        if not start.is_newest:
+    except (CheckpointError, RunError) as error:
+        unreadable = None if isinstance(error, PeerError) else _unreadable(error, pipe._everyone)
+        if unreadable is None or not start.is_newest:
             raise
-        passed = f"penstock: warning: passed over {error}"
+        passed = f"penstock: warning: passed over {unreadable}"
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
     data = prepared.data.at(older.done, older.data, config.train.steps)
     return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
+
+
+def _unreadable(error: PenstockError, processes: Processes) -> str | None:
+    """What the first process finds that cannot read its part; None where another fails otherwise. Collective.
+
+    error: this process's; a RunError where it only heard of another's
+    """
+    found = isinstance(error, CheckpointError) and not isinstance(error, UnfitError)
+    heard = isinstance(error, RunError)
+    gathered = processes.gather([found, heard, str(error)])
+    words = [str(text) for own, _, text in gathered if own]
+    return words[0] if words and all(own or only_heard for own, only_heard, _ in gathered) else None
 
 
 def _balanced(prepared: Prepared) -> AutoPipeline:

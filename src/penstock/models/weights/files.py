@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError
+from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import PieceReader, TensorsOnDevice
 from penstock.runtime.copies import CudaCopies
 
@@ -73,7 +74,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             listed = json.loads((folder / INDEX).read_text())["weight_map"].values()
             files = [folder / name for name in sorted(set(listed))]
-        except (ValueError, KeyError, AttributeError, TypeError) as cause:
+        except UNREADABLE as cause:
             raise CheckpointError(
                 str(folder / INDEX), f"it is no index of weight files ({cause!r})", "Copy the folder again"
             ) from cause
@@ -104,6 +105,8 @@ def _open(file: Path) -> Any:
         raise CheckpointError(
             f"{file} of {file.stat().st_size} bytes", rule, "Copy or write it again"
         ) from cause
+    except OSError as cause:
+        raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
 
 
 def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device = _HOST) -> None:

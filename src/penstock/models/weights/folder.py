@@ -15,9 +15,12 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+
+from safetensors import SafetensorError
 
 from penstock.errors import CheckpointError, RunError
 
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 _REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
 _AT_ONCE = 2**20  # bytes: each read takes Python's lock, for which other threads wait
+
+# what a failing disk and damaged contents raise: JSON that is nested too deeply, of other types or values
+FAILING_DISK = (OSError, SafetensorError)
+UNREADABLE = (*FAILING_DISK, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Entry(TypedDict):
@@ -89,9 +96,10 @@ def check_lengths(path: Path) -> None:
     """
     for name, entry in read_manifest(path).items():
         file = path / name
-        if not file.is_file():
-            raise broken(path, name, "the manifest lists this file and it is missing")
-        size = file.stat().st_size
+        with readable(path, name):
+            if not file.is_file():
+                raise broken(path, name, "the manifest lists this file and it is missing")
+            size = file.stat().st_size
         if size != entry["size"]:
             raise broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
 
@@ -232,17 +240,34 @@ def remove_hidden(path: Path) -> None:
 def read_manifest(path: Path) -> Hashed:
     """Raises CheckpointError where `path` has no manifest that can be read."""
     file = path / MANIFEST
-    if not path.is_dir():
-        raise CheckpointError(
-            f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
-        )
-    if not file.is_file():
-        raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
+    with readable(path, MANIFEST):
+        if not path.is_dir():
+            raise CheckpointError(
+                f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
+            )
+        if not file.is_file():
+            raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
+        text = file.read_text(encoding="utf-8")
     try:
-        files = json.loads(file.read_text(encoding="utf-8"))["files"]
+        files = json.loads(text)["files"]
         return {str(name): {"size": int(e["size"]), "sha256": str(e["sha256"])} for name, e in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise broken(path, MANIFEST, "the manifest itself is damaged") from error
+
+
+@contextmanager
+def readable(
+    path: Path, name: str, kinds: tuple[type[Exception], ...] = UNREADABLE
+) -> Iterator[None]:
+    """Raise CheckpointError where the block raises one of `kinds` while it reads `name` of the folder `path`.
+
+    A resume then takes the checkpoint before.
+    """
+    try:
+        yield
+    except kinds as error:
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise broken(path, name, f"it cannot be read ({why})") from error
 
 
 def broken(

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event
 
 from penstock.errors import AlteredError, PeerError
-from penstock.models.weights.folder import Entry, broken, read_manifest, sha256_of
+from penstock.models.weights.folder import Entry, broken, read_manifest, readable, sha256_of
 from penstock.runtime.health.agreement import shared_errors
 from penstock.runtime.transport.groups import Processes
 
@@ -55,11 +55,8 @@ def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
 def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
     files = read_manifest(path)
     for name in share(files, index, count):
-        try:
+        with readable(path, name):
             found = sha256_of(path / name, stopped.is_set)
-        except OSError as error:
-            rule = f"it cannot be read ({error.strerror})"
-            raise broken(path, name, rule) from error
         if stopped.is_set():
             return
         if found != files[name]["sha256"]:

@@ -22,11 +22,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import DTYPES, Ties
-from penstock.models.weights.folder import Hashed, together
+from penstock.models.weights.folder import UNREADABLE, Hashed, readable, together
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
 from penstock.models.weights.tensor_file import widest_first, write_tensors
 from penstock.runtime.sharded_weights import meta_like
@@ -134,8 +134,8 @@ class SavedAdapter(SavedModel):
 
     def _check_config(self, folder: Path) -> None:
         try:
-            content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as cause:
+            content = dict(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
+        except UNREADABLE as cause:
             raise CheckpointError(
                 f"{folder / ADAPTER_CONFIG}",
                 f"it cannot be read: {cause}",
@@ -179,9 +179,10 @@ def check_base(folder: Path, base: Callable[[], str]) -> None:
     file = folder / BASE
     if not file.is_file():
         return
-    trained_on = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
+    with readable(folder, BASE):
+        trained_on = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
     if trained_on != (fingerprint := base()):
-        raise CheckpointError(
+        raise UnfitError(
             f"adapter {folder}",
             f"it was trained on another base model ({str(trained_on)[:12]}, and here is {fingerprint[:12]})",
             "Give the base model that it was trained on: adapter_config.json names its folder",
@@ -226,5 +227,5 @@ def _join(folder: Path, parts: list[str]) -> Any:
     return entry
 
 
-def _unfit(folder: Path, found: str, rule: str = "the model's adapter has other tensors") -> CheckpointError:
-    return CheckpointError(f"adapter {folder}: {found}", rule, "Make the model's adapter as it was trained")
+def _unfit(folder: Path, found: str, rule: str = "the model's adapter has other tensors") -> UnfitError:
+    return UnfitError(f"adapter {folder}: {found}", rule, "Make the model's adapter as it was trained")
