@@ -30,7 +30,7 @@ from penstock.models.weights import hashes
 from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
-from support.folders import check_folder, flip
+from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 from support.pool import Pool
 
@@ -259,7 +259,7 @@ def torn_on_one(path: str, what: str) -> str:
         shutil.copytree(f"{path}/0", folder)
         (folder / "state.json").write_text("{" if what != "weights" else "{}")
         if what != "manifest":
-            (folder / "manifest.json").write_text('{"files": {}}')
+            relist(folder)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         for parameter in pipe.parameters():
             parameter.zero_()

@@ -32,7 +32,7 @@ from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime import stream
 from support.families import tiny_model
-from support.folders import check_folder, flip
+from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 
 Made = tuple[Pipeline, list[Optimizer]]
@@ -159,7 +159,7 @@ def test_the_state_comes_back_and_so_do_random_numbers(tmp_path: Path) -> None:
 
     (random,) = (tmp_path / "checkpoint").glob("random-*")
     random.rename(random.with_name("random-00001-of-00002.safetensors"))  # as two processes write it
-    (tmp_path / "checkpoint" / "manifest.json").write_text('{"files": {}}')
+    relist(tmp_path / "checkpoint")
     before = torch.get_rng_state()
     load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
     assert torch.equal(torch.get_rng_state(), before)
@@ -337,17 +337,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
         load_checkpoint(tmp_path / "checkpoint", other, AdamW(other.parameters()))
 
 
-def unlisted(folder: Path) -> None:
-    """Let the manifest list no file, so that files may be altered."""
-    (folder / "manifest.json").write_text('{"files": {}}')
-
-
 def test_parameters_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
     pipe, optimizers = make(2, "1f1b")
     save_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
-    unlisted(tmp_path / "checkpoint")
     (described,) = (tmp_path / "checkpoint").glob("optimizer-*.json")
     described.write_text(described.read_text().replace('"model.norm.weight"', '"model.norm.weight", "more"'))
+    relist(tmp_path / "checkpoint")
     with pytest.raises(CheckpointError, match="it holds more: the model has no such parameter"):
         load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
 
@@ -360,7 +355,6 @@ def test_what_does_not_fit_is_found_before_any_weight_is_read(tmp_path: Path, wh
     pipe, optimizers = make(2, "1f1b", family)
     folder = tmp_path / "checkpoint"
     save_checkpoint(folder, pipe, optimizers, {"step": 1})
-    unlisted(folder)
     given: Any = optimizers
     found = {"optimizer": "was trained by AdamW", "missing": "lacks 1 of", "shape": "of another shape"}[what]
     if what == "optimizer":
@@ -371,6 +365,7 @@ def test_what_does_not_fit_is_found_before_any_weight_is_read(tmp_path: Path, wh
         name = "model.norm.weight"
         held = {key: value for key, value in held.items() if key != name}
         save_file(held if what == "missing" else held | {name: torch.ones(3)}, file)
+        relist(folder)
     advance(pipe, optimizers, 1, 1)
     before = each(pipe)
     with pytest.raises(CheckpointError, match=found):

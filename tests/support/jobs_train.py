@@ -58,7 +58,7 @@ def trained(
 
 
 def resumed_with_a_failing_disk(tree: dict[str, Any], rank: int) -> tuple[str, str]:
-    """As `trained` to step 2, then from the newest checkpoint, whose weights `rank` cannot read. What is said.
+    """As `trained` to step 2, then from the newest checkpoint, whose weights `rank` cannot read.
 
     The tree asks for a checkpoint after each of two steps.
     """

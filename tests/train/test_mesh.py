@@ -103,7 +103,8 @@ def test_all_ranks_take_the_checkpoint_before_where_one_cannot_read(pool: Pool, 
     results = pool.run(4, jobs_train.resumed_with_a_failing_disk, made, 3)
     assert [error for _, error in results] == [""] * 4
     said = results[0][0]
-    assert f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors: it cannot be read (Input/output error)" in said
+    passed = f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors: it cannot be read (Input/output"
+    assert passed in said
     assert f"going on from {checkpoint(tmp_path, 1)}" in said
 
 

@@ -159,7 +159,7 @@ def open_source(
     if isinstance(model, str | Path):
         folder, config = Path(model).absolute(), config_of(Path(model))
         if (folder / MANIFEST).is_file():
-            check_lengths(folder)
+            check_lengths(folder, added=True)
             written = folder
         if folder.is_dir():
             files, others = tuple(weights.weight_files(folder)), other_files(folder)

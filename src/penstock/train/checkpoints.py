@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -26,6 +27,7 @@ from penstock.errors import CheckpointError, ConfigError, UnfitError
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
     UNREADABLE,
+    check_contents,
     check_lengths,
     displaced,
     leftovers,
@@ -39,6 +41,7 @@ from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizer import SHAPED
 
+_REMEDY = "Give a checkpoint that penstock train wrote"
 NEWEST = "newest"  # in place of a checkpoint's path
 
 
@@ -65,23 +68,45 @@ def state_after(
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """step, skipped, data, best, config and versions of a complete checkpoint. Raises CheckpointError."""
+    """step, skipped, data, best, config and versions of a complete checkpoint.
+
+    Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
+    """
+    check_contents(path, STATE)
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        return {
-            "step": int(state["step"]),
-            "skipped": int(state.get("skipped", 0)),  # versions up to 0.4.0 skip no step
+        found = {
+            "step": state["step"],
+            "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
             "data": state.get("data"),  # versions up to 0.5.0: the step says all
             "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
-            "config": dict(state["config"]),
+            "config": state["config"],
             "versions": state["versions"],
         }
+        wrong = [name for name, fits in _fitting(**found).items() if not fits]
     except UNREADABLE as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE}",
-            "a run goes on from its step and config, and they cannot be read",
-            "Give a checkpoint that penstock train wrote",
-        ) from error
+        rule = "a run goes on from its step and config, and they cannot be read"
+        raise CheckpointError(f"checkpoint {path}: {STATE}", rule, _REMEDY) from error
+    if wrong:
+        value = f"checkpoint {path}: {STATE}: {wrong[0]}={found[wrong[0]]!r}"
+        raise CheckpointError(value, "no run has such a value", _REMEDY)
+    return found
+
+
+def _fitting(step: Any, skipped: Any, data: Any, best: Best, config: Any, versions: Any) -> dict[str, bool]:
+    """Whether each value is one that a run can have."""
+    known = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
+    return {
+        "step": type(step) is int and step >= 0,
+        "skipped": type(skipped) is int and 0 <= skipped <= step,
+        "data": data is None or (isinstance(data, dict) and {"digest", "position"} <= data.keys()),
+        "best": known
+        and type(best.step) is type(best.since) is int
+        and 0 <= best.step <= step
+        and best.since >= 0,
+        "config": isinstance(config, dict),
+        "versions": isinstance(versions, dict),
+    }
 
 
 # ---- Resuming

@@ -17,6 +17,8 @@ import pytest
 from penstock.errors import CheckpointError, RunError
 from penstock.models.weights.folder import (
     MANIFEST,
+    check_lengths,
+    read_manifest,
     remove_folder,
     unfinished,
     write_folder,
@@ -73,7 +75,7 @@ def test_a_written_folder_checks_and_leaves_nothing_else(tmp_path: Path) -> None
         "inner/config.json",
         "weights.bin",
     ]
-    (target / "notes.txt").write_text("an extra file is nobody's business")
+    (target / ".nfs0001").write_text("a hidden file is nobody's business")
     check_folder(target)
 
 
@@ -241,6 +243,62 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
     assert str(tmp_path / "checkpoint") in caught.value.value
     assert caught.value.exit_code == 2
     assert caught.value.remedy
+
+
+def test_one_changed_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
+    """0.5.0: nothing hashed it, so that a changed entry blamed a file, and a changed key nothing at all."""
+    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    manifest = tmp_path / "checkpoint" / MANIFEST
+    written = manifest.read_bytes()
+    read_manifest(manifest.parent)
+    for place in range(len(written)):
+        for changed in (written[place] ^ 1, written[place] ^ 8, ord(" "), ord("\r"), ord("}"), ord("0")):
+            if changed != written[place]:
+                manifest.write_bytes(written[:place] + bytes([changed]) + written[place + 1 :])
+                with pytest.raises(
+                    CheckpointError, match=r"manifest\.json: (the manifest itself|it cannot be read)"
+                ):
+                    read_manifest(manifest.parent)
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ("{}", "it lists no file"),
+        (
+            '{"a": {"size": 1, "sha256": "SHA"}, "a": {"size": 1, "sha256": "SHA"}}',
+            "a key stands there twice",
+        ),
+        ('{"../a": {"size": 1, "sha256": "SHA"}}', "'../a' is no file of the folder"),
+        ('{"/etc/passwd": {"size": 1, "sha256": "SHA"}}', "'/etc/passwd' is no file of the folder"),
+        ('{"inner/../../a": {"size": 1, "sha256": "SHA"}}', "is no file of the folder"),
+        ('{"a": {"size": -1, "sha256": "SHA"}}', "'a' has size=-1"),
+        ('{"a": {"size": true, "sha256": "SHA"}}', "'a' has size=True"),
+        ('{"a": {"size": 1, "sha256": "abc"}}', "sha256='abc'"),
+    ],
+)
+def test_a_manifest_that_penstock_never_wrote_is_refused(tmp_path: Path, files: str, found: str) -> None:
+    """0.5.0: it passed: a manifest was whatever had `files`, of no file, of one twice, of files elsewhere."""
+    files = files.replace("SHA", "0" * 64)
+    (tmp_path / MANIFEST).write_text(f'{{"files": {files}}}')  # without a digest, as 0.5.0 wrote it
+    with pytest.raises(CheckpointError, match="manifest itself is damaged") as caught:
+        read_manifest(tmp_path)
+    assert found in str(caught.value)
+
+
+def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> None:
+    """0.5.0: it passed, unhashed, and was read where its name fits, as one more file of the optimizer's."""
+    target = tmp_path / "checkpoint"
+    write_folder(target, write_two, OneProcess())
+    extra = target / "optimizer-00002-of-00002.safetensors"
+    extra.touch()
+    for added in (False, True):
+        with pytest.raises(CheckpointError, match=r"optimizer-00002.*the manifest does not list this file"):
+            check_lengths(target, added=added)
+    extra.rename(target / "README.md")
+    check_lengths(target, added=True)  # a model's folder, to which its owner adds
+    with pytest.raises(CheckpointError, match=r"README\.md: .* Move it out"):
+        check_lengths(target)
 
 
 def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:

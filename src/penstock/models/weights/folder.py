@@ -4,6 +4,10 @@
     .name.replaced-3c4d     2. rename an older folder out of the way
     name                    3. rename the hidden folder onto its name; remove the older one
 
+A folder is whole where its manifest is what penstock writes, byte for byte, and lists every file of the
+folder at its length. The manifest ends with a digest of itself, so that one changed byte of it is noticed
+before any file is read. It has the digest of each file, which is hashed while it is read.
+
 A crash at any moment leaves the old folder or none, and at worst a hidden one that nothing ever reads. A
 crash between the two renames leaves the old one under its hidden name (`displaced`).
 """
@@ -13,28 +17,38 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from safetensors import SafetensorError
 
-from penstock.errors import CheckpointError, RunError
+from penstock.errors import AlteredError, CheckpointError, RunError
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Processes
 
 
 MANIFEST = "manifest.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
 _AT_ONCE = 2**20  # bytes: each read takes Python's lock, for which other threads wait
 
 # what a failing disk and damaged contents raise: JSON that is nested too deeply, of other types or values
 FAILING_DISK = (OSError, SafetensorError)
-UNREADABLE = (*FAILING_DISK, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+UNREADABLE = (
+    *FAILING_DISK,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 class Entry(TypedDict):
@@ -89,12 +103,16 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
         raise
 
 
-def check_lengths(path: Path) -> None:
-    """Raise CheckpointError unless `path` holds every file of its manifest at its length. Reads none.
+def check_lengths(path: Path, *, added: bool = False) -> None:
+    """Raise CheckpointError unless `path` holds the files of its manifest at their lengths. Reads none.
 
-    Other files may lie there. For their contents see `hashed_meanwhile`.
+    Other files may have hidden names, which nothing reads. For contents see `hashed_meanwhile`.
+
+    Args:
+        added: any others may lie there, as in a model's folder, but for weights
     """
-    for name, entry in read_manifest(path).items():
+    files = read_manifest(path)
+    for name, entry in files.items():
         file = path / name
         with readable(path, name):
             if not file.is_file():
@@ -102,6 +120,29 @@ def check_lengths(path: Path) -> None:
             size = file.stat().st_size
         if size != entry["size"]:
             raise broken(path, name, f"it has {size} bytes and was written with {entry['size']}")
+    with readable(path, "its list of files"):
+        others = sorted(_files_in(path) - files.keys() - {MANIFEST})
+    for name in others:
+        hidden = any(part.startswith(".") for part in PurePosixPath(name).parts)
+        if not hidden and (not added or name.endswith(_WEIGHTS)):
+            rule = "the manifest does not list this file, and it might be read"
+            raise CheckpointError(f"checkpoint {path}: {name}", rule, "Move it out of the folder")
+
+
+def check_contents(path: Path, name: str) -> None:
+    """Raise AlteredError unless the file `name` of the folder `path` is what was written."""
+    files = read_manifest(path)
+    if name not in files:
+        raise broken(path, name, "the manifest does not list this file")
+    with readable(path, name):
+        found = sha256_of(path / name)
+    check_digest(path, name, found, files)
+
+
+def check_digest(path: Path, name: str, found: str, files: Mapping[str, Entry]) -> None:
+    """Raise AlteredError unless `found` is the digest that the manifest has of `name`."""
+    if found != files[name]["sha256"]:
+        raise broken(path, name, "its contents differ from what was written (sha256)", AlteredError)
 
 
 def remove_folder(path: Path) -> None:
@@ -179,7 +220,7 @@ def _prepare(temporary: Path, target: Path) -> None:
 
 def _check_replaceable(target: Path) -> None:
     """Only a checkpoint may be replaced: a mistyped path must not cost anybody their files."""
-    held = {str(file.relative_to(target)) for file in target.rglob("*") if not file.is_dir()}
+    held = _files_in(target)
     if not target.is_dir():
         held = {target.name}
     listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
@@ -189,6 +230,10 @@ def _check_replaceable(target: Path) -> None:
             f"it holds {foreign[0]}, which is no part of a checkpoint, and replacing it would lose that",
             "Name another folder, or move that one away first",
         )
+
+
+def _files_in(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
 
 
 def _agreed_names(folder: Path, processes: Processes) -> list[str]:
@@ -211,7 +256,7 @@ def _describe(file: Path) -> Entry:
 
 def _publish(temporary: Path, target: Path, files: Mapping[str, Entry]) -> None:
     manifest = temporary / MANIFEST
-    manifest.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n", encoding="utf-8")
+    manifest.write_text(_manifest(files), encoding="utf-8")
     _flush(manifest)
     for folder in (temporary, *(entry for entry in temporary.rglob("*") if entry.is_dir())):
         _flush(folder)
@@ -237,28 +282,61 @@ def remove_hidden(path: Path) -> None:
         path.unlink()
 
 
+def _manifest(files: Mapping[str, Entry]) -> str:
+    """The only text of a manifest that lists `files`."""
+    listed: dict[str, Any] = {"files": dict(sorted(files.items()))}
+    digest = hashlib.sha256(json.dumps(listed, indent=1).encode()).hexdigest()
+    return json.dumps({**listed, "digest": digest}, indent=1) + "\n"
+
+
 def read_manifest(path: Path) -> Hashed:
-    """Raises CheckpointError where `path` has no manifest that can be read."""
+    """Raises CheckpointError where `path` has no manifest that can be read, or it is not what was written.
+
+    Versions up to 0.5.0 wrote none of its own digest.
+    """
     file = path / MANIFEST
     with readable(path, MANIFEST):
         if not path.is_dir():
             raise CheckpointError(
-                f"checkpoint {path}", "there is no such folder", "Give the path of a checkpoint that was written"
+                f"checkpoint {path}",
+                "there is no such folder",
+                "Give the path of a checkpoint that was written",
             )
         if not file.is_file():
             raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode("utf-8")  # read_text would make one of all ends of a line
     try:
-        files = json.loads(text)["files"]
-        return {str(name): {"size": int(e["size"]), "sha256": str(e["sha256"])} for name, e in files.items()}
+        held = json.loads(text, object_pairs_hook=_each_once)
+        files = {name: _entry(name, **entry) for name, entry in held["files"].items()}
     except UNREADABLE as error:
-        raise broken(path, MANIFEST, "the manifest itself is damaged") from error
+        raise broken(path, MANIFEST, f"the manifest itself is damaged ({error})") from error
+    if not files:
+        raise broken(path, MANIFEST, "the manifest itself is damaged (it lists no file)")
+    if held.keys() != {"files"} and text != _manifest(files):
+        rule = "the manifest itself is damaged (its digest is another)"
+        raise broken(path, MANIFEST, rule)
+    return files
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a key that stands there twice, of which Python takes the last."""
+    if len(made := dict(pairs)) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return made
+
+
+def _entry(name: str, *, size: int, sha256: str) -> Entry:
+    """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
+    inside = PurePosixPath(name)
+    if name in ("", ".", MANIFEST) or inside.is_absolute() or ".." in inside.parts or str(inside) != name:
+        raise ValueError(f"{name!r} is no file of the folder")
+    if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise ValueError(f"{name!r} has size={size!r}, sha256={sha256!r}")
+    return {"size": size, "sha256": sha256}
 
 
 @contextmanager
-def readable(
-    path: Path, name: str, kinds: tuple[type[Exception], ...] = UNREADABLE
-) -> Iterator[None]:
+def readable(path: Path, name: str, kinds: tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
     """Raise CheckpointError where the block raises one of `kinds` while it reads `name` of the folder `path`.
 
     A resume then takes the checkpoint before.

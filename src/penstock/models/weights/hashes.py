@@ -18,8 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from threading import Event
 
-from penstock.errors import AlteredError, PeerError
-from penstock.models.weights.folder import Entry, broken, read_manifest, readable, sha256_of
+from penstock.errors import PeerError
+from penstock.models.weights.folder import Entry, check_digest, read_manifest, readable, sha256_of
 from penstock.runtime.health.agreement import shared_errors
 from penstock.runtime.transport.groups import Processes
 
@@ -59,9 +59,7 @@ def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
             found = sha256_of(path / name, stopped.is_set)
         if stopped.is_set():
             return
-        if found != files[name]["sha256"]:
-            rule = "its contents differ from what was written (sha256)"
-            raise broken(path, name, rule, AlteredError)
+        check_digest(path, name, found, files)
 
 
 def share(files: Mapping[str, Entry], index: int, count: int) -> list[str]:
