@@ -17,6 +17,7 @@ __all__ = [
     "DataError",
     "DifferenceError",
     "EquivalenceError",
+    "FolderInUseError",
     "HandshakeError",
     "InputError",
     "ModelError",
@@ -107,6 +108,10 @@ class AlteredError(CheckpointError):
 
 class UnfitError(CheckpointError):
     """A checkpoint that can be read, and is of another model or optimizer."""
+
+
+class FolderInUseError(InputError):
+    """An output folder that another run writes into."""
 
 
 class ModelError(InputError):

@@ -56,7 +56,6 @@ BAD = {
     "an unknown key": (["train.stps=3"], "train.stps=3: section train has no such key. Did you mean"),
     "no data": (["data.path=/nowhere"], "data.path=/nowhere: there is no such file or folder. Give"),
     "no such checkpoint": (["--resume", "/nowhere"], "checkpoint /nowhere: there is no such folder"),
-    "nothing to resume from": (["--resume"], "it holds no complete checkpoint"),
     "two paths": (["--resume", "/a", "/b"], "'/a': what follows the config file is section.key=value"),
     "a stray argument": (["steps=3"], "'steps=3': what follows the config file is section.key=value"),
 }  # fmt: skip
@@ -150,6 +149,32 @@ def test_a_resumed_run_is_the_same_bit_for_bit(launcher: tuple[str, ...], tmp_pa
     assert code == 0, err
     assert f"going on from {half}" in out
     assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))
+
+
+@pytest.mark.sweep
+def test_one_command_ends_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """0.5.0: `--resume` was refused until there was a checkpoint."""
+    (tmp_path / "whole").mkdir()
+    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 9})))[0] == 0
+    file = config_file(tmp_path, train={"steps": 9, "checkpoint_every": 1})
+    checkpoints, said = tmp_path / "out" / "checkpoints", ""
+    for step in range(4):
+        process = start("train", file, "--resume")
+        awaited = checkpoints / f"step-{step:08d}" if step else tmp_path / "out"
+        while not awaited.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        ranks = ranks_of(process.pid)
+        for pid in (process.pid, *ranks.values()):
+            os.kill(pid, signal.SIGKILL)
+        said += finish(process)[1]
+    code, out, err = finish(start("train", file, "--resume"))
+    assert code == 0, err
+    assert "taken over from run" in out
+    assert said.count("starting from the beginning") + out.count("starting from the beginning") >= 1
+    assert_same_tensors(checkpoint(tmp_path / "whole", 9), checkpoint(tmp_path, 9))
+    assert len({row["run"] for row in metrics(tmp_path)}) == 1
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 10))
 
 
 def wait_for_rows(folder: Path, count: int) -> None:

@@ -16,6 +16,7 @@ from penstock.models.weights.saved import SavedModel
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import (
     NEWEST,
+    UNNAMED,
     _with_defaults,
     changes,
     checkpoint_folder,
@@ -24,17 +25,19 @@ from penstock.train.checkpoints import (
     read_state,
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
+from penstock.train.owner import owned
 from penstock.train.run import preflight, run
 from support.folders import check_folder, flip, relist
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
 
-def write_state(folder: Path) -> None:
-    (folder / "state.json").write_text('{"step": 1, "config": {}, "versions": {}}')
-
-
-def write(output: Path, *steps: int) -> Path:
+def write(output: Path, *steps: int, run: str = UNNAMED) -> Path:
     """Write folders that pass for checkpoints of ours; the last one's path."""
+
+    def write_state(folder: Path) -> None:
+        state = {"step": step, "run": run, "config": {}, "versions": {}}
+        (folder / "state.json").write_text(json.dumps(state))
+
     for step in steps:
         path = checkpoint_folder(output, step)
         write_folder(path, write_state, OneProcess())
@@ -63,7 +66,7 @@ def names(folder: Path) -> set[str]:
 )
 def test_the_rules_of_keep(tmp_path: Path, last: int | None, every: int | None, kept: list[int]) -> None:
     written = write(tmp_path, 1, 2, 3, 4, 5, 6)
-    prune(written, KeepSection(last=last, every=every))
+    prune(written, UNNAMED, KeepSection(last=last, every=every))
     assert left(tmp_path) == kept
     for step in kept:
         check_folder(checkpoint_folder(tmp_path, step))
@@ -80,7 +83,7 @@ def test_only_complete_checkpoints_of_ours_are_removed_and_counted(tmp_path: Pat
     (folder / "step-00000000" / "thesis.tex").write_text("years of work")
     (folder / "best").symlink_to(folder / "step-00000002")
     (folder / "step-00000009").symlink_to(folder / "step-00000002")
-    prune(written, KeepSection(last=2))
+    prune(written, UNNAMED, KeepSection(last=2))
     numbered = {f"step-0000000{step}" for step in (0, 1, 3, 5, 6, 9)}
     assert names(folder) == {*numbered, "step-notes", "best"}
     assert (folder / "step-00000000" / "thesis.tex").read_text() == "years of work"
@@ -90,8 +93,57 @@ def test_only_complete_checkpoints_of_ours_are_removed_and_counted(tmp_path: Pat
 def test_later_steps_belong_to_another_run(tmp_path: Path) -> None:
     """As after resuming from an older checkpoint; the newest complete one is never removed."""
     write(tmp_path, 1, 2, 8)
-    prune(checkpoint_folder(tmp_path, 2), KeepSection(last=1))
+    prune(checkpoint_folder(tmp_path, 2), UNNAMED, KeepSection(last=1))
     assert left(tmp_path) == [2, 8]
+
+
+def test_other_runs_checkpoints_are_neither_removed_nor_resumed_from(tmp_path: Path) -> None:
+    """0.5.0: a run knew no checkpoint from another's: it removed an older run's, and, killed before its first
+    one, it was resumed from that run's newest."""
+    old = write(tmp_path, 1, 2, 8, run="old")
+    write(tmp_path, 3, 4, run="new")
+    assert newest_checkpoint(tmp_path).path == old  # nobody says which run was the last
+    with owned(tmp_path, "new", print):
+        assert newest_checkpoint(tmp_path).passed == [
+            f"{old}: it is of run old, and the last one here was new"
+        ]
+        prune(checkpoint_folder(tmp_path, 4), "new", KeepSection(last=1))
+    assert left(tmp_path) == [1, 2, 4, 8]
+    assert newest_checkpoint(tmp_path).path == checkpoint_folder(tmp_path, 4)
+
+
+def test_a_killed_fresh_run_starts_again_where_an_older_run_was(
+    tmp_path: Path, two_checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: `--resume` went on with the older run, under its own config, and said nothing of it."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    older = read_state(checkpoint(tmp_path, 2))["run"]
+    with owned(tmp_path / "out", "killed", print):
+        pass
+    prepared = preflight(config(tmp_path, steps=2, checkpoint_every=1), NEWEST)
+    assert prepared.start.done == 0
+    assert f"passed over {checkpoint(tmp_path, 2)}: it is of run {older}, and the last" in prepared.notes[0]
+    assert prepared.notes[-1].endswith("holds no checkpoint of its last run: starting from the beginning")
+    named = preflight(config(tmp_path, steps=3), str(checkpoint(tmp_path, 2)))
+    assert (named.start.done, named.start.run) == (2, older)
+    run(named)
+    assert {row["run"] for row in metrics(tmp_path)} == {older}
+    resumed = preflight(config(tmp_path, steps=4), NEWEST)
+    assert (resumed.start.done, resumed.start.run) == (3, older)
+
+
+@pytest.mark.parametrize(
+    "name", ["step-old", "step-00000009.bak", "step-9", "step-000000009", "step-00000009"]
+)
+def test_only_a_checkpoint_s_own_name_counts(tmp_path: Path, two_checkpoints: Path, name: str) -> None:
+    """0.5.0: whatever began with `step-` was a checkpoint, and the last by its letters was resumed from."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    foreign = checkpoint(tmp_path, 2).with_name(name)
+    shutil.copytree(checkpoint(tmp_path, 1), foreign)
+    newest = newest_checkpoint(tmp_path / "out")
+    assert newest.path == checkpoint(tmp_path, 2)
+    own = name == "step-00000009"
+    assert newest.passed == [f"checkpoint {foreign}: its state is of step 1. Rename it"] * own
 
 
 def test_a_removal_cut_short_leaves_nothing_that_looks_complete(
@@ -106,11 +158,15 @@ def test_a_removal_cut_short_leaves_nothing_that_looks_complete(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", cut_short)
         with pytest.raises(KeyboardInterrupt):
-            prune(written, KeepSection(last=1))
+            prune(written, UNNAMED, KeepSection(last=1))
     assert left(tmp_path) == [2]
     assert len(leftovers(written.parent)) == 1
-    assert newest_checkpoint(tmp_path) == (written, [])  # the other was finished once, and is not wanted
-    prune(written, KeepSection(last=1))
+    assert newest_checkpoint(tmp_path) == (
+        written,
+        [],
+        False,
+    )  # the other was finished once, and is not wanted
+    prune(written, UNNAMED, KeepSection(last=1))
     assert names(written.parent) == {"step-00000002"}
 
 
@@ -121,7 +177,7 @@ def test_what_killed_runs_left_unfinished_is_removed(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "model.safetensors").write_text("torn")
     assert newest_checkpoint(tmp_path)[1] == [f"{unfinished} was never finished"]
-    prune(written, KeepSection(last=1))
+    prune(written, UNNAMED, KeepSection(last=1))
     assert names(written.parent) == {"step-00000002", ".notes.writing-0a1b2c3d"}
 
 
@@ -131,16 +187,16 @@ def test_a_killed_replacement_is_removed_once_the_new_one_is_there(tmp_path: Pat
     written = write(tmp_path, 1, 3)
     passed = f"{written.with_name('step-00000002')} was being replaced: {replaced} holds the older one"
     assert newest_checkpoint(tmp_path)[1] == [passed]
-    prune(written, KeepSection(last=2))
+    prune(written, UNNAMED, KeepSection(last=2))
     check_folder(replaced)
     write(tmp_path, 2)
     assert newest_checkpoint(tmp_path)[1] == []
     (checkpoint_folder(tmp_path, 2) / MANIFEST).unlink()
-    prune(written, KeepSection(last=2))
+    prune(written, UNNAMED, KeepSection(last=2))
     check_folder(replaced)
     shutil.rmtree(checkpoint_folder(tmp_path, 2))
     write(tmp_path, 2)
-    prune(written, KeepSection(last=2))
+    prune(written, UNNAMED, KeepSection(last=2))
     assert not replaced.exists()
     assert left(tmp_path) == [2, 3]
 
@@ -215,7 +271,7 @@ def test_a_changed_byte_of_the_state_is_noticed_before_it_is_used(tmp_path: Path
     """0.5.0: the run was planned with the changed step, and the byte noticed when the weights were there."""
     path = write(tmp_path, 1, 2)
     flip(path / "state.json", 10)
-    newest, torn = newest_checkpoint(tmp_path)
+    newest, torn, _ = newest_checkpoint(tmp_path)
     assert newest == checkpoint_folder(tmp_path, 1)
     assert "state.json: its contents differ" in torn[0]
 

@@ -17,23 +17,32 @@ def written(path: Path) -> list[int]:
 
 def test_a_fresh_run_starts_the_file_anew_and_a_resumed_one_drops_what_it_repeats(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path)
+    metrics = Metrics(path, "a")
     for step in range(5):
         metrics.write({"step": step, "loss": 1.0})
         assert written(path)[-1] == step  # there at once
     with path.open("a") as file:
         file.write('{"step": 5, "lo')  # a crash in the middle of a line
-    resumed = Metrics(path, resumed_at=2)
+    resumed = Metrics(path, "a", resumed_at=2)
     resumed.write({"step": 3})
     assert written(path) == [0, 1, 2, 3]
-    Metrics(path)
+    Metrics(path, "b")
     assert written(path) == []
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_resumed_run_drops_the_rows_of_others(tmp_path: Path) -> None:
+    """0.5.0: after a fresh run in its folder, a run that was resumed kept that run's rows as its own."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "from": "0.5.0"}\n')
+    Metrics(path, "old", resumed_at=1).write({"step": 1})
+    Metrics(path, "new", resumed_at=1).write({"step": 1})
+    assert [json.loads(line).get("run") for line in path.read_text().splitlines()] == [None, "new"]
+
+
 def test_a_nan_is_no_metric(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
-        Metrics(tmp_path / "metrics.jsonl").write({"step": 1, "loss": float("nan")})
+        Metrics(tmp_path / "metrics.jsonl", "a").write({"step": 1, "loss": float("nan")})
 
 
 def row(step: int, padding: float = 0.0) -> dict[str, float]:

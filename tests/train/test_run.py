@@ -90,7 +90,7 @@ def test_a_run_leaves_checkpoints_metrics_and_a_picture(
     steps = [row for row in rows if "loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5]
     keys = {"step", "loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second", "bubble", "seconds"}
-    keys |= {"padding", "rows", "tflops_per_device", "peak_resident", "seconds_by_part"}
+    keys |= {"padding", "rows", "tflops_per_device", "peak_resident", "seconds_by_part", "run"}
     assert all(set(row) == keys and row["tokens"] == 4 * 15 for row in steps)
     assert all(row["padding"] == 0 for row in steps)
     assert held_out(tmp_path)[0] == pytest.approx(math.log(256), abs=0.3)
@@ -240,9 +240,23 @@ def test_a_missing_gpu_and_a_wrong_world_are_refused(tmp_path: Path, monkeypatch
     assert "pipeline.ranks=2: each rank is one process, and the world has 3" in said
 
 
+def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
+    """0.5.0: it was refused, so that no one command went on after a kill in the first minute too."""
+    made = config(tmp_path)
+    for hidden in (False, True):
+        if hidden:  # killed in the write of the first checkpoint
+            checkpoint(tmp_path, 2).with_name(".step-00000002.writing-0a1b").mkdir(parents=True)
+        prepared = preflight(made, NEWEST)
+        assert (prepared.start.done, prepared.start.checkpoint) == (0, None)
+        said = f"{tmp_path / 'out'} holds no checkpoint of its last run: starting from the beginning"
+        assert prepared.notes[-1] == said
+        assert len(prepared.notes) == 1 + hidden
+    run(prepared)
+    assert preflight(config(tmp_path, steps=9), NEWEST).start.done == 4
+
+
 def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     made = config(tmp_path)
-    assert "it holds no complete checkpoint" in refused(CheckpointError, made, NEWEST)
     run(preflight(made))
     assert "nothing is left to do" in refused(ConfigError, made, NEWEST)
     other = config(tmp_path, {**QWEN3, "intermediate_size": 64}, steps=9)

@@ -63,7 +63,7 @@ def train(
     world: Annotated[int | None, typer.Option(
         min=1, help="With --dry-run: the number of processes, which sizes of -1 follow.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
-        "Go on from the checkpoint whose path follows, or else the newest complete one.")] = False,
+        "Go on from the checkpoint whose path follows, or else the newest one, if there is any.")] = False,
 ) -> None:  # fmt: skip
     """Train a Hugging Face model through a pipeline.
 

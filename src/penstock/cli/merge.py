@@ -55,7 +55,7 @@ def _adapter_folder(folder: Path) -> Path:
     """The folder of the adapter: this one, or a run's newest checkpoint. Raises CheckpointError."""
     if (folder / ADAPTER_CONFIG).is_file():
         return folder
-    newest, _ = newest_checkpoint(folder)
+    newest = newest_checkpoint(folder).path
     if newest is None or not (newest / ADAPTER_CONFIG).is_file():
         found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
         raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")

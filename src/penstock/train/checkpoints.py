@@ -1,7 +1,9 @@
 """Checkpoints of `penstock train`: where they lie, how a run resumes from one, which of them are kept.
 
 <output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
-                                        the weights, and step, config and versions as its state
+                                        the weights, and step, run, config and versions as its state
+
+A run resumes from its own checkpoints and removes only those. Folders of other names are nobody's business.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
@@ -40,8 +42,10 @@ from penstock.models.weights.folder import (
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizer import SHAPED
+from penstock.train.owner import last_run
 
 _REMEDY = "Give a checkpoint that penstock train wrote"
+UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
 NEWEST = "newest"  # in place of a checkpoint's path
 
 
@@ -50,25 +54,34 @@ def checkpoint_folder(output: Path, step: int) -> Path:
     return output / "checkpoints" / f"step-{step:08d}"
 
 
+def checkpoints_in(output: Path) -> Iterator[tuple[int, Path]]:
+    """Step and path of each folder that has the very name of a checkpoint, in no order."""
+    for path in (output / "checkpoints").glob("step-*"):
+        named = re.fullmatch(r"step-([0-9]{8,})", path.name)
+        if named and path == checkpoint_folder(output, int(named[1])) and path.is_dir():
+            yield int(named[1]), path
+
+
 def state_after(
-    step: int, config: TrainConfig, skipped: int, data: dict[str, Any], best: Best
+    step: int, run: str | None, config: TrainConfig, skipped: int, data: dict[str, Any], best: Best
 ) -> dict[str, Any]:
     """The state that `read_state` reads back.
 
     All random numbers follow from the step, and the learning rate from the step less the `skipped` ones.
 
     Args:
+        run: the identity of the run; None on processes whose state is not written
         data: what `Data.state` says of the place in the data
         best: of the evaluations up to now
     """
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
     written = config.model_dump(mode="json")
-    known = {"step": step, "skipped": skipped, "data": data, "best": best}
+    known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best}
     return {**known, "config": written, "versions": versions}
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """step, skipped, data, best, config and versions of a complete checkpoint.
+    """step, run, skipped, data, best, config and versions of a complete checkpoint.
 
     Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
     """
@@ -77,6 +90,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         found = {
             "step": state["step"],
+            "run": state.get("run", UNNAMED),
             "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
             "data": state.get("data"),  # versions up to 0.5.0: the step says all
             "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
@@ -93,17 +107,18 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-def _fitting(step: Any, skipped: Any, data: Any, best: Best, config: Any, versions: Any) -> dict[str, bool]:
+def _fitting(
+    step: Any, run: Any, skipped: Any, data: Any, best: Best, config: Any, versions: Any
+) -> dict[str, bool]:
     """Whether each value is one that a run can have."""
-    known = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
+    loss = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
+    counts = type(best.step) is type(best.since) is int and 0 <= best.step <= step and best.since >= 0
     return {
         "step": type(step) is int and step >= 0,
+        "run": isinstance(run, str),
         "skipped": type(skipped) is int and 0 <= skipped <= step,
         "data": data is None or (isinstance(data, dict) and {"digest", "position"} <= data.keys()),
-        "best": known
-        and type(best.step) is type(best.since) is int
-        and 0 <= best.step <= step
-        and best.since >= 0,
+        "best": loss and counts,
         "config": isinstance(config, dict),
         "versions": isinstance(versions, dict),
     }
@@ -122,6 +137,7 @@ class Start:
         done: the steps before, `skipped` of which changed no weight
         best: the best of their evaluations
         notes: lines to show
+        run: the identity of the run; None for a fresh start
         data: the place in the data, for `Data.at`
     """
 
@@ -132,6 +148,7 @@ class Start:
     notes: tuple[str, ...] = ()
     data: dict[str, Any] | None = None
     best: Best = NONE_YET
+    run: str | None = None
 
 
 def find_start(
@@ -145,7 +162,8 @@ def find_start(
 
     Args:
         model: the whole model, on the meta device
-        resume: a checkpoint's path, NEWEST for the newest complete one in the output folder, None for none
+        resume: a checkpoint's path; NEWEST for the newest complete one of the folder's last run, or a fresh
+            start where it has written none; None for a fresh start
         kinds: the class of optimizer that trains each parameter
         before: a checkpoint that the newest one is to be older than
 
@@ -155,10 +173,13 @@ def find_start(
         return Start()
     notes: list[str] = []
     if resume == NEWEST:
-        newest, torn = newest_checkpoint(
+        newest, torn, damaged = newest_checkpoint(
             config.output.path, before, lambda path: check_fits(path, model, tied_names(model), kinds)
         )
         notes = [f"penstock: warning: passed over {each}" for each in torn]
+        if newest is None and not damaged and before is None:
+            nothing = f"{config.output.path} holds no checkpoint of its last run: starting from the beginning"
+            return Start(notes=(*notes, nothing))
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
             raise CheckpointError(
@@ -188,15 +209,26 @@ def find_start(
     changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
     notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
     known = state["step"], state["skipped"], tuple(notes), state["data"], best
-    return Start(path, resume == NEWEST, *known)
+    return Start(path, resume == NEWEST, *known, run=state["run"])
+
+
+class Newest(NamedTuple):
+    """The newest checkpoint of a folder that can be resumed from, and a line for each one passed over.
+
+    damaged: whether one of these was finished once, so that a fresh start would lose what it held
+    """
+
+    path: Path | None
+    passed: list[str]
+    damaged: bool = False
 
 
 def newest_checkpoint(
     output: Path, before: Path | None = None, check: Callable[[Path], None] | None = None
-) -> tuple[Path | None, list[str]]:
-    """The complete checkpoint of the highest step under `output`, and a line for each one passed over.
+) -> Newest:
+    """The complete checkpoint of the highest step that the last run in `output` wrote.
 
-    Judged by the files' lengths and its state.
+    Judged by the files' lengths and its state. Where the last run is unknown, of any run.
 
     Args:
         before: only steps before this one's
@@ -210,21 +242,30 @@ def newest_checkpoint(
         f"{target_of(path)} was being replaced: {path} holds the older one"
         for path in reversed(displaced(folder, "step-*"))
     ]
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        if before is not None and path.name >= before.name:
+    wanted, damaged = last_run(output), False
+    for step, path in sorted(checkpoints_in(output), reverse=True):
+        if before is not None and step >= int(before.name.removeprefix("step-")):
             continue
         try:
             check_lengths(path)
-            read_state(path)
+            state = read_state(path)
+            if state["step"] != step:
+                raise CheckpointError(
+                    f"checkpoint {path}", f"its state is of step {state['step']}", "Rename it"
+                )
+            if wanted not in (None, state["run"]):
+                torn.append(f"{path}: it is of run {state['run']}, and the last one here was {wanted}")
+                continue
             if check is not None:
                 check(path)
         except UnfitError:
             raise
         except CheckpointError as error:
             torn.append(str(error))
+            damaged = True
         else:
-            return path, torn
-    return None, torn
+            return Newest(path, torn, damaged)
+    return Newest(None, torn, damaged)
 
 
 def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[str, str]) -> None:
@@ -264,10 +305,10 @@ def changes(before: object, now: object, name: str = "") -> list[str]:
 # ---- Keeping
 
 
-def prune(written: Path, keep: KeepSection) -> None:
-    """Remove the checkpoints before `written`, which was just published, that no rule keeps.
+def prune(written: Path, run: str, keep: KeepSection) -> None:
+    """Remove the checkpoints of `run` before `written`, which was just published, that no rule keeps.
 
-    Later steps, which another run wrote, and incomplete folders are neither removed nor counted. A checkpoint
+    Later steps, other runs' and incomplete folders are neither removed nor counted. A checkpoint
     that holds somebody else's files stays. Call it on one process, while nothing is written to the folder. A
     removal that is cut short leaves hidden folders, which the next call removes, together with those of runs
     killed in a write. An older checkpoint that was to be replaced and never was stays.
@@ -277,16 +318,18 @@ def prune(written: Path, keep: KeepSection) -> None:
     for path in (*leftovers(written.parent, "step-*"), *unfinished(written.parent, "step-*")):
         remove_hidden(path)
     last = int(written.name.removeprefix("step-"))
-    older = sorted(((step, path) for step, path in _complete(written.parent) if step < last), reverse=True)
+    older = sorted(
+        ((step, path) for step, path in _complete(written.parent.parent, run) if step < last), reverse=True
+    )
     for step, path in older[keep.last - 1 :]:
         if keep.every is None or step % keep.every:
             with suppress(CheckpointError):
                 remove_folder(path)
 
 
-def _complete(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Step and path of each checkpoint of ours that looks complete, judged without reading its tensors."""
-    for path in folder.glob("step-*"):
-        named = re.fullmatch(r"step-(\d{8,})", path.name)
-        if named and not path.is_symlink() and (path / STATE).is_file() and looks_whole(path):
-            yield int(named[1]), path
+def _complete(output: Path, run: str) -> Iterator[tuple[int, Path]]:
+    """Step and path of each checkpoint of `run` that looks complete, judged without reading its tensors."""
+    for step, path in checkpoints_in(output):
+        with suppress(CheckpointError):
+            if not path.is_symlink() and looks_whole(path) and read_state(path)["run"] == run:
+                yield step, path

@@ -39,6 +39,7 @@ from penstock.train.early_stop import Best
 from penstock.train.metrics import Display, Log, Metrics, Row
 from penstock.train.optimizer import learning_rates, set_learning_rates
 from penstock.train.outcome import Outcome
+from penstock.train.owner import Owner
 from penstock.train.profile import StepProfiler
 from penstock.train.rates import learning_rate
 from penstock.train.record import write_timeline
@@ -51,7 +52,7 @@ _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or us
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. metrics: on the first process only"""
+    """What the loop works with. metrics, owner: on the first process only"""
 
     config: TrainConfig
     pipe: Pipeline
@@ -63,6 +64,7 @@ class Run:
     throughput: Throughput
     writer: CheckpointWriter
     start: Start
+    owner: Owner | None
 
 
 def train(run: Run) -> Outcome:
@@ -111,6 +113,8 @@ def _ended(run: Run, step: int, best: Best) -> str:
 
 def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Batch:
     section, optimizer_section = run.config.train, run.config.optimizer
+    if run.owner is not None:
+        run.owner.check()
     started, parts = time.perf_counter(), Parts()
     seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # skipped steps do not count for the rate
@@ -288,7 +292,8 @@ def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, *, last: 
     """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
     started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
-    state = state_after(step, run.config, skipped, run.data.state(step, batch.position), best)
+    name = None if run.owner is None else run.owner.run
+    state = state_after(step, name, run.config, skipped, run.data.state(step, batch.position), best)
     run.writer.save(
         path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
@@ -309,7 +314,9 @@ def _save_tokenizer(run: Run, folder: Path) -> None:
 
 def _prune(run: Run, written: Path) -> None:
     """Prune. A failure is a warning: it costs disk space, and not the run."""
+    assert run.owner is not None
+    run.owner.check()
     try:
-        prune(written, run.config.output.keep)
+        prune(written, run.owner.run, run.config.output.keep)
     except OSError as error:
         run.display.say(f"penstock: warning: older checkpoints of {written.parent} were not removed: {error}")

@@ -30,29 +30,32 @@ class Metrics:
 
     Args:
         path: the file
-        resumed_at: the step that a resumed run goes on from; later rows, which that run repeats, are dropped.
-            None starts the file anew.
+        run: the identity of the run, which each row has
+        resumed_at: the step that a resumed run goes on from; later rows, which that run repeats, are dropped,
+            and those of other runs. None starts the file anew.
     """
 
-    def __init__(self, path: Path, resumed_at: int | None = None) -> None:
-        kept = [] if resumed_at is None or not path.exists() else _rows_until(path, resumed_at)
+    def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
+        kept = [] if resumed_at is None or not path.exists() else _rows_until(path, run, resumed_at)
         fresh = path.with_name(f".{path.name}.new")
         fresh.write_text("".join(kept), encoding="utf-8")
         os.replace(fresh, path)
-        self._path = path
+        self._path, self._run = path, run
 
     def write(self, row: Row) -> None:
         """Append a row. Raises ValueError for a NaN, which JSON has no word for."""
-        line = json.dumps(row, allow_nan=False) + "\n"
+        line = json.dumps({**row, "run": self._run}, allow_nan=False) + "\n"
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
 
-def _rows_until(path: Path, step: int) -> list[str]:
+def _rows_until(path: Path, run: str, step: int) -> list[str]:
+    """The lines that are kept. Rows of versions up to 0.5.0 name no run."""
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            if json.loads(line)["step"] <= step:
+            row = json.loads(line)
+            if row["step"] <= step and row.get("run", run) == run:
                 kept.append(line)
         except (ValueError, KeyError, TypeError):  # a line that a crash cut short
             continue

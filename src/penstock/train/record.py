@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
-from penstock.train.settings import is_first
+from penstock.train.owner import Owner, new_run
 from penstock.train.trackers import Trackers
 
 RUN, TIMELINE = "run.json", "timeline.json"
@@ -30,20 +29,26 @@ RUN, TIMELINE = "run.json", "timeline.json"
 
 @contextmanager
 def recorded(
-    config: TrainConfig, done: int, ranks: int, device: torch.device, say: Callable[[str], None]
+    config: TrainConfig,
+    owner: Owner | None,
+    done: int,
+    ranks: int,
+    device: torch.device,
+    say: Callable[[str], None],
 ) -> Iterator[Trackers]:
     """Around a run: write run.json, and feed the trackers. Only the first process does anything.
 
     Args:
+        owner: on the first process
         done: the steps before, of a run that goes on: it keeps its id
         ranks: of the pipeline
         say: shows a line
     """
     file = config.output.path / RUN
-    if not is_first():
+    if owner is None:
         yield Trackers((), file, 0, say)
         return
-    run = _started(file, config, done, ranks, device)
+    run = _started(file, config, owner.run, done, ranks, device)
     write_json(file, run)
     rows = file.with_name("metrics.jsonl")  # what it holds by now was logged when it was written
     trackers = Trackers(config.output.trackers, file, rows.stat().st_size, say)
@@ -61,16 +66,22 @@ def recorded(
         trackers.finish(how)
 
 
-def _started(file: Path, config: TrainConfig, done: int, ranks: int, device: torch.device) -> dict[str, Any]:
-    """The contents of run.json with one more start."""
+def _started(
+    file: Path, config: TrainConfig, run: str, done: int, ranks: int, device: torch.device
+) -> dict[str, Any]:
+    """The contents of run.json with one more start.
+
+    A run keeps its id, under which trackers know it. One that goes on in another folder gets a new one.
+    """
     before: dict[str, Any] = {}
     if done:
         with suppress(OSError, ValueError):
             found = json.loads(file.read_text(encoding="utf-8"))
-            before = found if isinstance(found, dict) else {}
+            before = found if isinstance(found, dict) and found.get("run", run) == run else {}
     start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}
     return {
-        "id": before.get("id") or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+        "id": before.get("id") or (new_run() if done else run),
+        "run": run,
         "config": config.model_dump(mode="json"),
         "environment": _environment(device),
         "starts": [*before.get("starts", []), start],

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
@@ -41,6 +43,7 @@ from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
 from penstock.train.optimizer import make_optimizers, trained_by
 from penstock.train.outcome import check_prompt, report_outcome
+from penstock.train.owner import Owner, new_run, owned
 from penstock.train.profile import profile_note
 from penstock.train.record import recorded
 from penstock.train.settings import (
@@ -98,8 +101,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     """Prepare a run, without loading a weight or talking to another process.
 
     Args:
-        resume: a checkpoint's path, NEWEST for the newest complete one of the output folder, None for a
-            fresh start
+        resume: as for `find_start`
 
     Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError.
     """
@@ -226,7 +228,21 @@ def _make_folder(output: Path) -> None:
 
 
 def run(prepared: Prepared) -> None:
-    """Train. Collective: every rank calls it with what its own preflight returned."""
+    """Train. Collective: every rank calls it with what its own preflight returned.
+
+    Raises FolderInUseError, on the first process, where another run writes into the output folder.
+    """
+    output = prepared.config.output.path
+    owning: AbstractContextManager[Owner | None] = nullcontext()
+    if is_first():
+        _make_folder(output)
+        owning = owned(output, prepared.start.run or new_run(), partial(print, flush=True))
+    with owning as owner:
+        _run(prepared, owner)
+
+
+def _run(prepared: Prepared, owner: Owner | None) -> None:
+    """owner: on the first process"""
     config, output = prepared.config, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": prepared.start.done}
     common["data"] = prepared.data.digest
@@ -238,11 +254,11 @@ def run(prepared: Prepared) -> None:
     _make_folder(output)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
-    metrics = Metrics(output / "metrics.jsonl", start.done or None) if is_first() else None
+    metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
     throughput = Throughput.of(config, prepared.plan, pipe.device)
     display = make_display(is_first(), config.train.steps, start.done, config.train.log_every)
     notes = *prepared.notes, profile_note(config.train, start.done), throughput.note
-    record = recorded(config, start.done, pipe.schedule.ranks, pipe.device, display.say)
+    record = recorded(config, owner, start.done, pipe.schedule.ranks, pipe.device, display.say)
     writer = CheckpointWriter(pipe, background=config.train.checkpoint_background)
     with display, record as trackers, writer:
         for note in filter(None, notes):
@@ -250,7 +266,8 @@ def run(prepared: Prepared) -> None:
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
         outcome = train(Run(
-            config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start
+            config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start,
+            owner,
         ))  # fmt: skip
     if metrics:
         schedule, count = pipe.schedule, outcome.timeline.microbatches
@@ -283,6 +300,7 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
             raise
         passed = f"penstock: warning: passed over {unreadable}"
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
+        shake_hands(pipe._everyone, {"checkpoint to go on from": str(older.checkpoint)})
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
     data = prepared.data.at(older.done, older.data, config.train.steps)
     return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)

@@ -110,7 +110,8 @@ def _not_started(name: str) -> ConfigError:
 
 def is_first() -> bool:
     """Whether this process writes what is written once."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank == 0
 
 
 def check_machine(config: TrainConfig) -> None:

@@ -282,6 +282,7 @@ def test_a_run_is_bit_for_bit_the_same_with_and_without_it(
     assert_same_tensors(checkpoint(tmp_path / "auto", 2), checkpoint(tmp_path / "off", 2))
     measured = (
         "seconds", "seconds_by_part", "tokens_per_second", "bubble", "tflops_per_device", "peak_resident",
+        "run",
     )  # fmt: skip
     rows = [
         [{key: value for key, value in row.items() if key not in measured} for row in tiny.metrics(folder)]

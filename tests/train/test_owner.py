@@ -1,0 +1,184 @@
+"""One run at a time writes an output folder: a live one keeps it, and one that is gone is replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
+from penstock.train import owner
+from penstock.train.owner import OWNER, Owner, last_run, owned
+from penstock.train.run import preflight, run
+from support.tiny import config, metrics
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / OWNER).read_text())
+    return found
+
+
+def write(folder: Path, **changed: Any) -> None:
+    """An owner's file, of this process but for what has `changed`."""
+    mine = {"run": "other", **owner._here(), "token": "x", "ended": False}
+    (folder / OWNER).write_text(json.dumps(mine | changed))
+
+
+def taken(folder: Path, **options: Any) -> list[str]:
+    """What is said where the folder is taken."""
+    said: list[str] = []
+    with owned(folder, "mine", said.append, **options):
+        assert facts(folder)["run"] == "mine"
+    return said
+
+
+def refusal(folder: Path, **options: Any) -> str:
+    before = (folder / OWNER).read_bytes()
+    with pytest.raises(FolderInUseError) as caught:
+        taken(folder, **options)
+    assert (folder / OWNER).read_bytes() == before
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+    return str(caught.value)
+
+
+def test_a_run_that_ended_leaves_its_name_and_is_followed_without_a_word(tmp_path: Path) -> None:
+    assert last_run(tmp_path) is None
+    for _ in range(2):
+        assert taken(tmp_path) == []
+        assert last_run(tmp_path) == "mine"
+    assert facts(tmp_path)["ended"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [OWNER]
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from penstock.train.owner import owned
+
+with owned(Path(sys.argv[1]), "first", print):
+    print("owned", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_run_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
+    """0.5.0: two jobs wrote one folder, mixed their rows of metrics and removed each other's checkpoints."""
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "owned\n"
+        who = f"run first, process {child.pid} on {socket.gethostname()}"
+        assert f"{who} writes there: that process lives. End that process" in refusal(tmp_path)
+        os.kill(child.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not asked for its end yet
+        assert taken(tmp_path) == [f"{tmp_path}: taken over from {who}, which did not end and is gone"]
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_alive(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert "that process lives" in refusal(tmp_path)
+    write(tmp_path, began=1)
+    assert "is gone" in taken(tmp_path)[0]
+
+
+@pytest.mark.parametrize("how", ["elsewhere", "unknown", "torn"])
+def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Whatever the clocks say."""
+    with owned(tmp_path, "first", print, beat=0.02), monkeypatch.context() as patch:
+        patch.setattr(owner, "_machine", lambda: "" if how == "unknown" else "another boot")
+        assert "its heartbeat moves" in refusal(tmp_path, patience=30.0)
+    if how == "torn":
+        (tmp_path / OWNER).write_bytes(b"")
+    else:
+        write(tmp_path, machine="another boot" if how == "elsewhere" else "")
+    ahead = 4_000_000_000
+    os.utime(tmp_path / OWNER, (ahead, ahead))
+    assert "is gone" in taken(tmp_path, beat=0.02, patience=0.1)[0]
+
+
+def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> None:
+    for ended in (None, True, False):
+        if ended is not None:
+            write(tmp_path, ended=ended, began=1)
+        together, done = threading.Barrier(4), threading.Barrier(4)
+        found: list[str] = []
+
+        def come(number: int, together: threading.Barrier, done: threading.Barrier, found: list[str]) -> None:
+            together.wait(10)
+            try:
+                with owned(tmp_path, str(number), lambda _: None):
+                    found.append("owned")
+                    done.wait(10)
+            except FolderInUseError:
+                found.append("refused")
+                done.wait(10)
+
+        threads = [threading.Thread(target=come, args=(n, together, done, found)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == ["owned", "refused", "refused", "refused"]
+
+
+def test_a_run_that_stood_still_ends_where_another_has_taken_over(tmp_path: Path) -> None:
+    """It was stopped for longer than its heartbeat was waited for; on its return it writes nothing more."""
+    with owned(tmp_path, "first", print, beat=0.02) as mine:
+        mine.check()
+        write(tmp_path, run="second", pid=7, host="elsewhere")
+        while mine._thread.is_alive():
+            mine._thread.join(0.01)
+        with pytest.raises(RunError, match="run second, process 7 on elsewhere, has taken it over"):
+            mine.check()
+    assert facts(tmp_path)["run"] == "second"
+    assert not facts(tmp_path)["ended"]
+
+
+def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    with owned(tmp_path, "mine", print, beat=0.02) as mine:
+        (tmp_path / OWNER).unlink()
+        mine._touch()
+        mine.check()
+        assert facts(tmp_path)["run"] == "mine"
+
+
+def test_a_folder_that_takes_no_file_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / OWNER).mkdir()
+    assert last_run(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"owner\.json cannot be written there \(Is a directory\)"):
+        taken(tmp_path)
+
+
+def test_a_second_run_is_refused_before_it_writes_anything(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with owned(tmp_path / "out", "first", print):
+        with pytest.raises(FolderInUseError, match="run first, process"):
+            run(preflight(config(tmp_path)))
+        assert [entry.name for entry in (tmp_path / "out").iterdir()] == [OWNER]
+
+
+def test_a_run_asks_before_each_step_whether_the_folder_is_still_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter(range(2))
+
+    def check(self: Owner) -> None:
+        if next(asked, None) is None:
+            raise RunError("folder", "it is taken", "Go")
+
+    monkeypatch.setattr(Owner, "check", check)
+    with pytest.raises(PenstockError, match="it is taken"):
+        run(preflight(config(tmp_path)))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2]
+    assert facts(tmp_path / "out")["ended"]
