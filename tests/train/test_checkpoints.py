@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.checkpoint.optimizer_state import OptimizerState
-from penstock.errors import CheckpointError, RunError, UnfitError
+from penstock.errors import CheckpointError, FolderInUseError, RunError, UnfitError
 from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, write_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.runtime.transport.groups import OneProcess
+from penstock.train import loop
 from penstock.train.checkpoints import (
     NEWEST,
     UNNAMED,
@@ -346,6 +349,70 @@ def test_a_failed_write_leaves_all_that_was_there(tmp_path: Path, monkeypatch: p
         run(preflight(kept(tmp_path, last=1)))
     assert left(tmp_path / "out") == [2]
     assert newest_checkpoint(tmp_path / "out")[1] == []
+
+
+def test_a_failed_write_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: at the next checkpoint, maybe hours later, and never if the run was killed before it."""
+
+    def failing(*_: Any) -> Hashed:
+        raise OSError("disk full")
+
+    def ended(*_: Any) -> None:  # within the step after the save, so that the next one finds the failure
+        for thread in threading.enumerate():
+            if thread.name.startswith("penstock-checkpoint"):
+                thread.join()
+
+    monkeypatch.setattr(OptimizerState, "write", failing)
+    monkeypatch.setattr(loop, "seed_step", ended)
+    with pytest.raises(RunError, match="step-00000002: it could not be written in the background") as caught:
+        run(preflight(config(tmp_path, steps=8, checkpoint_every=2)))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3]
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_the_owner_of_a_folder_clears_what_killed_runs_left(tmp_path: Path) -> None:
+    """0.5.0: each kill in a write left a checkpoint's bytes on the disk, unless `output.keep` was set."""
+    old = checkpoint(tmp_path, 2).with_name(".step-00000002.writing-0a1b")
+    foreign = old.with_name(".notes.writing-0a1b")
+    for folder in (old, foreign):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("torn")
+    prepared = preflight(config(tmp_path, steps=1))
+    assert old.exists()  # another run may be writing it
+    with owned(tmp_path / "out", "first", print), pytest.raises(FolderInUseError):
+        run(prepared)
+    assert old.exists()
+    run(prepared)
+    assert not old.exists()
+    assert foreign.exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("what", ["weight", "optimizer"])
+def test_a_checkpoint_with_values_that_are_not_finite_is_marked_and_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, what: str
+) -> None:
+    """0.5.0: it was resumed from, again and again: nothing looked at the values, which make each loss NaN."""
+    saved = loop._save
+
+    def spoiled(made: loop.Run, step: int, *arguments: Any, **options: Any) -> Path:
+        if step == 2:
+            with torch.no_grad():
+                weight = next(made.pipe.parameters())
+                held = weight if what == "weight" else made.optimizers[0].state[weight]["exp_avg"]
+                held.view(-1)[3] = value
+        return saved(made, step, *arguments, **options)
+
+    monkeypatch.setattr(loop, "_save", spoiled)
+    monkeypatch.setattr(loop, "_evaluate", lambda *_: 1.0)
+    run(preflight(config(tmp_path, steps=2, checkpoint_every=1)))
+    resumed = preflight(config(tmp_path, steps=3), NEWEST)
+    assert resumed.start.checkpoint == checkpoint(tmp_path, 1)
+    assert "holds NaN or infinity" in resumed.notes[0]
+    assert str(checkpoint(tmp_path, 2)) in resumed.notes[0]
+    named = preflight(config(tmp_path, steps=3), str(checkpoint(tmp_path, 2)))
+    assert named.start.checkpoint == checkpoint(tmp_path, 2)
+    assert "holds NaN or infinity" in named.notes[0]
 
 
 def test_the_background_changes_nothing(tmp_path: Path) -> None:

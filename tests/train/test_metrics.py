@@ -40,6 +40,17 @@ def test_a_resumed_run_drops_the_rows_of_others(tmp_path: Path) -> None:
     assert [json.loads(line).get("run") for line in path.read_text().splitlines()] == [None, "new"]
 
 
+@pytest.mark.parametrize(
+    "bad", [b'{"step": 1, "x": "\xff"}', b"[" * 100_000, b"\x00\xff", b'{"step": "1"}', b"[1]"]
+)
+def test_a_bad_byte_costs_its_own_row(tmp_path: Path, bad: bytes) -> None:
+    """0.5.0: `--resume` ended with UnicodeDecodeError, as the file was read as one text."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}')  # nor has the last line an end
+    Metrics(path, "a", resumed_at=2).write({"step": 3})
+    assert written(path) == [0, 2, 3]
+
+
 def test_a_nan_is_no_metric(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Metrics(tmp_path / "metrics.jsonl", "a").write({"step": 1, "loss": float("nan")})

@@ -97,7 +97,7 @@ def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
     """Whatever the clocks say."""
     with owned(tmp_path, "first", print, beat=0.02), monkeypatch.context() as patch:
         patch.setattr(owner, "_machine", lambda: "" if how == "unknown" else "another boot")
-        assert "its heartbeat moves" in refusal(tmp_path, patience=30.0)
+        assert "its heartbeat moves" in refusal(tmp_path, beat=0.02, patience=30.0)
     if how == "torn":
         (tmp_path / OWNER).write_bytes(b"")
     else:

@@ -67,6 +67,11 @@ class BackgroundWrite:
         ) from self._error
 
     @property
+    def failed(self) -> bool:
+        """Whether it ended in an error; False while it is under way."""
+        return self._error is not None
+
+    @property
     def failure(self) -> str | None:
         """The failure so far, in words; None without one."""
         if self._error is None:

@@ -251,6 +251,17 @@ class CheckpointWriter:
 
         self._pipe._first_alone(action, raise_error)
 
+    def check(self) -> None:
+        """Raise the error of a write that has failed by now. Not collective, and it waits for nothing.
+
+        The threads of all processes that write end together, so that each has an error within moments. Among
+        several processes the writer cannot be used again.
+        """
+        write = self._write
+        if write is not None and write.failed:
+            self.drop()
+            write.raise_error()
+
     def drop(self, linger: float = _NOTICE) -> None:
         """Abandon the write under way: it leaves no checkpoint. Not collective.
 

@@ -34,6 +34,7 @@ from penstock.models.weights.folder import (
     displaced,
     leftovers,
     looks_whole,
+    not_finite,
     remove_folder,
     remove_hidden,
     target_of,
@@ -191,6 +192,8 @@ def find_start(
     else:
         path = Path(resume).expanduser()
         check_lengths(path)
+        if odd := not_finite(path):
+            notes.append(f"penstock: warning: {odd}")
         check_fits(path, model, tied_names(model), kinds)
     state = read_state(path)
     if state["step"] >= config.train.steps:
@@ -256,6 +259,9 @@ def newest_checkpoint(
             if wanted not in (None, state["run"]):
                 torn.append(f"{path}: it is of run {state['run']}, and the last one here was {wanted}")
                 continue
+            if odd := not_finite(path):
+                rule = f"{odd}, and it would train on nothing else"
+                raise CheckpointError(f"checkpoint {path}", rule, "To go on from it, give its path")
             if check is not None:
                 check(path)
         except UnfitError:
@@ -315,8 +321,7 @@ def prune(written: Path, run: str, keep: KeepSection) -> None:
     """
     if keep.last is None:
         return
-    for path in (*leftovers(written.parent, "step-*"), *unfinished(written.parent, "step-*")):
-        remove_hidden(path)
+    remove_unfinished(written.parent.parent)
     last = int(written.name.removeprefix("step-"))
     older = sorted(
         ((step, path) for step, path in _complete(written.parent.parent, run) if step < last), reverse=True
@@ -325,6 +330,16 @@ def prune(written: Path, run: str, keep: KeepSection) -> None:
         if keep.every is None or step % keep.every:
             with suppress(CheckpointError):
                 remove_folder(path)
+
+
+def remove_unfinished(output: Path) -> None:
+    """Remove what runs that were killed in a write or in a removal have left. Only the folder's owner may.
+
+    Raises OSError.
+    """
+    folder = output / "checkpoints"
+    for path in (*leftovers(folder, "step-*"), *unfinished(folder, "step-*")):
+        remove_hidden(path)
 
 
 def _complete(output: Path, run: str) -> Iterator[tuple[int, Path]]:

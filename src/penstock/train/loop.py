@@ -115,6 +115,7 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     section, optimizer_section = run.config.train, run.config.optimizer
     if run.owner is not None:
         run.owner.check()
+    run.writer.check()
     started, parts = time.perf_counter(), Parts()
     seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # skipped steps do not count for the rate

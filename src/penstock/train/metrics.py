@@ -13,6 +13,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.models.weights.folder import UNREADABLE
+
 Row = dict[str, Any]
 
 
@@ -38,7 +40,7 @@ class Metrics:
     def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
         kept = [] if resumed_at is None or not path.exists() else _rows_until(path, run, resumed_at)
         fresh = path.with_name(f".{path.name}.new")
-        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.write_bytes(b"".join(kept))
         os.replace(fresh, path)
         self._path, self._run = path, run
 
@@ -49,15 +51,15 @@ class Metrics:
             file.write(line)
 
 
-def _rows_until(path: Path, run: str, step: int) -> list[str]:
+def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
     """The lines that are kept. Rows of versions up to 0.5.0 name no run."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
             if row["step"] <= step and row.get("run", run) == run:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # a line that a crash cut short
+                kept.append(line + b"\n")
+        except UNREADABLE:  # a line that a crash cut short, or that the disk has changed
             continue
     return kept
 

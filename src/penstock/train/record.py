@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.models.weights.folder import UNREADABLE
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import Owner, new_run
@@ -75,7 +76,7 @@ def _started(
     """
     before: dict[str, Any] = {}
     if done:
-        with suppress(OSError, ValueError):
+        with suppress(*UNREADABLE):
             found = json.loads(file.read_text(encoding="utf-8"))
             before = found if isinstance(found, dict) and found.get("run", run) == run else {}
     start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}

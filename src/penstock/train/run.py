@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
-from penstock.train.checkpoints import NEWEST, Start, find_start
+from penstock.train.checkpoints import NEWEST, Start, find_start, remove_unfinished
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
@@ -238,6 +238,9 @@ def run(prepared: Prepared) -> None:
         _make_folder(output)
         owning = owned(output, prepared.start.run or new_run(), partial(print, flush=True))
     with owning as owner:
+        if owner is not None:
+            with suppress(OSError):  # it costs room alone
+                remove_unfinished(output)
         _run(prepared, owner)
 
 

@@ -54,3 +54,28 @@ def test_values_are_made_one_after_the_other(tmp_path: Path) -> None:
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="safetensors has no such dtype"):
         write_tensors(tmp_path / "file", {"odd": torch.zeros(2, dtype=torch.complex128)})
+
+
+NOT_FINITE = {
+    "nan": torch.tensor([1.0, float("nan")]),
+    "inf": torch.tensor([float("-inf"), 1.0], dtype=torch.bfloat16),
+    "both": torch.tensor([float("inf"), float("-inf")], dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_the_entry_names_a_tensor_that_is_not_finite(tmp_path: Path, name: str) -> None:
+    """0.5.0: nothing looked at the values."""
+    held = widest_first({**HELD, name: NOT_FINITE[name]})
+    assert write_tensors(tmp_path / "file", held)["not_finite"] == name
+    assert "not_finite" not in write_tensors(tmp_path / "file", held, buffers=[name])
+
+
+def test_a_sum_that_is_too_large_is_no_value_that_is(tmp_path: Path) -> None:
+    large = {
+        dtype: torch.full((4,), torch.finfo(dtype).max, dtype=dtype)
+        for dtype in (torch.float32, torch.float16)
+    }
+    large[torch.float8_e4m3fn] = torch.ones(4).to(torch.float8_e4m3fn)
+    held = widest_first({str(dtype): value for dtype, value in large.items()})
+    assert "not_finite" not in write_tensors(tmp_path / "file", held)

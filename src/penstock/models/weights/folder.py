@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from safetensors import SafetensorError
 
@@ -52,10 +52,11 @@ UNREADABLE = (
 
 
 class Entry(TypedDict):
-    """A file in the manifest: its bytes and their hash."""
+    """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any."""
 
     size: int
     sha256: str
+    not_finite: NotRequired[str]
 
 
 Hashed = dict[str, Entry]  # by the file's name in the folder
@@ -127,6 +128,14 @@ def check_lengths(path: Path, *, added: bool = False) -> None:
         if not hidden and (not added or name.endswith(_WEIGHTS)):
             rule = "the manifest does not list this file, and it might be read"
             raise CheckpointError(f"checkpoint {path}: {name}", rule, "Move it out of the folder")
+
+
+def not_finite(path: Path) -> str:
+    """What of the folder `path` held NaN or infinity as it was written, in words; empty where nothing did."""
+    found = (
+        (name, entry["not_finite"]) for name, entry in read_manifest(path).items() if "not_finite" in entry
+    )
+    return next((f"{tensor} in {name} holds NaN or infinity" for name, tensor in found), "")
 
 
 def check_contents(path: Path, name: str) -> None:
@@ -325,14 +334,20 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(name: str, *, size: int, sha256: str) -> Entry:
+def _entry(name: str, *, size: int, sha256: str, not_finite: str = "") -> Entry:
     """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
     inside = PurePosixPath(name)
     if name in ("", ".", MANIFEST) or inside.is_absolute() or ".." in inside.parts or str(inside) != name:
         raise ValueError(f"{name!r} is no file of the folder")
     if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"{name!r} has size={size!r}, sha256={sha256!r}")
-    return {"size": size, "sha256": sha256}
+    return made_entry(size, sha256, not_finite)
+
+
+def made_entry(size: int, sha256: str, not_finite: str = "") -> Entry:
+    """An entry with its keys in the order of a manifest. not_finite: empty for none"""
+    made: Entry = {"size": size, "sha256": sha256}
+    return {**made, "not_finite": str(not_finite)} if not_finite else made
 
 
 @contextmanager

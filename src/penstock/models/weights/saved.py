@@ -228,7 +228,8 @@ class FileLayout:
         """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
         chosen = {name: value for held in self.files for name, value in held.items() if name in names}
         layout = widest_first(chosen)
-        return write_tensors(file, layout, self._converted(layout))
+        buffers = {name for name, _ in self.stage.named_buffers()}
+        return write_tensors(file, layout, self._converted(layout), buffers)
 
     def _converted(self, layout: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a file in its order. A group of several widths is converted once for each."""
