@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("batch",),
     ("schedule",),
+    ("reading",),
     ("errors",),
 )
 

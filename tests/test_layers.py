@@ -26,6 +26,7 @@ LAYERS = (
     "runtime",
     "batch",
     "schedule",
+    "reading",
     "errors",
 )
 UNRELATED = {("parallel", "models")}  # though one stands higher

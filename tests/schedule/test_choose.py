@@ -113,11 +113,11 @@ def test_what_is_neither_name_nor_mapping_is_refused() -> None:
 def test_a_schedule_that_would_fill_the_memory_is_refused(sizes: tuple[int, int]) -> None:
     """Version 0.2.0 built it until it was killed."""
     ranks, microbatches = sizes
-    with pytest.raises(ConfigError, match="would fill the memory"):
+    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
         build("gpipe", ranks=ranks, microbatches=microbatches)
-    with pytest.raises(ConfigError, match="would fill the memory"):
+    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
         compare(ranks=ranks, microbatches=microbatches)
-    with pytest.raises(ConfigError, match="would fill the memory"):
+    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
         build("hanayo", ranks=4, microbatches=8, waves=10**9)
 
 

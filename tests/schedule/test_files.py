@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -232,9 +233,10 @@ HOSTILE_CSV = [
     ),
     (b"0F0\n2F0\n", "row 2, column 1: 2F0 is of stage 2, and stage 1 is nowhere"),
     (b"0F0\n999999999F0\n", "stage 999999998 is nowhere"),
-    (b"\n" * 200_000 + b"0F0\n", "more than 100,000 rows"),
+    (b"\n" * 200_000 + b"0F0\n", "more than 4,096 rows or stages"),
     (b"no,csv\nat,all\n", "4 cells are wrong:\n  row 1, column 1: 'no' is no op\n  row 1, column 2"),
     (b"x\n" * 50, "and 40 more"),
+    (b"0F0," * 1_000_001, "more than 1,000,000 ops"),
 ]
 
 
@@ -280,6 +282,9 @@ HOSTILE_JSON: list[tuple[bytes | dict[str, Any], str]] = [
     (b"[" * 100_000, "cannot be read as JSON"),
     (b'{"microbatches": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
     (b'{"format": "penstock schedule", "version": 1}', "the key 'name' is missing"),
+    (b"[" + b"1," * 1_000_001, "more than 1,000,000 ops"),
+    ({"rank_of": list(range(5000))}, "more than 4,096 rows or stages"),
+    ({"programs": [[]] * 5000}, "more than 4,096 rows or stages"),
 ]
 
 
@@ -322,12 +327,14 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path) -> None:
 def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
     unreadable: list[tuple[str | Path, str]] = [
         (tmp_path / "none.csv", "cannot be read: No such file or directory"),
-        (tmp_path / "a.csv", "cannot be read: it is no file"),
+        (tmp_path / "a.csv", "cannot be read: it is a folder"),
+        (tmp_path / "pipe.json", "cannot be read: it is a pipe"),
         ("zero\0byte.csv", "cannot be read"),
         (tmp_path / "s.txt", r"\.txt chooses none. End the path in \.json or in \.csv"),
         (tmp_path / "s", "no ending chooses none"),
     ]
     (tmp_path / "a.csv").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")
     for path, said in unreadable:
         with pytest.raises(ConfigError, match=said):
             load(path)

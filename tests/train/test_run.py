@@ -222,7 +222,7 @@ def refused(kind: type[Exception], made: TrainConfig, resume: str | None = None)
         (ConfigError, "inference: it holds no backward", {}, {"pipeline.schedule": "inference"}),
         (ModelError, "model_type='t5'", {"model_type": "t5"}, {}),
         (ConfigError, "output.folder", {}, {"output.folder": "/dev/null/out"}),
-        (DataError, "it holds no text", {}, {"data.path": "/dev/null"}),
+        (DataError, "it is a device", {}, {"data.path": "/dev/null"}),
     ],
 )
 def test_what_is_wrong_is_found_before_a_weight_is_read(

@@ -40,10 +40,13 @@ def check(
     rows: int | None,
     length: int | None,
     tolerance: float | None,
+    trusted: bool = False,
 ) -> bool:
     """Compare the split model with the whole one, and print the result.
 
     The options are those of the command; None takes what fits the model and the schedule.
+
+    trusted: whether Python code in the folder may run
 
     Returns: whether all is equal.
     Raises: ConfigError, and what AutoPipeline raises.
@@ -60,6 +63,7 @@ def check(
         seed=_SEED,
         device="cpu",
         transport="local",
+        trust_remote_code=trusted,
     )
     plan = auto.build_plan(folder)
     model = plan.source.model
@@ -94,7 +98,10 @@ def whole_model(folder: Path, auto: AutoPipeline, plan: BuildPlan) -> PreTrained
     transformers_logging.disable_progress_bar()
     try:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=plan.source.model.dtype, local_files_only=True
+            folder,
+            dtype=plan.source.model.dtype,
+            local_files_only=True,
+            trust_remote_code=auto.trust_remote_code,
         )
     finally:
         if bar:

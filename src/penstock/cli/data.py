@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from penstock.batch.loss import IGNORED
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
-from penstock.models.source import config_of
+from penstock.models.model_folder import config_of
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, Rows, SourceRows
@@ -29,7 +29,11 @@ _COUNTED, _OTHER = "bold green", "dim"
 def show(config: TrainConfig, rows: int) -> None:
     """Print totals of each source, and the first `rows` rows of the run. Raises DataError, ConfigError."""
     named = named_model(config.model)
-    model = named if isinstance(named, PretrainedConfig) else config_of(Path(str(named)))
+    model = (
+        named
+        if isinstance(named, PretrainedConfig)
+        else config_of(Path(str(named)), config.model.trust_remote_code)
+    )
     tokenizer = tokenizer_of(config)
     data = load_data(config, tokenizer, int(model.get_text_config().vocab_size))
     console = Console(highlight=False)

@@ -113,6 +113,10 @@ def data_show(
         show(settings, rows)
 
 
+Trust = Annotated[bool, typer.Option(
+    "--trust-remote-code", help="Let Python code in the model's folder run.")]  # fmt: skip
+
+
 class Dtype(Enum):
     """The dtypes that `check` computes in."""
 
@@ -140,6 +144,7 @@ def check(
         help="Tokens a row. Default: 32, or more than a short sliding window.")] = None,
     tolerance: Annotated[float | None, typer.Option(
         help="Largest difference that passes, relative to a gradient's largest entry.")] = None,
+    trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Check that a model, split into stages, computes what the whole one does.
 
@@ -157,7 +162,14 @@ def check(
     from penstock.cli.check import check as compare
 
     passed = compare(
-        folder, chosen, layout=layout, dtype=dtype.value, rows=rows, length=length, tolerance=tolerance
+        folder,
+        chosen,
+        layout=layout,
+        dtype=dtype.value,
+        rows=rows,
+        length=length,
+        tolerance=tolerance,
+        trusted=trust_remote_code,
     )
     if not passed:
         raise typer.Exit(1)
@@ -190,6 +202,7 @@ def merge(
     base: Annotated[Path | None, typer.Option(
         help="The base model's folder. Default: the one that adapter_config.json names.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "50GB",
+    trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Merge an adapter into its base model.
 
@@ -200,7 +213,7 @@ def merge(
     """
     from penstock.cli.merge import merge_folder
 
-    merged = merge_folder(folder, out, base, max_shard_size)
+    merged = merge_folder(folder, out, base, max_shard_size, trusted=trust_remote_code)
     print(f"{out} holds the base model with {merged}")
 
 

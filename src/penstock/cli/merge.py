@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,31 +11,35 @@ from transformers import PreTrainedModel
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
-from penstock.models.source import Source, open_source, other_files
+from penstock.models.model_folder import other_files
+from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
-from penstock.models.weights.saved_adapter import ADAPTER_CONFIG, check_base, load_adapter
+from penstock.models.weights.saved_adapter import ADAPTER_CONFIG, check_base, load_adapter, read_object
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import newest_checkpoint
 
 
-def merge_folder(adapter: Path, out: Path, base: Path | None, max_shard_size: str) -> Path:
+def merge_folder(
+    adapter: Path, out: Path, base: Path | None, max_shard_size: str, *, trusted: bool = False
+) -> Path:
     """Write the merged model into `out`, complete or not at all.
 
     Args:
         adapter: a folder that holds one, or the output folder of a run
         base: the folder of the base model; None takes the one that the adapter names
+        trusted: whether Python code in that folder may run
 
     Returns the folder of the adapter.
     Raises ConfigError, CheckpointError, ModelError.
     """
     limit = parsed_size(max_shard_size)
     folder = _adapter_folder(adapter)
-    config = import_peft().PeftConfig.from_pretrained(str(folder))
+    config = _adapter_config(folder)
     named = base or config.base_model_name_or_path
     if not named or not Path(named).is_dir():
         raise ConfigError(
@@ -42,7 +47,7 @@ def merge_folder(adapter: Path, out: Path, base: Path | None, max_shard_size: st
             "Give the base model's folder: --base FOLDER",
         )  # fmt: skip
     config.init_lora_weights = True  # the values come from the file
-    source = open_source(Path(named), None, None, config)
+    source = open_source(Path(named), None, None, config, trusted=trusted)
     if not source.files:
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
     check_base(folder, source.base_fingerprint(0))
@@ -60,6 +65,16 @@ def _adapter_folder(folder: Path) -> Path:
         found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
         raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")
     return newest
+
+
+def _adapter_config(folder: Path) -> Any:
+    """What PEFT reads of the adapter. Raises CheckpointError."""
+    read_object(folder / ADAPTER_CONFIG)
+    try:
+        return import_peft().PeftConfig.from_pretrained(str(folder))
+    except (ValueError, KeyError, TypeError, AttributeError) as cause:
+        rule, remedy = f"PEFT cannot read it: {cause}", "Give a folder that PEFT or penstock wrote"
+        raise CheckpointError(str(folder / ADAPTER_CONFIG), rule, remedy) from cause
 
 
 class _Merger:

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
@@ -25,6 +24,7 @@ from penstock.models.adapters import (
     unwrap,
     without_adapters,
 )
+from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
 from penstock.models.tracing.meta import is_empty
 from penstock.models.weights import files as weights
@@ -34,15 +34,6 @@ from penstock.models.weights.folder import MANIFEST, check_lengths
 from penstock.models.weights.saved import FileLayout
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
-
-# files of a model folder, other than weights and config, that transformers reads: of tokenizers (the
-# vocabularies of each kind, chat templates), and of generation and processors
-TOKENIZER = (
-    "*token*.json", "*vocab*.json", "*vocab*.txt", "*vocab*.bpe", "merges.txt", "*.model", "*.spm",
-    "*.tiktoken", "*.codes", "*.tokenizer", "dict.txt", "emoji.json", "normalizer.json", "byte_maps.json",
-    "word_*.json", "chat_template*", "additional_chat_templates/*.jinja",
-)  # fmt: skip
-OTHERS = ("generation_config.json", "*processor*.json")
 
 
 @dataclass(frozen=True)
@@ -135,6 +126,8 @@ def open_source(
     attention: str | None,
     adapter: LoraConfig | None = None,
     quantize: Quantize | None = None,
+    *,
+    trusted: bool = False,
 ) -> Source:
     """Find the model without reading any weight. Of a folder that penstock wrote it checks the lengths.
 
@@ -143,6 +136,7 @@ def open_source(
     dtype, attention: None takes the config's
     adapter: of a new adapter; not for an object
     quantize: of the matrices under an adapter
+    trusted: whether Python code of the folder may run
     Raises ConfigError, ModelError, CheckpointError.
     """
     model = unwrap(model)
@@ -157,12 +151,12 @@ def open_source(
     written: Path | None = None
     config = model
     if isinstance(model, str | Path):
-        folder, config = Path(model).absolute(), config_of(Path(model))
+        folder, config = Path(model).absolute(), config_of(Path(model), trusted)
         if (folder / MANIFEST).is_file():
             check_lengths(folder, added=True)
             written = folder
         if folder.is_dir():
-            files, others = tuple(weights.weight_files(folder)), other_files(folder)
+            files, others = tuple(weights.weight_files(folder)), other_files(folder, trusted=trusted)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
@@ -172,8 +166,12 @@ def open_source(
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype, **options)
+            built = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or config.dtype, trust_remote_code=trusted, **options
+            )
     except Exception as cause:  # whatever a model's own code says to a config that it does not take
+        if is_refused_code(cause):
+            raise code_refused(f"model_type={config.model_type!r}") from None
         said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         if attention is not None and "attention" in said.lower().replace("attn", "attention"):
             rule = f"transformers knows no such attention for {config.model_type}: {said}"
@@ -224,19 +222,21 @@ def open_without_flash(
     attention: str | None,
     adapter: LoraConfig | None = None,
     quantize: Quantize | None = None,
+    *,
+    trusted: bool = False,
 ) -> tuple[Source, str | None]:
     """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
 
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
     """
     try:
-        return open_source(model, dtype, attention, adapter, quantize), None
+        return open_source(model, dtype, attention, adapter, quantize, trusted=trusted), None
     except ModelError as error:
-        config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)))
+        config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)), trusted)
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa", adapter, quantize)
+    source = open_source(model, dtype, "sdpa", adapter, quantize, trusted=trusted)
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash
@@ -259,13 +259,6 @@ def sdpa_for_flash() -> Iterator[None]:
             del ALL_ATTENTION_FUNCTIONS[name]
 
 
-def other_files(folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS)) -> dict[str, Path]:
-    """The files of tokenizer, generation and processors in a model's folder, by their names in it."""
-    found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
-    files = {file.relative_to(folder).as_posix(): file for file in found if file.is_file()}
-    return {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
-
-
 def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> None:
     """Raise ModelError where another dtype or attention is asked for than the model object has."""
     for option, wanted, present in (
@@ -278,23 +271,3 @@ def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention:
                 "a model object is taken as it is",
                 "Build the object so, or give its config or folder in its place",
             )
-
-
-def config_of(folder: Path) -> PretrainedConfig:
-    """The config of a model's folder. Raises ModelError."""
-    if not (folder / "config.json").is_file():
-        remedy = "Give the path of a local Hugging Face model folder"
-        if (folder / "adapter_config.json").is_file():
-            remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
-        raise ModelError(
-            f"model folder {folder}",
-            "it holds no config.json" if folder.is_dir() else "there is no such folder",
-            remedy,
-        )
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as cause:
-        raise ModelError(
-            str(folder / "config.json"), f"transformers cannot read it: {cause}", "Fix or replace the file"
-        ) from cause
-    return config

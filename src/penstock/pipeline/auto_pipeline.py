@@ -98,6 +98,8 @@ class AutoPipeline(Options):
             is frozen. A model object brings its own: give get_peft_model(model, config).
         quantize: "nf4" puts the matrices under the adapter in 4 bits (QLoRA, by torchao). Not with other
             axes.
+        trust_remote_code: whether Python code in the model's folder may run, for a model that transformers
+            has no code for
     """
 
     embedding_weight: int | None = None
@@ -116,6 +118,7 @@ class AutoPipeline(Options):
     replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
+    trust_remote_code: bool = False
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
@@ -135,7 +138,9 @@ class AutoPipeline(Options):
             parse_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
         verify(schedule)
-        source = open_source(model, self.dtype, self.attention, self.adapter, self.quantize)
+        source = open_source(
+            model, self.dtype, self.attention, self.adapter, self.quantize, trusted=self.trust_remote_code
+        )
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
             refuse_padding(source.model)

@@ -31,12 +31,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import StringIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Op, Pair, Placement, Schedule
+from penstock.reading import open_regular, parse_json
+from penstock.schedule.ops import MAX_STAGES, Op, Pair, Placement, Schedule
 
 # ---- Cells: ops as text, each at a place that an error can name
 
@@ -151,8 +151,8 @@ def _likely_cause(text: str) -> str:
 _FORMAT, _VERSION = "penstock schedule", 1
 _KEYS = {"format": str, "version": int, "name": str, "microbatches": int, "rank_of": list, "replicas": int,
          "programs": list}  # fmt: skip
-_LARGEST = 32 * 2**20  # bytes: some three million ops
-_MOST_ROWS = 100_000
+_LARGEST = 32 * 2**20  # bytes
+_MOST_OPS = 1_000_000  # 64 ranks with 2 stages each and 1024 microbatches have 400,000 of three kinds
 
 
 def dump(schedule: Schedule, path: str | Path) -> None:
@@ -233,9 +233,7 @@ def _text(path: Path) -> str:
     """The text of the file. UTF-8 only: in practice, the only other encoding is Excel's UTF-16."""
     wrong, remedy = "", "Give a .json or .csv file that penstock or PyTorch has written"
     try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is no file")  # a folder, or a device that may never end
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -263,6 +261,7 @@ def _to_csv(schedule: Schedule) -> str:
 
 
 def _from_csv(text: str, path: Path, placement: Placement | None) -> Schedule:
+    _check_counts(path, rows=text.count("\n"), cells=text.count(","))
     rows = _rows(text, path)
     cells = Cells(path, lambda at: f"row {at[0] + 1}, column {at[1] + 1}", communication=True)
     programs = tuple(cells.program(rank, row) for rank, row in enumerate(rows))
@@ -274,19 +273,26 @@ def _from_csv(text: str, path: Path, placement: Placement | None) -> Schedule:
     return Schedule(path.stem, where, microbatches, programs, frozenset(cells.overlaps))
 
 
+def _check_counts(path: Path, *, rows: int, cells: int) -> None:
+    """Raise ConfigError for more than any schedule has, before something is made of them."""
+    if rows > MAX_STAGES:
+        rule = f"it has more than {MAX_STAGES:,} rows or stages, and a row is a rank"
+        raise _wrong(path, rule, "Write the ops of a rank into one row")
+    if cells > _MOST_OPS:
+        raise _wrong(path, f"it has more than {_MOST_OPS:,} ops", "Take fewer microbatches or ranks")
+
+
 def _rows(text: str, path: Path) -> list[list[str]]:
     """The cells, without empty rows at the end."""
     reader = csv.reader(StringIO(text, newline=""), strict=True)
     try:
-        rows = list(islice(reader, _MOST_ROWS + 1))
+        rows = list(reader)
     except csv.Error as error:
         rule = f"line {reader.line_num} is no CSV: {error}"
         raise _wrong(path, rule, "Separate ops by commas, and leave quotes out") from error
-    if len(rows) > _MOST_ROWS:
-        rule = f"it has more than {_MOST_ROWS:,} rows, and a row is a rank"
-        raise _wrong(path, rule, "Write the ops of a rank into one row")
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
+    _check_counts(path, rows=len(rows), cells=0)  # a line may end in \r alone
     return rows
 
 
@@ -306,7 +312,9 @@ def _to_json(schedule: Schedule) -> str:
 
 
 def _from_json(text: str, path: Path, placement: Placement | None) -> Schedule:
+    _check_counts(path, rows=0, cells=text.count(","))
     data = _fields(text, path)
+    _check_counts(path, rows=max(len(data["rank_of"]), len(data["programs"])), cells=0)
     stored = _placement(data["rank_of"], data["replicas"], path)
     if placement is not None and placement != stored:
         raise _malformed(path, f"its placement {stored} is another one than the {placement} given")
@@ -322,10 +330,10 @@ def _from_json(text: str, path: Path, placement: Placement | None) -> Schedule:
 def _fields(text: str, path: Path) -> dict[str, Any]:
     """The keys of the file, each checked for its type."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         raise _malformed(path, f"line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or a thousand brackets
+    except ValueError as error:  # a number of thousands of digits, or a thousand brackets
         raise _malformed(path, f"it cannot be read as JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise _malformed(path, f'it does not say "format": "{_FORMAT}"')

@@ -232,6 +232,7 @@ class Violation:
         return ": ".join(filter(None, (where, op, self.rule)))
 
 
+MAX_STAGES = 4096  # no model has more layers to put into them; the longest pipelines have some hundred
 _MAX_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 1024 microbatches have 131,072
 
 
@@ -240,6 +241,12 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
     for name, number in (("ranks", ranks), ("microbatches", microbatches)):
         if type(number) is not int or number < 1:
             raise not_a_count(name, number)
+    if ranks * stages_per_rank > MAX_STAGES:
+        raise ConfigError(
+            f"{ranks} ranks with {stages_per_rank} stages each",
+            f"a pipeline has at most {MAX_STAGES:,} stages",
+            "Give smaller numbers",
+        )
     if ranks * stages_per_rank * microbatches > _MAX_FORWARDS:
         raise ConfigError(
             f"{ranks} ranks with {stages_per_rank} stages each and {microbatches} microbatches",

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
-from penstock.models.source import TOKENIZER, other_files
+from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.step import StepResult
 from penstock.runtime.rng import generator_of

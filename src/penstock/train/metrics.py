@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from penstock.models.weights.folder import UNREADABLE
+from penstock.reading import parse_json
 
 Row = dict[str, Any]
 
@@ -56,7 +57,7 @@ def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
     kept = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if row["step"] <= step and row.get("run", run) == run:
                 kept.append(line + b"\n")
         except UNREADABLE:  # a line that a crash cut short, or that the disk has changed

@@ -11,7 +11,8 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
-from penstock.models.source import ModelLike, config_of
+from penstock.models.model_folder import config_of, wrong_layers
+from penstock.models.source import ModelLike
 from penstock.train.config.sections import ModelSection
 
 # keys of older config.json files that transformers still reads, and one that no config.json has
@@ -25,7 +26,7 @@ def named_model(section: ModelSection) -> ModelLike:
     assert section.path is not None
     folder = Path(section.path).expanduser()
     if section.weights == "random":
-        return config_of(folder)
+        return config_of(folder, section.trust_remote_code)
     return folder
 
 
@@ -56,6 +57,9 @@ def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
         if key not in names:
             remedy = _suggest(key, names, f"See the keys of {kind} in transformers")
             raise ConfigError(f"model.config.{key}={value}", f"{kind} has no such key", remedy)
+    if wrong := wrong_layers(keys):
+        key, number, rule = wrong
+        raise ConfigError(f"model.config.{key}={number}", rule, "Fix that number")
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # each config class checks its keys in its own way

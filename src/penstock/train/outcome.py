@@ -64,7 +64,8 @@ def report_outcome(
     shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
     print(f"bubble of the last step  {shares}", flush=True)
     if config.output.sample_prompt is not None:
-        text = sample(outcome.checkpoint, config.output, config.train.seed)
+        trusted = config.model.trust_remote_code
+        text = sample(outcome.checkpoint, config.output, config.train.seed, trusted=trusted)
         print(f"sample from the checkpoint, by plain transformers:\n{text}", flush=True)
 
 
@@ -84,14 +85,17 @@ def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: Pretrained
         raise ConfigError(value, rule, f"Write other text, or take a vocab_size above {max(ids)}")
 
 
-def sample(checkpoint: Path, section: OutputSection, seed: int) -> str:
+def sample(checkpoint: Path, section: OutputSection, seed: int, *, trusted: bool = False) -> str:
     """The prompt and its continuation by the saved model: transformers' `generate` at a low temperature.
 
     It ends where the model's positions end, as a model with a table of positions has no row for more.
+
+    Args:
+        trusted: whether Python code in the checkpoint may run
     """
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trusted)
     logging.disable_progress_bar()  # "Loading weights" in the middle of the summary
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=trusted)
     logging.enable_progress_bar()
     encoded = tokenizer(section.sample_prompt, return_tensors="pt")
     count, longest = section.sample_tokens, positions(model.config)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.models.weights.folder import UNREADABLE
+from penstock.reading import read_json
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import Owner, new_run
@@ -77,7 +78,7 @@ def _started(
     before: dict[str, Any] = {}
     if done:
         with suppress(*UNREADABLE):
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = read_json(file)
             before = found if isinstance(found, dict) and found.get("run", run) == run else {}
     start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}
     return {

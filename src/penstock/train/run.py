@@ -140,7 +140,9 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     """
     config = for_world(config, world)
     named, auto = named_model(config.model), make_auto(config)
-    source, flash = open_without_flash(named, auto.dtype, auto.attention, auto.adapter, auto.quantize)
+    source, flash = open_without_flash(
+        named, auto.dtype, auto.attention, auto.adapter, auto.quantize, trusted=auto.trust_remote_code
+    )
     # of the model itself, which is opened by now
     opened = replace(auto, dtype=None, attention=None, adapter=None)
     plan = replace(opened.build_plan(source.model), source=source)

@@ -148,6 +148,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         attention=model.attention,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
         quantize=None if config.adapter is None else config.adapter.quantize,
+        trust_remote_code=model.trust_remote_code,
         device="cpu" if config.train.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
         trace_folder=trace_folder(config, axes),

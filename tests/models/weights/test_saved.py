@@ -21,7 +21,7 @@ from models.test_every_model import REFUSED
 from models.weights.test_files import stored
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
-from penstock.models.source import other_files
+from penstock.models.model_folder import other_files
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES
 from penstock.models.weights.saved import FileLayout, SavedModel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from dataclasses import replace
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from penstock.batch.padding import Padding
 from penstock.errors import DataError
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import SourceSection, TrainConfig
+from penstock.train.data import sources
 from penstock.train.data.loading import Batch, Data, load_data
 from penstock.train.data.packing import PACKINGS, Pieces, one_each
 from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
@@ -247,6 +249,62 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, message: str) -> Non
     assert message in found
     assert f"data file {tmp_path / 'a.jsonl'} line 2" in found
     assert "Mend it, or remove it" in found
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.parquet", "a.bin"])
+@pytest.mark.parametrize("device", [True, False], ids=["a device", "a pipe"])
+def test_what_is_no_file_is_refused_unopened(tmp_path: Path, name: str, device: bool) -> None:
+    """0.5.0: a pipe was waited for without end, and a device filled the memory: both exist, as files do."""
+    path = tmp_path / name
+    path.symlink_to("/dev/zero") if device else os.mkfifo(path)
+    assert f"it is a {'device' if device else 'pipe'}, and no regular file" in refused(path)
+
+
+def test_a_record_that_nests_too_deep_is_named(tmp_path: Path) -> None:
+    """0.5.0: it was a RecursionError of Python's reader of JSON."""
+    deep = '{"text": ' + "[" * 100_000
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' + deep)
+    assert "line 2: it is not JSON: its lists and objects nest deeper" in refused(tmp_path / "a.jsonl")
+    (tmp_path / "a.json").write_text('[{"text": "good"}, ' + deep)
+    assert "entry 2: it is not JSON: its lists" in refused(tmp_path / "a.json", kind="jsonl")
+
+
+def test_a_record_of_json_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: a line was read whole, however long: here of a file of a terabyte."""
+    monkeypatch.setattr(sources, "_LONGEST", 1 << 16)
+    monkeypatch.setattr(sources, "_READ", 1 << 10)
+    for name, start in (("a.jsonl", ""), ("a.json", "[ ")):
+        (tmp_path / name).write_text(start + '{"text": "')
+        os.truncate(tmp_path / name, 1 << 40)
+        with pytest.raises(DataError, match=r"(line|entry) 1: (a record has 64 KiB at most|it is not JSON)"):
+            next(open_source(SourceSection(path=str(tmp_path / name), kind="jsonl")).records())
+
+
+@pytest.mark.parametrize("read", [1, 7, 1 << 20])
+def test_the_entries_of_a_list_are_parsed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int
+) -> None:
+    """0.5.0: all of them at once, so that 90 MB of empty lists took 2.5 GB before the first was refused."""
+    monkeypatch.setattr(sources, "_READ", read)
+    file = tmp_path / "a.json"
+
+    def entries(text: str) -> list[Any]:
+        file.write_text(text)
+        return [each.content for each in open_source(SourceSection(path=str(file), kind="jsonl")).records()]
+
+    found = [{"a": n, "b": [{"text": "ä, ]"}]} for n in range(20)]
+    assert entries(json.dumps(found, indent=1)) == entries(json.dumps(found)) == found
+    assert entries(" [ ] ") == []
+    for text, message in (
+        ("[[]" + ", []" * 10_000, "entry 1: each entry of the list is an object"),
+        ('[{"a": 1}', "entry 2: it is not JSON: a list goes on"),
+        ('[{"a": 1} {', "entry 2: it is not JSON: a list goes on"),
+        ('[{"a": 1}, ', "entry 2: it is not JSON"),
+        ('[{"a": 1}] x', "entry 2: it is not JSON: a list goes on with a comma, or ends"),
+        ("[1234567890]", "entry 1: each entry of the list is an object"),
+    ):
+        with pytest.raises(DataError, match=message):
+            entries(text)
 
 
 def test_where_the_first_line_has_no_text_the_field_may_be_another(tmp_path: Path) -> None:

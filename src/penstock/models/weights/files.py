@@ -6,7 +6,6 @@ apply on the way in and out.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import PieceReader, TensorsOnDevice
+from penstock.reading import LARGEST_JSON, open_regular, read_json, size
 from penstock.runtime.copies import CudaCopies
 
 INDEX = "model.safetensors.index.json"
@@ -72,11 +72,13 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / INDEX).is_file():
         try:
-            listed = json.loads((folder / INDEX).read_text())["weight_map"].values()
+            listed = read_json(folder / INDEX)["weight_map"].values()
             files = [folder / name for name in sorted(set(listed))]
         except UNREADABLE as cause:
             raise CheckpointError(
-                str(folder / INDEX), f"it is no index of weight files ({cause!r})", "Copy the folder again"
+                str(folder / INDEX),
+                f"it is no index of weight files ({_why(cause)})",
+                "Copy the folder again",
             ) from cause
     else:
         files = [folder / SINGLE] if (folder / SINGLE).is_file() else []
@@ -94,8 +96,15 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+def _why(cause: Exception) -> str:
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    return str(cause) if isinstance(cause, ValueError) else repr(cause)
+
+
 def _open(file: Path) -> Any:
     """Open a safetensors file, whose header has to fit its length. Raises CheckpointError."""
+    check_header(file)
     try:
         # not mapped into memory: training must not depend on what becomes of the file, and pages of a map
         # that were read would count as the process's memory
@@ -107,6 +116,19 @@ def _open(file: Path) -> Any:
         ) from cause
     except OSError as cause:
         raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
+
+
+def check_header(file: Path) -> None:
+    """Raise CheckpointError for a header of which nobody knows what it takes once it is parsed."""
+    try:
+        with open_regular(file) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+    except OSError as cause:
+        rule = f"it cannot be read ({cause.strerror or cause})"
+        raise CheckpointError(str(file), rule, "Copy or write it again") from cause
+    if LARGEST_JSON < length < file.stat().st_size:  # of another one the error says more
+        rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
+        raise CheckpointError(str(file), rule, "Write its tensors into several files")
 
 
 def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device = _HOST) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from safetensors import SafetensorError
 
 from penstock.errors import AlteredError, CheckpointError, RunError
+from penstock.reading import read_text
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Processes
@@ -313,7 +314,7 @@ def read_manifest(path: Path) -> Hashed:
             )
         if not file.is_file():
             raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
-        text = file.read_bytes().decode("utf-8")  # read_text would make one of all ends of a line
+        text = read_text(file)
     try:
         held = json.loads(text, object_pairs_hook=_each_once)
         files = {name: _entry(name, **entry) for name, entry in held["files"].items()}

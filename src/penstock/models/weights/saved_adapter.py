@@ -26,9 +26,10 @@ from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import DTYPES, Ties
-from penstock.models.weights.folder import UNREADABLE, Hashed, readable, together
+from penstock.models.weights.folder import Hashed, together
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
 from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.reading import read_json
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
@@ -133,18 +134,23 @@ class SavedAdapter(SavedModel):
                         raise _unfit(folder, f"{key} is {shape}, not {list(value.shape)}")
 
     def _check_config(self, folder: Path) -> None:
-        try:
-            content = dict(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")))
-        except UNREADABLE as cause:
-            raise CheckpointError(
-                f"{folder / ADAPTER_CONFIG}",
-                f"it cannot be read: {cause}",
-                "Give a folder that holds an adapter",
-            ) from cause
+        content = read_object(folder / ADAPTER_CONFIG)
         ours = self.adapter.facts
         for key in _MEANING:
             if content.get(key, ours.get(key)) != ours.get(key):
                 raise _unfit(folder, f"adapter with {key}={content[key]}", f"the model has {ours.get(key)}")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The keys of a JSON file of an adapter. Raises CheckpointError."""
+    try:
+        content = read_json(file)
+        if not isinstance(content, dict):
+            raise ValueError("it holds no keys")
+        return content
+    except (OSError, ValueError) as cause:
+        rule = f"it cannot be read: {getattr(cause, 'strerror', None) or cause}"
+        raise CheckpointError(str(file), rule, "Give a folder that holds an adapter") from cause
 
 
 def safe_open_adapter(folder: Path) -> Any:
@@ -179,8 +185,7 @@ def check_base(folder: Path, base: Callable[[], str]) -> None:
     file = folder / BASE
     if not file.is_file():
         return
-    with readable(folder, BASE):
-        trained_on = json.loads(file.read_text(encoding="utf-8")).get("fingerprint")
+    trained_on = read_object(file).get("fingerprint")
     if trained_on != (fingerprint := base()):
         raise UnfitError(
             f"adapter {folder}",

@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from penstock.errors import ConfigError
+from penstock.reading import DEEPEST, read_text, size
 from penstock.train.config.sections import TrainConfig
 from penstock.train.optimizer import OPTIMIZERS
 from penstock.train.trackers import TRACKERS
@@ -20,6 +21,7 @@ from penstock.train.trackers import TRACKERS
 _TAGGED: dict[str, type[BaseModel]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
 _TAGGED |= {f"of {name}": section for name, section in TRACKERS.items()}
 _BRANCHES = ("mode", "settings", *_TAGGED)
+_SHOWN = 20  # of the things that are wrong
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
@@ -37,21 +39,24 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
-        found = [_finding(entry) for entry in error.errors(include_url=False)]
-    if len(found) == 1:
+        wrong = error.errors(include_url=False)
+    found = [_finding(entry) for entry in wrong[:_SHOWN]]
+    if len(wrong) == 1:
         raise ConfigError(*found[0])
     lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in found)
-    raise ConfigError(f"config {path}", f"{len(found)} things are wrong with it:{lines}", "Fix each of them")
+    lines += f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    raise ConfigError(f"config {path}", f"{len(wrong)} things are wrong with it:{lines}", "Fix each of them")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = _parse(path.read_text(encoding="utf-8"))
+        tree = _parse(read_text(path, _LARGEST))
     except OSError as error:
         rule = f"the config file cannot be read ({error.strerror})"
-        raise ConfigError(f"config {path}", rule, "Give the path of a YAML file") from None
+        remedy = f"Give the path of a YAML file of at most {size(_LARGEST)}"
+        raise ConfigError(f"config {path}", rule, remedy) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        rule = f"it is not YAML: {' '.join(str(error).split())}"
+        rule = f"it is not YAML: {_in_a_line(error)}"
         raise ConfigError(f"config {path}", rule, "Fix that line") from None
     if not isinstance(tree, dict):
         rule = f"it holds sections of keys, and here is {_kind(tree)}"
@@ -61,15 +66,15 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
-    value, (name, equals, text) = f"argument {override!r}", override.partition("=")
+    value, (name, equals, text) = f"argument {_shown(override)}", override.partition("=")
     keys = name.split(".")
-    if not equals or len(keys) < 2 or not all(keys):
+    if not equals or not 2 <= len(keys) <= DEEPEST or not all(keys):
         rule = "what follows the config file is section.key=value"
         raise ConfigError(value, rule, "Write it like train.steps=200")
     try:
         parsed = _parse(text)
     except yaml.YAMLError as error:
-        rule = f"its value is not YAML: {' '.join(str(error).split())}"
+        rule = f"its value is not YAML: {_in_a_line(error)}"
         raise ConfigError(value, rule, "Quote it") from None
     for key in keys[:-1]:
         if tree.get(key) is None:
@@ -193,12 +198,22 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
             yield from _models_in(inner)
 
 
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
 def _shown(value: object) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ---- YAML as people mean it: 1e-3 is a number, a day is text, and a key given twice is an error
+# ---- YAML as people mean it: 1e-3 is a number, a day is text, and a key given twice is an error. Few lines
+# may become much once they are read: ten of ten aliases each make ten thousand million values
+
+_LARGEST = 256 * 1024  # bytes of a file, which PyYAML takes seconds to parse
+_EXPANDED = 1 << 20  # characters and values, with each alias counted as what it stands for
+_DIGITS = 100  # of a number
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 def _parse(text: str) -> Any:
@@ -215,12 +230,50 @@ class _Loader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._expanded: dict[yaml.Node, int] = {}  # by whole node
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {DEEPEST} levels", mark)
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and node not in self._expanded:
+            raise yaml.composer.ComposerError(None, None, "an alias stands within what it stands for", mark)
+        if node is not None and not is_alias:
+            self._expanded[node] = self._size(node, mark)
+        return node
+
+    def _size(self, node: yaml.Node, mark: yaml.Mark) -> int:
+        if isinstance(node, yaml.ScalarNode):
+            return 1 + len(node.value)
+        pairs = isinstance(node, yaml.MappingNode)
+        inner = [each for pair in node.value for each in pair] if pairs else node.value
+        size = 1 + sum(self._expanded[each] for each in inner)
+        if size > _EXPANDED:
+            problem = f"with its aliases expanded it has more than {_EXPANDED:,} characters"
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+        return size
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if node.tag in _NUMBERS and len(node.value) > _DIGITS:
+            problem = f"a number of more than {_DIGITS} digits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_scalar(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]  # PyYAML refuses the others
-        for number, key in enumerate(keys):
-            if key.value in (before.value for before in keys[:number]):
+        known = set[str]()
+        for key in keys:
+            if key.value in known:
                 problem = f"key {key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            known.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -5,6 +5,7 @@ docs/config.md is written from the comments next to the keys (docs/config.py).
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
     from penstock.parallel.fsdp import Sharded
 
 
+_MOST_TOKENS = 10**12  # a step; beyond it sizes of tensors leave 64 bits
+_MOST_PROCESSES = 10**6
+
+
 class ModelSection(Section):
     """Which model. Exactly one of `path` and `config`."""
 
@@ -46,6 +51,8 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: str | None = None  # as in transformers: eager, sdpa, ...
     seed: Natural = 0  # of random weights
+    # Whether Python code in the folders of model and tokenizer may run, for what transformers has no code for
+    trust_remote_code: bool = False
 
     @model_validator(mode="after")
     def one_source(self) -> Self:
@@ -517,6 +524,15 @@ class TrainConfig(Section):
         if padding is not None and padding.length is not None and padding.length < sequence:
             rule = f"pipeline.padding.length={padding.length} is below data.sequence_length={sequence}"
             raise ValueError(f"{rule}; give no less than the longest row")
+        tokens = self.train.batch_size * sequence
+        if tokens > _MOST_TOKENS:
+            rule = f"train.batch_size={self.train.batch_size} rows of data.sequence_length={sequence} tokens"
+            raise ValueError(f"{rule} are more than {_MOST_TOKENS:,} tokens a step; give fewer")
+        sizes = [self.pipeline.ranks, *self.parallel.axes.sizes.values()]
+        processes = math.prod(max(size, 1) for size in sizes)  # -1: once it is known, they have been started
+        if processes > _MOST_PROCESSES:
+            rule = f"pipeline.ranks and the sizes of parallel make {processes:,} processes"
+            raise ValueError(f"{rule}, and a run has {_MOST_PROCESSES:,} at most; give smaller ones")
         if self.data.tokenizer is None and self.model.path is None:
             rule = "data.tokenizer is missing and model.config brings none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")

@@ -16,7 +16,6 @@ a prompt and its completion: what comes after the prompt.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
+from penstock.reading import parse_json
 from penstock.train.data.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]
@@ -251,7 +251,7 @@ def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says to the template, as in TRL: tools, and chat_template_kwargs."""
     tools = row.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = parse_json(tools) if isinstance(tools, str) else tools
     except ValueError as error:
         raise DataError(f"data file {name}", f"tools is not JSON: {error}", "Mend it, or remove it") from None
     return ({"tools": tools} if tools else {}) | (row.get("chat_template_kwargs") or {})

@@ -6,7 +6,6 @@ records.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import numpy as np
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
+from penstock.reading import parse_json
 from penstock.train.config.sections import DataSection
 from penstock.train.data.chat import ChatEncoder, Encoded
 from penstock.train.data.sources import TOKENS, Record, Source
@@ -135,7 +135,7 @@ def _fields(record: Record) -> set[str]:
 def parsed(name: str, line: bytes) -> dict[str, Any]:
     """The object in a line of JSONL. Raises DataError."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:  # json's own, and Unicode's
         raise DataError(f"data file {name}", f"it is not JSON: {error}", _MEND) from None
     if not isinstance(row, dict):

@@ -259,7 +259,8 @@ def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError."""
     section = config.data
     chat = any(source.kind == "chat" for source in section.sources)
-    return open_tokenizer(section.tokenizer or str(config.model.path), chat, section.chat_template)
+    name, trusted = section.tokenizer or str(config.model.path), config.model.trust_remote_code
+    return open_tokenizer(name, chat, section.chat_template, trusted=trusted)
 
 
 def load_data(

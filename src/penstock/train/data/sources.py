@@ -8,16 +8,18 @@ held.
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from penstock.errors import DataError
+from penstock.reading import MIB, check_regular, json_at, open_regular, size
 from penstock.train.config.sections import SourceSection
 
 Columns = Callable[[list[str]], list[str]]
@@ -25,6 +27,9 @@ Format = Literal["text", "jsonl", "parquet", "dataset", "megatron"]
 TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1000  # rows of a dataset that are read at once
+_LONGEST = 64 * MIB  # of a record in JSON
+_READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
+_BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class Record(NamedTuple):
@@ -80,7 +85,7 @@ class Source:
         """Of the bytes of all files, in their order."""
         whole = hashlib.blake2b(digest_size=16)
         for file in self.contents():
-            with _reading(file), file.open("rb") as opened:
+            with _reading(file), open_regular(file) as opened:
                 whole.update(hashlib.file_digest(opened, "sha256").digest())
         return whole.hexdigest()
 
@@ -95,6 +100,9 @@ def open_source(section: SourceSection) -> Source:
         raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
     if section.kind == "dataset" or _is_dataset(path):
         return Source(section, (path,), "dataset")
+    if not path.is_dir():
+        with _reading(path):
+            check_regular(path)
     files = _files_below(path, section) if path.is_dir() else (path,)
     format = _format(section.kind, path, files)
     if path.is_dir() and format == "jsonl":
@@ -156,37 +164,101 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"it cannot be read ({error.strerror or error})"
-        raise DataError(f"data file {path}", rule, "Fix its permissions, or exclude it") from None
+        raise DataError(
+            f"data file {path}", rule, "Give regular files that you may read, or exclude it"
+        ) from None
+    except MemoryError:
+        rule = "it is one document, and memory does not hold it"
+        raise DataError(f"data file {path}", rule, "Write several files, or JSONL") from None
 
 
 def _texts(path: Path) -> Iterator[Record]:
-    with _reading(path):
-        content = path.read_bytes()
+    with _reading(path), open_regular(path) as file:
+        content = file.read()
     yield Record(str(path), content)
 
 
 def _lines(path: Path) -> Iterator[Record]:
     """The lines that are not empty; of a file that is one JSON list, its entries."""
-    with _reading(path), path.open("rb") as file:
+    with _reading(path), open_regular(path) as file:
         if path.suffix == ".json" and file.read(64).lstrip().startswith(b"["):
             yield from _entries(path)
             return
         file.seek(0)
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), start=1):
+            if len(line) > _LONGEST:
+                rule = f"a record has {size(_LONGEST)} at most, and this line has more"
+                raise DataError(f"data file {path} line {number}", rule, "Write an object a line")
             if line.strip():
                 yield Record(f"{path} line {number}", line)
 
 
 def _entries(path: Path) -> Iterator[Record]:
-    try:
-        entries = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"data file {path}", f"it is not JSON: {error}", "Mend it, or write JSONL") from None
-    for number, entry in enumerate(entries, start=1):
+    """The entries of one JSON list, of which one is parsed at a time."""
+    for number, entry in enumerate(_listed(path), start=1):
         if not isinstance(entry, dict):
             rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
             raise DataError(f"data file {path} entry {number}", rule, "Mend it, or remove it")
         yield Record(f"{path} entry {number}", entry)
+
+
+def _listed(path: Path) -> Iterator[Any]:
+    """The values of one JSON list."""
+    number = 1
+    try:
+        with _reading(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
+            text = _JsonText(file)
+            separator = text.take()
+            if text.peek() == "]":
+                separator = text.take()
+            while separator in ("[", ","):
+                text.peek()
+                yield text.value()
+                number, separator = number + 1, text.take()
+            if separator != "]" or text.peek():
+                raise ValueError("a list goes on with a comma, or ends with a bracket and the file")
+    except ValueError as error:
+        value = f"data file {path} entry {number}"
+        raise DataError(value, f"it is not JSON: {error}", "Mend it, or write JSONL") from None
+
+
+class _JsonText:
+    """A text in JSON, of which a piece is held: as much as one value takes."""
+
+    def __init__(self, file: TextIOWrapper) -> None:
+        self._file, self._text, self._at = file, "", 0
+
+    def peek(self) -> str:
+        """The next character that is not blank; empty at the end."""
+        while True:
+            self._at = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def take(self) -> str:
+        """The same, and go on behind it."""
+        character = self.peek()
+        self._at += 1
+        return character
+
+    def value(self) -> Any:
+        """The value that begins here. Raises ValueError."""
+        while True:
+            try:
+                value, end = json_at(self._text, self._at)
+            except ValueError:  # of a value that is cut short, too
+                if len(self._text) - self._at > _LONGEST or not self._more():
+                    raise
+            else:
+                self._at = end
+                return value
+
+    def _more(self) -> bool:
+        """Read on, so that the piece is twice as long; whether there was something."""
+        rest = self._text[self._at :]
+        read = self._file.read(max(_READ, len(rest)))
+        self._text, self._at = rest + read, 0
+        return bool(read)
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
@@ -208,6 +280,10 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
     datasets = _need_datasets(path, "a Hugging Face dataset")
+    with _reading(path):
+        for file in path.rglob("*") if path.is_dir() else (path,):
+            if not file.is_dir():
+                check_regular(file)
     try:
         is_file = path.is_file()
         loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
+from penstock.reading import check_regular
 from penstock.train.data.chat import Labels
 from penstock.train.data.encode import Block
 from penstock.train.data.packing import Numbers
@@ -160,6 +161,7 @@ class Cache:
 
 def _stat(file: Path) -> os.stat_result:
     try:
+        check_regular(file)
         return file.stat()
     except OSError as error:
         raise DataError(

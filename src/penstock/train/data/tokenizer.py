@@ -16,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's printable character for each byte
 
 from penstock.errors import DataError
-from penstock.models.source import TOKENIZER, other_files
+from penstock.models.model_folder import TOKENIZER, check_folder, code_refused, names_code, other_files
+from penstock.reading import MIB, read_text
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -37,6 +38,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 _MARKERS = ("<|im_start|>", "<|im_end|>")
+_LARGEST_TEMPLATE = MIB
 
 
 class Bytes:
@@ -73,16 +75,16 @@ class HuggingFace:
         separator: None where it has no such token
     """
 
-    def __init__(self, name: str, template: str | None = None) -> None:
-        self._name, self._template = name, template
-        self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name)
+    def __init__(self, name: str, template: str | None = None, trusted: bool = False) -> None:
+        self._name, self._template, self._trusted = name, template, trusted
+        self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name, trusted)
         if template is not None:
             self.own.chat_template = template
         eos, bos = self.own.eos_token_id, self.own.bos_token_id
         self.separator: int | None = bos if eos is None else eos
 
-    def __reduce__(self) -> tuple[type[HuggingFace], tuple[str, str | None]]:
-        return HuggingFace, (self._name, self._template)
+    def __reduce__(self) -> tuple[type[HuggingFace], tuple[str, str | None, bool]]:
+        return HuggingFace, (self._name, self._template, self._trusted)
 
     @property
     def count(self) -> int:
@@ -95,7 +97,7 @@ class HuggingFace:
         whole = hashlib.blake2b(str(self.own.chat_template).encode(), digest_size=16)
         if self._name != "bytes":
             folder = Path(self._name).expanduser()
-            files = {**other_files(folder, TOKENIZER), **other_files(folder, ("config.json",))}
+            files = other_files(folder, (*TOKENIZER, "config.json"), trusted=self._trusted)
             for name, file in sorted(files.items()):
                 whole.update(name.encode() + file.read_bytes())
         return whole.hexdigest()
@@ -119,12 +121,15 @@ class HuggingFace:
 Tokenizer = Bytes | HuggingFace
 
 
-def open_tokenizer(name: str, chat: bool = False, template: str | None = None) -> Tokenizer:
+def open_tokenizer(
+    name: str, chat: bool = False, template: str | None = None, *, trusted: bool = False
+) -> Tokenizer:
     """The tokenizer that data.tokenizer names: the word ``bytes``, or a local folder.
 
     Args:
         chat: whether it is to write chats
         template: the path of a Jinja file that takes the place of its chat template
+        trusted: whether Python code of the folder may run
 
     Raises: DataError.
     """
@@ -132,11 +137,11 @@ def open_tokenizer(name: str, chat: bool = False, template: str | None = None) -
         return Bytes()
     if template is not None:
         try:
-            template = Path(template).expanduser().read_text(encoding="utf-8")
+            template = read_text(Path(template).expanduser(), _LARGEST_TEMPLATE)
         except (OSError, UnicodeDecodeError) as error:
-            rule = f"the file cannot be read ({error})"
+            rule = f"the file cannot be read ({getattr(error, 'strerror', error)})"
             raise DataError(f"data.chat_template={template}", rule, "Give a Jinja file") from None
-    return HuggingFace(name, template)
+    return HuggingFace(name, template, trusted)
 
 
 def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
@@ -156,10 +161,13 @@ def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     return made
 
 
-def _read(folder: str) -> Any:
+def _read(folder: str, trusted: bool) -> Any:
+    check_folder(Path(folder), DataError)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # transformers raises a dozen kinds for a folder without a tokenizer
+        if not trusted and names_code(Path(folder), "AutoTokenizer"):
+            raise code_refused(f"data.tokenizer={folder}", DataError) from None
         raise DataError(
             f"data.tokenizer={folder}",
             f"transformers reads no tokenizer there ({type(error).__name__})",

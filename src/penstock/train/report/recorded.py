@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, PenstockError
+from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule
 from penstock.train.metrics import Row
@@ -75,7 +75,7 @@ class RecordedRun:
     def timelines(self) -> tuple[dict[str, Timeline], str]:
         """The timelines to show, by label, and a sentence on them. Measured ones are in seconds."""
         try:
-            data = json.loads((self.folder / "timeline.json").read_text(encoding="utf-8"))
+            data = read_json(self.folder / "timeline.json")
             labels = [label for label in ("predicted", "measured") if label in data]
             found = {label: Timeline.from_data(data[label]) for label in labels}
             return found, f"Step {int(data['step'])}, as the ranks recorded it."
@@ -94,15 +94,16 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Raises ConfigError for a folder in which no run has been."""
     file, known = folder / "metrics.jsonl", _json(folder / "run.json")
+    lines: list[Row | None] = []
     try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        with open_regular(file) as opened:
+            lines += (_row(line) for line in opened)
     except OSError as error:
         if not known:
             rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
             remedy = "Give the output.folder of a run of penstock train"
             raise ConfigError(f"run {str(folder)!r}", rule, remedy) from None
-        lines = []
-    rows = [row for row in map(_row, lines) if row is not None]
+    rows = [row for row in lines if row is not None]
     return RecordedRun(
         folder.resolve().name, folder, tuple(rows), len(lines) - len(rows), known or _of_checkpoint(folder)
     )
@@ -115,9 +116,9 @@ def finite(value: object) -> float | None:
     return float(value) if -_LARGEST < value < _LARGEST else None  # false for NaN
 
 
-def _row(line: str) -> Row | None:
+def _row(line: bytes) -> Row | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         return row if type(row["step"]) is int and 0 <= row["step"] < _LARGEST else None
     except _WRONG:
         return None
@@ -125,7 +126,7 @@ def _row(line: str) -> Row | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,0 +1,144 @@
+"""A model's local folder: its config, and what else transformers reads there. Nothing in it is trusted.
+
+transformers would wait for a pipe without end, build a model of a million layers, and ask on stdin whether to
+run the folder's Python code. So the folder is looked at first, and code runs only where the user said so.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from penstock.errors import InputError, ModelError
+from penstock.reading import LARGEST_JSON, MIB, check_regular, read_json, size
+
+# files of a model folder, other than weights and config, that transformers reads: of tokenizers (the
+# vocabularies of each kind, chat templates), and of generation and processors
+TOKENIZER = (
+    "*token*.json", "*vocab*.json", "*vocab*.txt", "*vocab*.bpe", "merges.txt", "*.model", "*.spm",
+    "*.tiktoken", "*.codes", "*.tokenizer", "dict.txt", "emoji.json", "normalizer.json", "byte_maps.json",
+    "word_*.json", "chat_template*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+OTHERS = ("generation_config.json", "*processor*.json")
+_CONFIG = "config.json"
+_CODE = "*.py"  # where it is trusted, it belongs to the model too
+
+_LARGEST = 64 * MIB  # of a tokenizer's file: those of 260,000 tokens have 33
+_UNPARSED = MIB  # JSON from this size on is a vocabulary, which takes transformers long enough to read once
+_MOST_LAYERS = 10_000  # the deepest models have some 1,000
+_LAYERS = re.compile(r"(.*_)?(n_layer|layers|depth)")
+_AT_LEAST_ONE = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+
+
+def other_files(
+    folder: Path, patterns: tuple[str, ...] = (*TOKENIZER, *OTHERS), *, trusted: bool = False
+) -> dict[str, Path]:
+    """The files of tokenizer, generation and processors in a model's folder, by their names in it.
+
+    trusted: with its Python code
+    """
+    patterns = (*patterns, _CODE) if trusted else patterns
+    files = {name: file for name, file in _below(folder).items() if file.is_file()}
+    return {name: file for name, file in files.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+def _below(folder: Path) -> dict[str, Path]:
+    found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
+    return {file.relative_to(folder).as_posix(): file for file in found}
+
+
+def check_folder(folder: Path, kind: type[InputError] = ModelError) -> None:
+    """Raise an error of `kind` for a file that transformers would read and should not.
+
+    That is what is no regular file, what is too large, and JSON that cannot be parsed or nests too deep.
+    """
+    for name, file in _below(folder).items():
+        known = any(fnmatch(name, pattern) for pattern in (_CONFIG, *TOKENIZER, *OTHERS))
+        if not known or file.is_dir() or (file.is_symlink() and not file.exists()):
+            continue
+        most = LARGEST_JSON if name == _CONFIG else _LARGEST
+        try:
+            found = check_regular(file)
+            if found > most:
+                raise OSError(errno.EFBIG, f"it has {found:,} bytes, and {size(most)} are read at most")
+            if name == _CONFIG or (file.suffix == ".json" and found < _UNPARSED):
+                read_json(file)
+        except OSError as error:
+            rule = f"transformers would read it: {error.strerror}"
+            raise kind(str(file), rule, "Replace it, or remove it") from error
+        except ValueError as error:
+            raise kind(str(file), f"it is not JSON of a model: {error}", "Fix or replace the file") from error
+
+
+def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
+    """The config of a model's folder. trusted: whether its Python code may run. Raises ModelError."""
+    check_folder(folder)
+    if not (folder / _CONFIG).is_file():
+        remedy = "Give the path of a local Hugging Face model folder"
+        if (folder / "adapter_config.json").is_file():
+            remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
+        raise ModelError(
+            f"model folder {folder}",
+            "it holds no config.json" if folder.is_dir() else "there is no such folder",
+            remedy,
+        )
+    if wrong := wrong_layers(read_json(folder / _CONFIG)):
+        key, number, rule = wrong
+        raise ModelError(f"{folder / _CONFIG}: {key}={number}", rule, "Fix that number")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trusted
+        )
+    except Exception as cause:
+        if is_refused_code(cause):
+            raise code_refused(f"model folder {folder}") from None
+        raise ModelError(
+            str(folder / _CONFIG), f"transformers cannot read it: {cause}", "Fix or replace the file"
+        ) from cause
+    return config
+
+
+def wrong_layers(keys: object, prefix: str = "") -> tuple[str, str, str] | None:
+    """The first number of layers in a config's keys that no model has: its key, the number, and the rule."""
+    for key, value in keys.items() if isinstance(keys, Mapping) else ():
+        name, number = f"{prefix}{key}", type(value) is int
+        if number and _LAYERS.fullmatch(str(key)) and value > _MOST_LAYERS:
+            return name, str(value), f"a model has at most {_MOST_LAYERS:,} layers"
+        if number and key in _AT_LEAST_ONE and value < 1:
+            return name, str(value), "a model has one layer or more"
+        if wrong := wrong_layers(value, f"{name}."):
+            return wrong
+    return None
+
+
+# ---- Code of a folder
+
+
+def is_refused_code(cause: BaseException) -> bool:
+    """Whether transformers would have to run a folder's Python code, which it was not allowed to."""
+    return isinstance(cause, ValueError) and "trust_remote_code" in str(cause)
+
+
+def names_code(folder: Path, kind: str) -> bool:
+    """Whether the folder names Python code of its own for this kind of thing, such as AutoTokenizer."""
+    for name in (_CONFIG, "tokenizer_config.json"):
+        if (folder / name).is_file():
+            classes = read_json(folder / name).get("auto_map")
+            if isinstance(classes, Mapping) and kind in classes:
+                return True
+    return False
+
+
+def code_refused(value: str, kind: type[InputError] = ModelError) -> InputError:
+    """The error for a folder whose code is not trusted. value: what names the folder"""
+    return kind(
+        value,
+        "transformers cannot make it by itself, and Python code of a folder (auto_map) runs if it is trusted",
+        "Read that code; then set model.trust_remote_code=true (of commands without a config "
+        "--trust-remote-code, in Python AutoPipeline(trust_remote_code=True))",
+    )

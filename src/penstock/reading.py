@@ -1,0 +1,114 @@
+"""Read files that users hand in, within limits: regular files, so many bytes, JSON that stays small and flat.
+
+A path may name anything: a pipe that nobody writes to, a device without end, a text whose brackets take
+gigabytes once parsed. The readers here refuse that at once, by the OSError and ValueError that every reader
+of a file raises, with a sentence in place of the system's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+LARGEST_JSON = 32 * MIB  # bytes: the index of a model with 200,000 tensors has 24 MiB
+DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
+_MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
+_DEEP = f"its lists and objects nest deeper than {DEEPEST} levels"
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def check_regular(path: str | Path) -> int:
+    """Bytes of a regular file, or of one that a link leads to. Raises OSError for anything else."""
+    found = os.stat(path)
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+        raise OSError(number, f"it is {_KINDS.get(kind, 'something else')}, and no regular file", str(path))
+    return found.st_size
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file to read its bytes. Raises OSError, also for what is no regular file."""
+    check_regular(path)  # before it is opened: that waits until a pipe has a writer
+    return Path(path).open("rb")
+
+
+def read_bytes(path: str | Path, most: int = LARGEST_JSON) -> bytes:
+    """All bytes of a file. Raises OSError, also for what is no regular file or has more than `most` bytes."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {size(most)}", str(path))
+    return content
+
+
+def size(count: int) -> str:
+    """Bytes in words."""
+    return f"{count // MIB} MiB" if count >= MIB else f"{count >> 10} KiB"
+
+
+def read_text(path: str | Path, most: int = LARGEST_JSON) -> str:
+    """The text of a file. Raises OSError as `read_bytes`, and ValueError where it is not UTF-8."""
+    return read_bytes(path, most).decode("utf-8")
+
+
+def read_json(path: str | Path, most: int = LARGEST_JSON) -> Any:
+    """What a JSON file holds. Raises OSError as `read_bytes`, and ValueError as `parse_json`."""
+    return parse_json(read_bytes(path, most))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text holds. Raises ValueError, also where it nests deeper than 100 levels."""
+    if isinstance(text, bytes):
+        nested = text.count(b"[") + text.count(b"{")
+    else:
+        nested = text.count("[") + text.count("{")
+    if nested > _MOST_NESTED:
+        raise ValueError(f"it has more than {_MOST_NESTED:,} lists and objects")
+    with _not_deep():
+        value = json.loads(text)
+    return _flat(value, nested)
+
+
+def json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place in a text, and where it ends. Raises as `parse_json`."""
+    with _not_deep():
+        value, end = _DECODER.raw_decode(text, at)
+    return _flat(value, text.count("[", at, end) + text.count("{", at, end)), end
+
+
+_DECODER = json.JSONDecoder()
+
+
+@contextmanager
+def _not_deep() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+
+
+def _flat(value: Any, nested: int) -> Any:
+    """`value`, of `nested` lists and objects. Raises ValueError where they nest too deep."""
+    level = [value] if nested > DEEPEST and isinstance(value, dict | list) else []
+    for _ in range(DEEPEST):
+        outer = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [inner for each in outer for inner in each if isinstance(inner, dict | list)]
+    if level:
+        raise ValueError(_DEEP)
+    return value

@@ -1,0 +1,69 @@
+"""Files that users hand in: regular, small enough, and JSON that stays so once it is parsed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock import reading
+from penstock.reading import json_at, open_regular, parse_json, read_bytes, read_json, read_text
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
+def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
+    """0.5.0: a pipe in place of a file was waited for without end, and a device filled the memory."""
+    path = tmp_path / "file"
+    if kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match=f"it is {kind}, and no regular file"):
+        open_regular(path)
+
+
+def test_a_link_to_a_file_is_as_good_as_the_file(tmp_path: Path) -> None:
+    """As in the folders of the Hugging Face cache."""
+    (tmp_path / "file").write_bytes(b"text")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert read_text(tmp_path / "link") == "text"
+
+
+def test_no_more_is_read_than_the_limit(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="it has more than 64 KiB"):
+        read_bytes(tmp_path / "large", 1 << 16)
+    (tmp_path / "whole").write_bytes(b"1" * 20)
+    assert read_bytes(tmp_path / "whole", 20) == b"1" * 20
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' + "[" * (levels - 1) + "]" * (levels - 1) + "}"
+
+
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+def test_json_that_nests_too_deep_is_a_value_error(levels: int) -> None:
+    """0.5.0: it was a RecursionError with its traceback, here or in whatever walked the value later."""
+    for read in (parse_json, lambda text: parse_json(text.encode()), lambda text: json_at(text, 0)):
+        with pytest.raises(ValueError, match="nest deeper than 100 levels"):
+            read(nested(levels))
+
+
+def test_json_within_the_limits_is_read_whole(tmp_path: Path) -> None:
+    flat = "[" + ", ".join(["[]"] * 1000) + "]"
+    assert parse_json(flat) == [[]] * 1000
+    assert parse_json(nested(100))["a"]
+    assert json_at('x [{"a": 1}], 2', 2) == ([{"a": 1}], 12)
+    (tmp_path / "file").write_text(nested(3))
+    assert read_json(tmp_path / "file") == {"a": [[]]}
+
+
+def test_json_of_very_many_small_lists_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: 100 MB of empty lists took 2.6 GB."""
+    monkeypatch.setattr(reading, "_MOST_NESTED", 10)
+    with pytest.raises(ValueError, match="more than 10 lists and objects"):
+        parse_json("[" * 11)
