@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from penstock.errors import (
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import Prepared, preflight, run
+from penstock.train.run import _data_notes as data_notes
 from support.folders import check_folder, flip
 from support.tiny import (
     GPT2_WITH_DROPOUT,
@@ -283,6 +287,76 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     wild = config(tmp_path, {**QWEN3, **model}, {"optimizer.learning_rate": 1e30}, **train)
     with pytest.raises(RunError, match=rf"{step}.*Lower optimizer\.learning_rate"):
         run(preflight(wild))
+
+
+# ---- Data that changes between a checkpoint and the run that goes on from it
+
+
+def with_a_checkpoint(folder: Path, **keys: Any) -> TrainConfig:
+    """The config of a run that did 4 steps of 6, and whose text then grew by 16 letters."""
+    made = config(folder, keys=keys, steps=4, checkpoint_every=2)
+    run(preflight(made))
+    more = config(folder, keys=keys, steps=6, checkpoint_every=2)  # which writes the text
+    with (folder / "text").open("ab") as text:
+        text.write(b"x" * 16)
+    return more
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
+    """0.5.0: bytes appended to a text changed all later batches, and a note said it: rows were drawn anew."""
+    more = with_a_checkpoint(tmp_path)
+    counts = f"{tmp_path / 'text'} has 776 tokens \\(was 760\\)"
+    with pytest.raises(
+        CheckpointError, match=rf"all later batches would be others: {counts}.*data\.changed=accept"
+    ):
+        preflight(more, NEWEST)
+    with pytest.raises(CheckpointError, match=counts):
+        preflight(more, str(checkpoint(tmp_path, 2)))
+    assert preflight(more).data.batch(1)  # a fresh start takes what is there
+    text = (tmp_path / "text").read_bytes()
+    (tmp_path / "text").write_bytes(text[:-16])
+    assert not any("changed since then: the data" in note for note in preflight(more, NEWEST).notes)
+
+
+def test_a_run_goes_on_with_other_data_where_its_config_says_so(tmp_path: Path) -> None:
+    more = with_a_checkpoint(tmp_path, **{"data.changed": "accept"})
+    prepared = preflight(more, NEWEST)
+    (note,) = (note for note in prepared.notes if note.startswith("changed since then: the data"))
+    assert note.endswith("text has 776 tokens (was 760)")
+    run(prepared)
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_older_checkpoint_in_place_of_an_altered_one_is_of_this_data_too(tmp_path: Path) -> None:
+    made = config(tmp_path, steps=4, checkpoint_every=2)
+    run(preflight(made))
+    state = checkpoint(tmp_path, 2) / "state.json"
+    written = json.loads(state.read_text())
+    written["data"]["digest"] = "other"
+    written["data"]["sources"][0] |= {"digest": "other", "tokens": 7}
+    state.write_text(json.dumps(written))
+    manifest = state.with_name("manifest.json")
+    listed = json.loads(manifest.read_text())
+    listed["files"]["state.json"] = {
+        "size": state.stat().st_size,
+        "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),
+    }
+    manifest.write_text(json.dumps(listed))
+    prepared = preflight(config(tmp_path, steps=6, checkpoint_every=2), NEWEST)
+    flip(min(checkpoint(tmp_path, 4).glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match=r"text has 760 tokens \(was 7\)"):
+        run(prepared)
+
+
+def test_a_checkpoint_that_does_not_say_its_data_is_gone_on_from_with_a_note(tmp_path: Path) -> None:
+    """Versions up to 0.5.0 write none."""
+    made = config(tmp_path, steps=4, checkpoint_every=2)
+    run(preflight(made))
+    prepared = preflight(config(tmp_path, steps=6, checkpoint_every=2), NEWEST)
+    notes = list(data_notes(made, prepared.data, replace(prepared.start, data=None)))
+    assert notes == [
+        "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
+    ]
 
 
 # ---- Documents in rows of their own, or packed

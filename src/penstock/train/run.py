@@ -124,7 +124,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     )
     start, known = planned.start, {field.name: getattr(planned, field.name) for field in fields(planned)}
     known["notes"] += tuple(_data_notes(config, data, start))
-    return Prepared(**known, tokenizer=tokenizer, data=data.at(start.done, start.data, config.train.steps))
+    return Prepared(**known, tokenizer=tokenizer, data=_data_at(config, data, start))
 
 
 def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
@@ -307,7 +307,7 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
         shake_hands(pipe._everyone, {"checkpoint to go on from": str(older.checkpoint)})
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
-    data = prepared.data.at(older.done, older.data, config.train.steps)
+    data = _data_at(config, prepared.data, older)
     return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
 
 
@@ -385,10 +385,17 @@ def _check_lengths(config: TrainConfig, longest: int | None) -> None:
     raise ConfigError(f"pipeline.padding, to {padded} tokens a row", rule, remedy)
 
 
+def _data_at(config: TrainConfig, data: Data, start: Start) -> Data:
+    """The data from the run's start on. Raises CheckpointError for other data than the checkpoint's."""
+    return data.at(start.done, start.data, config.train.steps, accept=config.data.changed == "accept")
+
+
 def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
     """Lines on what changed, which tokens the loss counts, and the share of padding, where there is some."""
-    if start.data is not None and start.data["digest"] != data.digest:
-        yield "changed since then: the tokens of the data"
+    if change := data.change(start.data):
+        yield f"changed since then: the data: {change}"
+    if start.done and start.data is None:
+        yield "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
     counted, tokens, dropped = (sum(getattr(each, name) for each in data.facts)
                                 for name in ("counted", "tokens", "dropped"))  # fmt: skip
     if counted < tokens or dropped:

@@ -162,8 +162,15 @@ def test_a_place_of_another_stream_is_refused(tmp_path: Path) -> None:
         data.at(1, {"digest": data.digest, "position": None}, 9)
     write(tmp_path / "a.jsonl", 41)
     other = load(TrainConfig.model_validate(made.model_dump(mode="json")))
-    with pytest.raises(CheckpointError, match="Give the data that the run began with"):
-        other.at(1, state, 9)
+    for accept in (False, True):  # a stream's place means nothing in other files
+        with pytest.raises(
+            CheckpointError, match=r"a\.jsonl has .* bytes \(was .*Give the data that the run"
+        ):
+            other.at(1, state, 9, accept=accept)
+    options = made.model_copy(update={"train": made.train.model_copy(update={"seed": 8})})
+    write(tmp_path / "a.jsonl", 40)
+    with pytest.raises(CheckpointError, match="its tokenizer, its order or its options changed"):
+        load(options).at(1, state, 9)
 
 
 def test_wrong_records_are_refused_when_the_run_starts(tmp_path: Path) -> None:

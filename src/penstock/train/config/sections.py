@@ -121,6 +121,9 @@ class DataSection(RecordSection):
     # (the default of chats); drop: all of it is
     overlong: Literal["cut", "truncate", "drop"] = "cut"
     streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
+    # Of a resumed run, where the data is not that of its checkpoint. refuse: it does not start; accept: its
+    # steps take the rows that they have in the data as it is now: some may come twice, and some never
+    changed: Literal["refuse", "accept"] = "refuse"
     cache: str | None = None  # a folder for tokens; null: $PENSTOCK_CACHE, or ~/.cache/penstock
     workers: Natural | None = None  # processes that tokenise; null: one a core where the files are large
 
@@ -172,6 +175,11 @@ class DataSection(RecordSection):
             )
         if any(source.epochs for source in self.mixture):
             raise ValueError("epochs of data.mixture count rows, which a stream has not; leave epochs out")
+        if self.changed == "accept":
+            raise ValueError(
+                "data.changed=accept with data.streaming: a stream goes on from numbers of records, which "
+                "say nothing in other files; leave one of them out"
+            )
         if any(source.kind == "megatron" for source in self.sources):
             raise ValueError(
                 "Megatron's files are tokens that are read where they lie; leave data.streaming out"

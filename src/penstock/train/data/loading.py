@@ -13,7 +13,7 @@ its pipeline's part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from penstock.batch.loss import IGNORED
 from penstock.batch.padding import Padding
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
+from penstock.train.data.changes import Known, changes, of_files, of_tokens
 from penstock.train.data.encode import Block, Encoder, encoded, make_encoder
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
 from penstock.train.data.rows import (
@@ -61,6 +62,7 @@ from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.sizes import Sizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
+_AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
 class Batch(NamedTuple):
@@ -86,6 +88,7 @@ class Data:
         done: the steps of the run that this one goes on from
         taken: the rows of these steps, which may have had other sizes
         facts: of each source's tokens; none of a stream
+        known: of each source, what a checkpoint says of it
     """
 
     rows: StoredRows
@@ -100,21 +103,29 @@ class Data:
     done: int = 0
     taken: int = 0
     facts: tuple[Facts, ...] = ()
+    known: tuple[Known, ...] = ()
 
     def of(self, part: int) -> Data:
         """The same batches, with another part of each."""
         return replace(self, part=part)
 
-    def at(self, done: int, state: dict[str, Any] | None, steps: int) -> Data:
+    def at(self, done: int, state: Mapping[str, Any] | None, steps: int, *, accept: bool = False) -> Data:
         """Go on after `done` of `steps` steps, with the row after the last one that they took.
 
         Args:
             state: what `state` gave then; None where the checkpoint has none
+            accept: whether the data may be another than it was then; of a stream it may not
 
-        Raises: CheckpointError where that is no place in this stream; what `check` raises.
+        Raises: CheckpointError where it is another, or where that is no place in this stream; what `check`
+            raises.
         """
         if not done:
             return self
+        change = self.change(state)
+        if change and self.stream is None and not accept:
+            rule = f"it is not the data of the checkpoint, and all later batches would be others: {change}"
+            accepting = "set data.changed=accept, and the next steps take the rows of this data"
+            raise CheckpointError("the data of a resumed run", rule, f"{_AS_BEFORE}; or {accepting}")
         stream = None if self.stream is None else self._stream_at(self.stream, state)
         taken: int = (state or {}).get("rows", self.sizes.rows_before(done + 1))
         if stream is not None:
@@ -124,23 +135,34 @@ class Data:
             found.check(steps)
         return found
 
-    def _stream_at(self, stream: Stream, state: dict[str, Any] | None) -> Stream:
+    def _stream_at(self, stream: Stream, state: Mapping[str, Any] | None) -> Stream:
         value = "the checkpoint's place in the data"
         if state is None or state.get("position") is None:
             rule = "data.streaming goes on from a position, and the checkpoint was written without one"
             raise CheckpointError(value, rule, "Leave data.streaming out, or start without --resume")
-        if state["digest"] != self.digest:
-            raise CheckpointError(
-                value,
-                f"its files, tokenizer and options have the digest {state['digest']}, and here it is "
-                f"{self.digest}",
-                "Give the data that the run began with, or start without --resume",
-            )
+        if change := self.change(state):
+            rule = f"it is numbers of records, which are other ones now: {change}"
+            raise CheckpointError(value, rule, _AS_BEFORE)
         return stream.at(state["position"])
+
+    def change(self, state: Mapping[str, Any] | None) -> str:
+        """How this data differs from that of which `state` is, in words; empty where it does not.
+
+        A checkpoint of version 0.5.0 or before has none to compare with.
+        """
+        if state is None or state.get("digest") == self.digest:
+            return ""
+        found = changes(state.get("sources"), self.known)
+        followed = "its tokenizer, its order or its options" if self.stream else "its order"
+        return (
+            "; ".join(found)
+            or f"{followed} changed, or its contents (digest {self.digest}, not {state.get('digest')})"
+        )
 
     def state(self, step: int, position: Position | None) -> dict[str, Any]:
         """What `at` goes on from after `step`, in JSON. position: of its batch"""
-        return {"digest": self.digest, "rows": self._first(step + 1), "position": position}
+        place = {"rows": self._first(step + 1), "position": position}
+        return {"digest": self.digest, **place, "sources": list(self.known)}
 
     def _first(self, step: int) -> int:
         """The run's rows before `step`."""
@@ -316,7 +338,8 @@ def load_data(
     sampler = Sampler(mixture, tuple(len(trained) for trained, _ in found), config.train.seed)
     facts = tuple(trained.store.facts for trained, _ in found)
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
-    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts)
+    known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
+    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts, known=known)
     data.check(config.train.steps)
     return data
 
@@ -352,12 +375,15 @@ def _streamed(
     weights = tuple(source.weight for source in section.sources)
     stream = Stream(sources, Mixture(weights, (None,) * len(sources)), options)
     stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
-    parts_of = [(load.cache.digest(source), encoder.digest) for source, encoder in sources]
-    digest = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
+    digests = [load.cache.digest(source) for source, _ in sources]
+    parts_of = [(digest, encoder.digest) for digest, (_, encoder) in zip(digests, sources, strict=True)]
+    whole = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
+    known = tuple(of_files(source, digest) for digest, (source, _) in zip(digests, sources, strict=True))
     sizes = Sizes.of(config, parts)
     if sizes.phases and sizes.phases[0][1].length < sizes.full.length:
         _check_labels(sources)
-    return Data(StoredRows(()), held, layout, sizes, None, digest, parts=parts, stream=stream)
+    rows = StoredRows(())
+    return Data(rows, held, layout, sizes, None, whole, parts=parts, stream=stream, known=known)
 
 
 def _check_labels(sources: Sequence[Streamed]) -> None:

@@ -1,0 +1,58 @@
+"""What the data of a run was: kept in its checkpoints, so that a resumed run says how its own differs.
+
+Of data that is tokenised before training that is a digest of each source's tokens, labels and lengths, and
+their counts: what the batches follow from. Of a stream, which tokenises while it trains, it is a digest of
+its files, their number and their bytes: whether a change lies behind the reader's place is not known. A file
+whose size and time stamp are those of before counts as unchanged (penstock.train.data.store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.train.data.sources import Source
+from penstock.train.data.store import Facts
+
+Known = dict[str, Any]  # JSON: path, digest, and counts
+
+
+def of_tokens(path: str, facts: Facts) -> Known:
+    """What is known of a source that is tokenised."""
+    return {"path": path, "digest": facts.digest, "documents": facts.documents, "tokens": facts.tokens}
+
+
+def of_files(source: Source, digest: str) -> Known:
+    """What is known of a source that is read while training. digest: of its contents"""
+    sizes = [file.stat().st_size for file in source.contents()]
+    return {"path": source.section.path, "digest": digest, "files": len(sizes), "bytes": sum(sizes)}
+
+
+def changes(before: object, now: Sequence[Known]) -> list[str]:
+    """How the sources differ, in words, a line for each.
+
+    Args:
+        before: what a checkpoint has of the same, or anything else, in a checkpoint of another version
+    """
+    if not isinstance(before, list) or not all(isinstance(each, Mapping) for each in before):
+        return []
+    if len(before) != len(now):
+        return [f"it has {_number(len(now), 'sources')} (was {len(before)})"]
+    pairs = zip(before, now, strict=True)
+    return [_change(was, has) for was, has in pairs if was.get("digest") != has["digest"]]
+
+
+def _change(was: Mapping[str, Any], has: Known) -> str:
+    counts = {key: count for key, count in has.items() if type(count) is int}
+    changed = [
+        f"{_number(count, key)} (was {was[key]:,})"
+        for key, count in counts.items()
+        if type(was.get(key)) is int and was[key] != count
+    ]
+    same = f"as many {' and '.join(counts)} as before, and others"
+    moved = "" if was.get("path") == has["path"] else f" (was {was.get('path')})"
+    return f"{has['path']}{moved} has {' and '.join(changed) or same}"
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count:,} {noun if count != 1 else noun.removesuffix('s')}"
