@@ -40,9 +40,11 @@ class PenstockError(Exception):
     value: the value that was found, named as the user named it, e.g. ``pipeline.ranks=9``
     rule: the rule that the value breaks
     remedy: what to change
+    names_rank: whether it says itself which rank it is of, wherever it is raised
     """
 
     exit_code = 1
+    names_rank = False
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
         super().__init__(value, rule, remedy)
@@ -169,6 +171,7 @@ class PeerError(RunError):
     timeline: this rank's part of the step so far, a penstock.schedule.Timeline
     """
 
+    names_rank = True
     rank: int | None = None
     op: str = ""
     peer: int | None = None

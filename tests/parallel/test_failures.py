@@ -97,28 +97,29 @@ def test_all_pipelines_of_a_mesh_name_the_first_failure(pool: Pool, ranks: int, 
         ), words
 
 
-def spoiled_norm() -> tuple[float, str]:
-    """The norm, and who is named, where a gradient of rank 0 is not finite."""
+def spoiled_norm() -> tuple[float, str, str]:
+    """The norm, who is named, and with which gradient, where one of rank 0 is not finite."""
     pipe = build_pipe("llama", 2, None, {"timeout": 20.0})
     pipe.step(batch())
     if dist.get_rank() == 0:
         gradients = [parameter.grad for parameter in pipe.parameters() if parameter.grad is not None]
         gradients[0].view(-1)[0] = math.nan
     norm = pipe.clip_grad_norm_(1.0)
-    named = pipe.not_finite
+    named, found = pipe.not_finite, pipe.find_not_finite()
     pipe.zero_grad()
     pipe.step(batch())
     pipe.clip_grad_norm_(1.0)
     assert pipe.not_finite == ""
     pipe.close()
-    return norm, named
+    return norm, named, found
 
 
 def test_the_rank_whose_gradient_is_not_finite_is_named_on_all(pool: Pool) -> None:
     """0.5.0: the summary gave the number of the rank that was the first to say so."""
-    for norm, named in pool.run(2, spoiled_norm):
+    for norm, named, found in pool.run(2, spoiled_norm):
         assert math.isnan(norm)
         assert named == f"rank 0 on {HOST}"
+        assert found == f"rank 0 on {HOST} (model.embed_tokens.weight)"
 
 
 def after_a_failure(axes: Axes) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,9 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from penstock import Pipeline
 from penstock.errors import DataError, RunError
+from penstock.pipeline.split_model import SplitModel
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
@@ -140,6 +144,28 @@ def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: 
     with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
         run(preflight(config(tmp_path, steps=20, nonfinite="skip", evaluate_every=100)))
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 12))
+
+
+@pytest.mark.parametrize(("stage", "drain"), [(0, False), (1, False), (1, True)])
+def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, drain: bool
+) -> None:
+    """0.5.0: of ranks in one process the first was named, wherever it was: norms were those of processes."""
+    original = SplitModel._squared_norm
+
+    def spoiled(model: SplitModel) -> Tensor:
+        name, parameter = list(model._stages[stage].module.named_parameters())[-1]
+        assert parameter.grad is not None
+        parameter.grad.view(-1)[0] = math.inf
+        names.append(name)
+        return original(model)
+
+    names: list[str] = []
+    monkeypatch.setattr(SplitModel, "_squared_norm", spoiled)
+    with pytest.raises(RunError) as found:
+        run(preflight(config(tmp_path, step_in_drain=drain)))
+    assert f"not those of rank {stage} on {socket.gethostname()} ({names[0]}). Lower" in str(found.value)
+    assert found.value.names_rank
 
 
 def test_the_step_that_stops_a_run_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,9 +58,13 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: BaseException, rank: int | None = None) -> str:
     """The text for stderr: one `penstock: error:`, after the traceback of an error that is not typed."""
-    where = "" if rank is None or isinstance(error, PeerError) else _who(rank, exit_code(error))
+    where = "" if rank is None or _names_rank(error) else _who(rank, exit_code(error))
     text = str(error) if isinstance(error, PenstockError) else _brief(error)
     return f"{_traceback(error)}penstock: error: {where}{text}"
+
+
+def _names_rank(error: BaseException) -> bool:
+    return isinstance(error, PenstockError) and error.names_rank
 
 
 def ending_file(error_file: str) -> Path:
@@ -92,7 +96,7 @@ def record(error: BaseException) -> None:
         "message": _brief(error),
         "traceback": _traceback(error),
         "secondary": isinstance(error, PeerLostError | KeyboardInterrupt) or ending_file(path).exists(),
-        "names_rank": isinstance(error, PeerError),
+        "names_rank": _names_rank(error),
         "where": "" if account is None or isinstance(error, PeerError) else account.where,
         "account": "" if account is None else str(account),
         "reports": dict(error.reports) if isinstance(error, PeerError) else {},

@@ -162,6 +162,26 @@ class SplitModel:
             squares += norms.double().square().sum() / holders
         return self._world.reductions.sum_over_mesh(squares)
 
+    @collective
+    @torch.no_grad()
+    def find_not_finite(self) -> str:
+        """The ranks with gradients that are not finite, each with the first of these. Collective.
+
+        Returns words for an error, the same on all ranks of the pipeline; empty where all are finite, as of a
+        norm that is larger than its dtype. Of a sharded gradient a process looks at its own shard.
+        """
+        found: dict[int, list[str]] = {}
+        for index, stage in self._stages.items():
+            for name, parameter in stage.module.named_parameters():
+                if parameter.grad is not None and not local_shard(parameter.grad).isfinite().all():
+                    found.setdefault(self.schedule.placement.rank_of[index], []).append(name)
+        ours = [(rank, names[0], len(names) - 1) for rank, names in found.items()]
+        everyone = sorted(tuple(each) for process in self.processes.gather(ours) for each in process)
+        return " and ".join(
+            f"{self._world.transport.name_of(rank)} ({name}{f' and {more} more' if more else ''})"
+            for rank, name, more in everyone
+        )
+
     def _exchange_squares(self, squares: Tensor) -> list[Tensor]:
         """The squared norm of each rank, which the first rank of a process gives for all of its ranks."""
         places = range(len(self._world.ranks))

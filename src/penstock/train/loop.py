@@ -129,8 +129,9 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     if run.pipe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.pipe.device)  # a row has the most since the row before
     judged = {"loss": result.loss, "grad_norm": norm}
-    reason = skips.judge(**judged)
+    reason, odd = skips.judge(**judged), ""
     if reason:
+        odd = run.pipe.find_not_finite() or run.pipe.not_finite
         run.pipe.zero_grad()
     elif not section.step_in_drain:
         for optimizer in run.optimizers:
@@ -159,7 +160,7 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     if skips.count:
         row |= {"skipped_steps": skips.count}
     log.step(row)
-    skips.check(step, reason, run.pipe.not_finite)
+    skips.check(step, reason, odd)
     return batch
 
 
@@ -250,17 +251,23 @@ class Skips:
         return found
 
     def check(self, step: int, found: str, ranks: str = "") -> None:
-        """Raise RunError if what `judge` found in `step` ends the run. ranks: whose gradients are not finite
+        """Raise RunError if what `judge` found in `step` ends the run.
+
+        ranks: whose gradients are not finite, and which
 
         It does with mode "stop", and at the last of too many skipped steps in a row.
         """
         if found and self.mode == "stop":
             raise _stopped(step, found, ranks)
         if self.in_a_row == IN_A_ROW:
-            raise RunError(
-                f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
-                f"{IN_A_ROW} steps in a row were skipped, which no batch explains",
-                f"Go on from the last checkpoint with --resume. {_REMEDY}",
+            odd = f"; at the last the gradients of {ranks} were not finite" if ranks else ""
+            raise _named(
+                RunError(
+                    f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
+                    f"{IN_A_ROW} steps in a row were skipped, which no batch explains{odd}",
+                    f"Go on from the last checkpoint with --resume. {_REMEDY}",
+                ),
+                ranks,
             )
 
 
@@ -279,11 +286,20 @@ def check_finite(step: int, **values: float) -> None:
 
 def _stopped(step: int, found: str, ranks: str = "") -> RunError:
     rule = "these are finite numbers while a model trains"
-    return RunError(
-        f"step {step}: {found}",
-        f"{rule}, and so are gradients: not those of {ranks}" if ranks else rule,
-        f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
+    return _named(
+        RunError(
+            f"step {step}: {found}",
+            f"{rule}, and so are gradients: not those of {ranks}" if ranks else rule,
+            f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
+        ),
+        ranks,
     )
+
+
+def _named(error: RunError, ranks: str) -> RunError:
+    """The error, which every rank raises: where it names the ranks, who raised it is not told."""
+    error.names_rank = bool(ranks)
+    return error
 
 
 # ---- Saving
