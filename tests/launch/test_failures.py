@@ -148,7 +148,7 @@ def test_the_launcher_itself_can_read_what_is_recorded(folder: Path) -> None:
 def test_an_error_that_names_its_rank_is_not_given_that_of_who_raised_it(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0.5.0: "rank 2" stood before a gradient of rank 0 that was not finite: rank 2 was the first to say it."""
+    """0.5.0: "rank 2" stood before a gradient of rank 0 that was not finite: rank 2 said it first."""
     error = RunError("step 3: grad_norm=nan", "gradients are finite: not those of rank 0 on here", "Lower it")
     error.names_rank = True
     assert failures.report({0: ends(folder, 0, -signal.SIGTERM), 2: ends(folder, 2, 1, error)}) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -456,3 +457,14 @@ def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
     del older["data"]["packing"], older["pipeline"]["shapes"]
     now = config(tmp_path, steps=6).model_dump(mode="json")
     assert changes(_with_defaults(older), now) == ["train.steps=6 (was 4)"]
+
+
+@pytest.mark.parametrize("kind", ["deep", "a pipe", "a list"])
+def test_a_state_that_cannot_be_read_is_a_checkpoint_error(tmp_path: Path, kind: str) -> None:
+    """0.5.0: deep JSON was a RecursionError, and a pipe was waited for: it was read as our own."""
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / "state.json")
+    else:
+        (tmp_path / "state.json").write_text("[" * 100_000 if kind == "deep" else "[1]")
+    with pytest.raises(CheckpointError, match="its step and config, and they cannot be read"):
+        read_state(tmp_path)

@@ -8,7 +8,6 @@ A run resumes from its own checkpoints and removes only those. Folders of other 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +39,7 @@ from penstock.models.weights.folder import (
     target_of,
     unfinished,
 )
+from penstock.reading import read_json
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizer import SHAPED
@@ -88,7 +88,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     check_contents(path, STATE)
     try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = read_json(path / STATE)
         found = {
             "step": state["step"],
             "run": state.get("run", UNNAMED),

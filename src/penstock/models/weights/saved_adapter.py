@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
-from penstock.models.weights.files import DTYPES, Ties
+from penstock.models.weights.files import DTYPES, Ties, check_header
 from penstock.models.weights.folder import Hashed, together
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
 from penstock.models.weights.tensor_file import widest_first, write_tensors
@@ -155,6 +155,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def safe_open_adapter(folder: Path) -> Any:
     """Open the adapter's file, whose header has to fit its length. Raises CheckpointError."""
+    check_header(folder / ADAPTER)
     try:
         return safe_open(folder / ADAPTER, framework="pt", backend="pread")
     except Exception as cause:  # missing, or safetensors' own
