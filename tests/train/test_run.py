@@ -337,6 +337,7 @@ def test_an_older_checkpoint_in_place_of_an_altered_one_is_of_this_data_too(tmp_
     state.write_text(json.dumps(written))
     manifest = state.with_name("manifest.json")
     listed = json.loads(manifest.read_text())
+    del listed["digest"]  # as of 0.5.0
     listed["files"]["state.json"] = {
         "size": state.stat().st_size,
         "sha256": hashlib.sha256(state.read_bytes()).hexdigest(),

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 from safetensors import SafetensorError
 
 from penstock.errors import AlteredError, CheckpointError, RunError
-from penstock.reading import read_text
+from penstock.reading import check_regular, read_text
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Processes
@@ -373,6 +373,7 @@ def broken(
 def sha256_of(file: Path, stopped: Callable[[], bool] = lambda: False) -> str:
     """The hash of a file, or of its beginning where `stopped` says so."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))
+    check_regular(file)
     with file.open("rb", buffering=0) as opened:
         while not stopped() and (count := opened.readinto(buffer)):
             digest.update(buffer[:count])
