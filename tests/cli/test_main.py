@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from penstock.pipeline import Account
 from penstock.train import run
 from support.command import Command
+from support.pool import alive
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
 
 
@@ -175,6 +177,31 @@ def test_one_command_ends_a_run_that_is_killed_again_and_again(tmp_path: Path) -
     assert_same_tensors(checkpoint(tmp_path / "whole", 9), checkpoint(tmp_path, 9))
     assert len({row["run"] for row in metrics(tmp_path)}) == 1
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 10))
+
+
+@pytest.mark.sweep
+def test_a_run_that_fails_starts_again_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30})))[0] == 0
+    file = config_file(tmp_path, train={"steps": 30, "checkpoint_every": 1})
+    process = start("train", file, "--restarts", "2")
+    for step in (2, 9):
+        while not checkpoint(tmp_path, step).exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        ranks = ranks_of(process.pid)
+        os.kill(ranks["1"], signal.SIGKILL)
+        while alive(ranks["1"]):
+            time.sleep(0.01)
+    code, _, err = finish(process)
+    assert code == 0, err
+    failures = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
+    assert [each["exit_code"] for each in failures] == [137, 137]
+    assert all("was killed by signal 9" in each["cause"] for each in failures)
+    assert 2 <= failures[0]["checkpoint"] < 9 <= failures[1]["checkpoint"]
+    assert "restarted 2 times" in err
+    assert_same_tensors(checkpoint(tmp_path / "whole", 30), checkpoint(tmp_path, 30))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 31))
 
 
 def wait_for_rows(folder: Path, count: int) -> None:

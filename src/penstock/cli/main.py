@@ -64,6 +64,9 @@ def train(
         min=1, help="With --dry-run: the number of processes, which sizes of -1 follow.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
         "Go on from the checkpoint whose path follows, or else the newest one, if there is any.")] = False,
+    restarts: Annotated[int, typer.Option(
+        min=0, help="After a failure start again, from the newest checkpoint: so often without a new one."
+    )] = 0,
 ) -> None:  # fmt: skip
     """Train a Hugging Face model through a pipeline.
 
@@ -77,6 +80,10 @@ def train(
                 raise ConfigError(
                     f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun"
                 )
+            if restarts and launch.under_torchrun():
+                rule = "torchrun starts its processes again by itself"
+                remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
+                raise ConfigError(f"--restarts {restarts}", rule, remedy)
             if dry_run:
                 from penstock.cli.plan import show
 
@@ -86,6 +93,12 @@ def train(
 
             prepared = preflight(settings, checkpoint)
         ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
+        if restarts and not launch.under_torchrun():
+            from penstock.cli.restart import start_ranks
+
+            overrides, _ = _sort_arguments(arguments or [], resume)
+            output = settings.output.path
+            raise typer.Exit(start_ranks(ranks, config, overrides, checkpoint, output, restarts))
         if ranks > 1 and not launch.under_torchrun():
             # -P: else the ranks, and not this process, would import whatever lies in the working folder
             command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]

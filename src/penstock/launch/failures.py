@@ -104,19 +104,20 @@ def record(error: BaseException) -> None:
     _write(Path(path), _brief(error), _traceback(error), now, ours)
 
 
-def report(failures: Mapping[int, Any]) -> int:
-    """Print the summary of torchrun's `ProcessFailure`s by rank. Returns the first cause's exit code."""
+def report(failures: Mapping[int, Any]) -> tuple[int, str]:
+    """Print the summary of torchrun's `ProcessFailure`s by rank. Returns the first cause's code and words."""
     records = {rank: _recorded(failure) for rank, failure in failures.items()}
     last = _last_accounts(records)
     causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
     noticed = min(cause.time for cause in causes)
     first = min(_unless_late(cause, noticed) for cause in causes)
-    lines = [f"penstock: error: {_of_all(first, causes)}"]
+    words = str(_of_all(first, causes))
+    lines = [f"penstock: error: {words}"]
     if last:
         lines.append("What the ranks did last:")
         lines += [f"  rank {rank} {last.get(rank, 'left no report')}" for rank in sorted({*failures, *last})]
     print("\n".join([*lines, *filter(None, [first.traceback.rstrip()])]), file=sys.stderr, flush=True)
-    return first.exit_code
+    return first.exit_code, words
 
 
 def _recorded(failure: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from penstock.launch import failures
 
@@ -35,6 +35,13 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+class Ended(NamedTuple):
+    """How ranks ended. cause: the first failure, in words; empty where none failed, or a signal ended all"""
+
+    code: int
+    cause: str = ""
+
+
 def launch(ranks: int, command: list[str]) -> int:
     """Run `ranks` copies of `command` on this machine under torchrun's launcher.
 
@@ -44,6 +51,11 @@ def launch(ranks: int, command: list[str]) -> int:
 
     Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM.
     """
+    return attempt(ranks, command).code
+
+
+def attempt(ranks: int, command: list[str]) -> Ended:
+    """The same, with the first cause."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -53,13 +65,13 @@ def launch(ranks: int, command: list[str]) -> int:
         try:
             elastic_launch(_launch_config(ranks, logs.name), command[0])(*command[1:])
         except ChildFailedError as failed:
-            return failures.report(failed.failures)
+            return Ended(*failures.report(failed.failures))
         except (SignalException, KeyboardInterrupt) as stopped:
             number = getattr(stopped, "sigval", signal.SIGINT)
             interrupted = number == signal.SIGINT
             print(f"penstock: {'interrupted' if interrupted else 'ended by ' + number.name}", file=sys.stderr)
-            return failures.INTERRUPTED if interrupted else 128 + number
-    return 0
+            return Ended(failures.INTERRUPTED if interrupted else 128 + number)
+    return Ended(0)
 
 
 def relaunch(ranks: int) -> None:

@@ -1,0 +1,52 @@
+"""Start the ranks of `penstock train` on this machine, and start them again after a failure."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from penstock.launch.restarts import Saved, keep_running
+from penstock.train.checkpoints import NEWEST, newest_checkpoint, read_state
+
+
+def start_ranks(
+    ranks: int, config: Path, overrides: list[str], resume: str | None, output: Path, restarts: int
+) -> int:
+    """Run `penstock train` on each of `ranks` ranks. Returns the exit code.
+
+    Args:
+        config, overrides, resume: as the command got them
+        output: the run's folder
+        restarts: failures in a row, without a new checkpoint in between, after which the run starts again
+    """
+    goes_on = _GoesOn(resume, output)
+
+    def command(attempt: int) -> list[str]:
+        resumed = [] if goes_on.at is None else ["--resume", *([] if goes_on.at == NEWEST else [goes_on.at])]
+        # -P: else the ranks, and not this process, would import whatever lies in the working folder
+        return [sys.executable, "-P", "-m", "penstock", "train", str(config), *overrides, *resumed]
+
+    return keep_running(ranks, command, restarts, goes_on.saved, output)
+
+
+class _GoesOn:
+    """What the next attempt goes on from: the newest checkpoint of an attempt, else what the first had."""
+
+    def __init__(self, resume: str | None, output: Path) -> None:
+        self.at, self._output = resume, output
+        self._before = self._newest()
+
+    def saved(self) -> Saved:
+        newest = self._newest()
+        if newest is not None and newest != self._before:  # else it may be another run's
+            self.at = NEWEST
+        path = None
+        if self.at == NEWEST:
+            path = newest[0] if newest is not None else None
+        elif self.at is not None:
+            path = Path(self.at).expanduser()
+        return Saved() if path is None else Saved(read_state(path)["step"], path.stat().st_mtime)
+
+    def _newest(self) -> tuple[Path, int] | None:
+        path = newest_checkpoint(self._output).path
+        return None if path is None else (path, path.stat().st_mtime_ns)

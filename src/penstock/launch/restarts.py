@@ -1,0 +1,120 @@
+"""Start a run again after a failure, without a person, from its newest checkpoint.
+
+    attempt -> fails -> wait -> attempt -> ...     until a run ends by itself, or somebody ends it, or it
+                                                   fails too often without a new checkpoint in between
+
+restarts.jsonl has a line for each failure: the attempt, its exit code and cause, the step of the newest
+checkpoint then, and the seconds that were lost: of start-up, of steps that are done again, of waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import InputError
+from penstock.launch.start import Ended, attempt
+
+FILE = "restarts.jsonl"
+_LONGEST = 60.0  # seconds to wait before a restart; the first one comes after one second
+
+
+class Saved(NamedTuple):
+    """The newest checkpoint. at: when it was written, in seconds of time.time()"""
+
+    step: int = 0
+    at: float = 0.0
+
+
+def keep_running(
+    ranks: int,
+    command: Callable[[int], list[str]],
+    restarts: int,
+    newest: Callable[[], Saved],
+    folder: Path,
+    sleep: Callable[[float], object] = time.sleep,
+) -> int:
+    """Run `ranks` copies of a command on this machine, and again after each failure. See `launch`.
+
+    Wrong input, Ctrl-C and SIGTERM end it at once.
+
+    Args:
+        command: of the attempt with a number, from 0
+        restarts: how often in a row, without a new checkpoint in between
+        newest: looks for the newest checkpoint; Saved() where there is none
+        folder: of the run: has run.json, and gets restarts.jsonl
+
+    Returns: the exit code of the last attempt
+    """
+    began, lost, causes = time.time(), [0.0, 0.0, 0.0], list[str]()
+    number, saved = 0, newest()
+    while True:
+        started = time.time()
+        ended = attempt(ranks, command(number))
+        start_up = _start_up(folder, started)
+        if not ended.cause or ended.code == InputError.exit_code:
+            if number:
+                lost[0] += start_up
+                print(_account(number, lost, time.time() - began), file=sys.stderr)
+            return ended.code
+        before, saved = saved, newest()
+        causes = [*(causes if saved.step == before.step else ()), ended.cause]
+        again = time.time() - max(saved.at, started + start_up)
+        stops, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
+        found = [start_up, max(0.0, again), 0.0 if stops else wait]
+        _note(folder, number, ended, saved, found)
+        if stops:
+            print(_hopeless(causes, saved), file=sys.stderr)
+            return ended.code
+        lost = [total + each for total, each in zip(lost, found, strict=True)]
+        number += 1
+        place = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
+        print(f"penstock: restart {number} in {wait:.0f} s, {place}", file=sys.stderr, flush=True)
+        sleep(wait)
+
+
+def _start_up(folder: Path, started: float) -> float:
+    """Seconds from the start of an attempt to its first step, or to now if it came to none."""
+    now = time.time()
+    try:
+        run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        at = datetime.fromisoformat(run["starts"][-1]["at"]).timestamp()
+    except (OSError, ValueError, LookupError, TypeError):
+        at = 0.0
+    return (at if started - 1 <= at <= now else now) - started  # it has whole seconds
+
+
+def _note(folder: Path, number: int, ended: Ended, saved: Saved, lost: list[float]) -> None:
+    names = ("start_up", "steps_again", "wait")
+    row: dict[str, Any] = {
+        "attempt": number, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "exit_code": ended.code,
+        "cause": ended.cause, "checkpoint": saved.step,
+        "lost_seconds": {name: round(max(0.0, each), 1) for name, each in zip(names, lost, strict=True)},
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _account(restarts: int, lost: list[float], seconds: float) -> str:
+    times = "once" if restarts == 1 else f"{restarts} times"
+    start_up, again, wait = (f"{max(0.0, each):.0f} s" for each in lost)
+    share = max(0.0, 1 - sum(lost) / max(seconds, 1e-9))
+    return (
+        f"penstock: restarted {times}; of {seconds:.0f} s {share:.0%} were effective "
+        f"(start-up {start_up}, steps done again {again}, waits {wait})"
+    )
+
+
+def _hopeless(causes: list[str], saved: Saved) -> str:
+    since = f"since the checkpoint of step {saved.step}" if saved.step else "before the first checkpoint"
+    first = "" if causes[0] == causes[-1] else f"\n  the first cause: {causes[0]}"
+    return (
+        f"penstock: given up after {len(causes)} failures in a row {since}{first}"
+        f"\n  the last cause: {causes[-1]}"
+    )

@@ -1,0 +1,113 @@
+"""A run that fails is started again, from its newest checkpoint, until it fails too often in one place."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.launch import restarts
+from penstock.launch.restarts import FILE, Saved, keep_running
+from penstock.launch.start import Ended
+
+Story = list[tuple[Ended, int]]  # of each attempt: how it ended, and the step of the newest checkpoint then
+
+
+class Told:
+    """What `keep_running` did where attempts end as a story has it."""
+
+    def __init__(self, story: Story, allowed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.commands: list[list[str]] = []
+        self.waits: list[float] = []
+        self._step = 0
+        endings: Iterator[tuple[Ended, int]] = iter(story)
+
+        def attempt(ranks: int, command: list[str]) -> Ended:
+            self.commands.append([str(ranks), *command])
+            ended, self._step = next(endings)
+            return ended
+
+        patch.setattr(restarts, "attempt", attempt)
+        self.code = keep_running(
+            2, lambda number: [f"attempt {number}"], allowed, self._newest, folder, self.waits.append
+        )
+        assert next(endings, None) is None, "all attempts were made"
+
+    def _newest(self) -> Saved:
+        return Saved(self._step, 0.0)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+
+
+KILLED, STALLED, WRONG = Ended(137, "rank 1 was killed"), Ended(1, "rank 0 stalled"), Ended(2, "a wrong key")
+
+
+def test_a_run_goes_on_after_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told([(KILLED, 4), (STALLED, 8), (Ended(0), 12)], 1, tmp_path, monkeypatch)
+    assert told.code == 0
+    assert told.commands == [["2", f"attempt {number}"] for number in range(3)]
+    found = [(row["attempt"], row["exit_code"], row["cause"], row["checkpoint"]) for row in rows(tmp_path)]
+    assert found == [(0, 137, "rank 1 was killed", 4), (1, 1, "rank 0 stalled", 8)]
+    said = capsys.readouterr().err
+    assert "restart 1 in 1 s, from the checkpoint of step 4" in said
+    assert "restarted 2 times" in said
+
+
+def test_waits_grow_until_there_is_a_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    story = [*[(KILLED, 0)] * 8, (KILLED, 4), (KILLED, 4), (Ended(0), 4)]
+    assert Told(story, 8, tmp_path, monkeypatch).waits == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+
+
+def test_failures_in_one_place_are_given_up_with_both_causes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told([(KILLED, 4), (KILLED, 4), (STALLED, 4)], 2, tmp_path, monkeypatch)
+    assert told.code == 1
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        "penstock: given up after 3 failures in a row since the checkpoint of step 4",
+        "  the first cause: rank 1 was killed",
+        "  the last cause: rank 0 stalled",
+    ]
+    assert len(rows(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("ended", [WRONG, Ended(130), Ended(143), Ended(0)])
+def test_wrong_input_and_signals_are_no_reason_to_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: Ended
+) -> None:
+    assert Told([(ended, 0)], 3, tmp_path, monkeypatch).code == ended.code
+    assert capsys.readouterr().err == ""
+    assert not (tmp_path / FILE).exists()
+
+
+def test_time_is_lost_to_start_up_steps_done_again_and_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    at = "1970-01-01T00:{:02}:{:02}+0000"
+
+    def attempt(ranks: int, command: list[str]) -> Ended:
+        began = int(now[0]) + 5  # seconds of start-up
+        starts = {"starts": [{"at": at.format(began // 60, began % 60)}]}
+        (tmp_path / "run.json").write_text(json.dumps(starts))
+        now[0] += 100
+        return KILLED if now[0] < 1200 else Ended(0)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(restarts, "attempt", attempt)
+    newest = iter([Saved(), Saved(8, 1070.0)])
+    assert keep_running(2, lambda _: [], 1, lambda: next(newest), tmp_path, sleep) == 0
+    assert rows(tmp_path)[0]["lost_seconds"] == {"start_up": 5.0, "steps_again": 30.0, "wait": 1.0}
+    said = "of 201 s 80% were effective (start-up 10 s, steps done again 30 s, waits 1 s)"
+    assert said in capsys.readouterr().err
