@@ -124,8 +124,9 @@ A YAML file of sections of keys. This is a whole one, as every other key has a d
 {EXAMPLE}```
 
 `penstock train config.yaml train.steps=200 pipeline.schedule=zb_v` puts keys over those of the file; the
-values are YAML. An unknown key, a value of another type and numbers that do not fit together are refused
-before any weight is loaded. `penstock train config.yaml --dry-run` shows every key with its value.
+values are YAML. `model='{{path: models/mine}}'` replaces a whole section, and `adapter=null` leaves it out.
+An unknown key, a value of another type and numbers that do not fit together are refused before any weight is
+loaded. `penstock train config.yaml --dry-run` shows every key with its value.
 """
 
 

@@ -196,7 +196,7 @@ def test_wrong_records_are_refused_when_the_run_starts(tmp_path: Path) -> None:
         ),
         ("{kind: megatron, streaming: {}, validation: {path: b}}", "Megatron"),
         ("{path: null, mixture: []}", "one of data.path and data.mixture is needed, and here neither is"),
-        ("{mixture: [{path: b}]}", "one of data.path and data.mixture is needed, and here both is"),
+        ("{mixture: [{path: b}]}", "one of data.path and data.mixture is needed, and here both are"),
         ("{path: null, mixture: [{path: b, weight: 0}]}", "the weights of data.mixture sum to 0"),
     ],
 )

@@ -29,7 +29,8 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
 
     Args:
         path: a YAML file
-        overrides: ``section.key=value``, which replace the file's values; each value is YAML
+        overrides: ``section.key=value``, which replace the file's values, and ``section={key: value}``, which
+            replaces the whole section; each value is YAML
 
     Raises: ConfigError that lists everything wrong at once.
     """
@@ -68,14 +69,16 @@ def _read(path: Path) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     value, (name, equals, text) = f"argument {_shown(override)}", override.partition("=")
     keys = name.split(".")
-    if not equals or not 2 <= len(keys) <= DEEPEST or not all(keys):
-        rule = "what follows the config file is section.key=value"
-        raise ConfigError(value, rule, "Write it like train.steps=200")
+    rule = "what follows the config file is section.key=value"
+    remedy = "Write it like train.steps=200, or a whole section like model='{path: models/mine}'"
+    if not equals or len(keys) > DEEPEST or not all(keys):
+        raise ConfigError(value, rule, remedy)
     try:
         parsed = _parse(text)
     except yaml.YAMLError as error:
-        rule = f"its value is not YAML: {_in_a_line(error)}"
-        raise ConfigError(value, rule, "Quote it") from None
+        raise ConfigError(value, f"its value is not YAML: {_in_a_line(error)}", "Quote it") from None
+    if len(keys) == 1 and not (parsed is None or isinstance(parsed, dict)):  # null: a section left out
+        raise ConfigError(value, rule, remedy)
     for key in keys[:-1]:
         if tree.get(key) is None:
             tree[key] = {}

@@ -57,8 +57,8 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
-            found = "neither" if self.path is None else "both"
-            raise ValueError(f"exactly one of model.path and model.config is needed, and here {found} is")
+            found = "neither is" if self.path is None else "both are"
+            raise ValueError(f"exactly one of model.path and model.config is needed, and here {found}")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config names its model_type, e.g. model_type: qwen3")
         return self
@@ -151,9 +151,9 @@ class DataSection(RecordSection):
     @model_validator(mode="after")
     def one_source(self) -> Self:
         if (self.path is None) == (not self.mixture):
-            found = "neither" if self.path is None else "both"
+            found = "neither is" if self.path is None else "both are"
             raise ValueError(
-                f"one of data.path and data.mixture is needed, and here {found} is; "
+                f"one of data.path and data.mixture is needed, and here {found}; "
                 "write path: FILE, or mixture: [{path: FILE, weight: 1}, ...]"
             )
         if self.mixture and not sum(source.weight for source in self.mixture):
