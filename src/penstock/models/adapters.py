@@ -35,6 +35,7 @@ LoraConfig: TypeAlias = Any  # peft's
 PREFIX = "base_model.model."  # of every name in an adapter's file: where PeftModel holds the base model
 _PLACES = ("base_model_name_or_path", "revision")  # options that say where the base model lies
 _NAMED = 12  # modules that an error proposes
+_ALL = "all-linear"  # PEFT's word for each linear layer but the head
 
 
 class Adapter(NamedTuple):
@@ -155,7 +156,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str | None = N
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, for PEFT to heed
             peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError, re.error) as cause:
-        said = " ".join(str(cause).split())
+        said = " ".join(str(cause).split()).rstrip(".")
         raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
     _widen(model)
     if base is not None:
@@ -184,7 +185,9 @@ def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
         "trainable_token_indices": (list(tokens) if isinstance(tokens, dict) else None, modules, layers),
     }
     for key, (wanted, names, some) in asked.items():
-        if isinstance(wanted, str):  # all-linear, or a pattern: PEFT says itself where nothing matches
+        if isinstance(wanted, str):
+            if not config.target_parameters:  # with them a pattern may match no module
+                _check_pattern(type(model).__name__, key, wanted, names, some)
             continue
         for each in sorted(wanted or ()):
             if not any(f".{name}".endswith(f".{each}") for name in names):
@@ -202,6 +205,27 @@ def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
             f"the model's embedding has rows 0 to {rows - 1}",
             "Give numbers of its tokens",
         )
+
+
+def _check_pattern(model: str, key: str, wanted: str, names: Iterable[str], some: Sequence[str]) -> None:
+    """Raise ConfigError for a regular expression that matches no name; `some` are names to propose.
+
+    One that is no expression is PEFT's to refuse.
+    """
+    if wanted.lower() == _ALL:
+        return
+    try:
+        if any(re.fullmatch(wanted, name) for name in names):
+            return
+    except re.error:
+        return
+    if wanted.lower().replace("_", "-") == _ALL:
+        remedy = f"Write {_ALL}"
+    else:
+        last = some[len(some) // 2] if some else ""
+        remedy = f"Take {_ALL}, a list of last parts such as [{last.rpartition('.')[2]}], or match {last}"
+    rule = f"as a regular expression it matches no whole name of a module of {model}"
+    raise ConfigError(f"{wanted!r} in the adapter's {key}", rule, remedy)
 
 
 # ---- The base model inside of the wrappers

@@ -82,6 +82,8 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
         remedy = "Give the path of a local Hugging Face model folder"
         if (folder / "adapter_config.json").is_file():
             remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
+        elif found := sorted((folder / "checkpoints").glob("step-*")):
+            remedy = f"It is a run's folder: give a checkpoint of it, such as {found[-1]}"
         raise ModelError(
             f"model folder {folder}",
             "it holds no config.json" if folder.is_dir() else "there is no such folder",

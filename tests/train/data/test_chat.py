@@ -200,6 +200,20 @@ def test_a_template_without_marks_that_writes_a_turn_in_two_ways_is_refused() ->
     assert labels(encoder(template("qwen3"), loss_on="last"), CHATS[2])
 
 
+def test_a_template_that_is_not_jinja_is_refused_by_its_line() -> None:
+    """Unreleased: the error named the first chat, with which nothing is wrong."""
+    with pytest.raises(DataError) as caught:
+        encoder("{% for m in messages %}\n{{ m.content ").encode("a.jsonl line 1", CHATS[0])
+    assert caught.value.value == "the chat template, line 2"
+    assert "a.jsonl" not in str(caught.value)
+
+
+def test_the_first_message_is_named_in_the_singular() -> None:
+    own = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"the template writes its first message in another way"):
+        encoder(own).encode("a", CHATS[0])
+
+
 def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     tokenizer = open_tokenizer(str(tmp_path), chat=True)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import TemplateSyntaxError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
@@ -101,6 +102,10 @@ class ChatEncoder:
                 ids, counted = self._chat(name, found, _options(name, row))
         except DataError:
             raise
+        except TemplateSyntaxError as error:  # of the template itself: no record is to blame
+            said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
+            remedy = "Mend it there, or give another one (data.chat_template)"
+            raise DataError(where, f"it is not Jinja ({said})", remedy) from None
         except Exception as error:  # Jinja's, and whatever a template meets in values of another type
             rule = f"the chat template refuses it ({' '.join(str(error).split())})"
             remedy = "Mend it, or give a template that takes it (data.chat_template)"
@@ -200,10 +205,11 @@ class ChatEncoder:
         texts = [self.tokenizer.own.apply_chat_template(each, tokenize=False, **keys)
                  for each, keys in ((first, more), (messages, options))]  # fmt: skip
         if not texts[1].startswith(texts[0]):
+            some = "message" if count == 1 else f"{count} messages"
             at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[1]))
             raise DataError(
                 f"data file {name}",
-                f"the template writes its first {count} messages in another way where more follow (from "
+                f"the template writes its first {some} in another way where more follow (from "
                 f"{texts[0][at : at + 20]!r} on), so that comparing does not find the assistant's tokens",
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
                 "data.loss_on=all",
