@@ -85,9 +85,9 @@ def test_the_table_of_models_is_what_cutting_them_shows() -> None:
 
 
 def test_every_builder_has_a_formula_and_a_picture() -> None:
-    assert {formula.schedule for formula in FORMULAS} == BUILDERS.keys()
+    assert {formula.schedule for formula in FORMULAS} == BUILDERS.keys(), "write it in docs/schedules.py"
     for name in BUILDERS:
-        assert (ROOT / "docs" / "pictures" / f"{name}.svg").is_file()
+        assert (ROOT / "docs" / "pictures" / f"{name}.svg").is_file(), "run: make pictures"
 
 
 def _name(formula: Any) -> str:

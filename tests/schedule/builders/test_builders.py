@@ -16,6 +16,7 @@ from penstock.schedule import Costs, Placement, Schedule, both_ways, loop, rende
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.builders.conformance import check_builder
 from support.orders import torch_interleaves, torch_order
+from support.schedules import FORMS
 
 
 class Promise(NamedTuple):
@@ -159,7 +160,11 @@ each = pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.
 
 
 def test_every_builder_makes_a_promise() -> None:
-    assert {promise.name for promise in PROMISES} == BUILDERS.keys()
+    assert {promise.name for promise in PROMISES} == BUILDERS.keys(), "write its line in PROMISES"
+
+
+def test_every_builder_is_run_on_models() -> None:
+    assert BUILDERS.keys() - {"inference"} <= FORMS.keys(), "write its line in tests/support/schedules.py"
 
 
 @each
