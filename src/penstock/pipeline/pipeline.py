@@ -298,6 +298,7 @@ class Pipeline(SplitModel):
             return find(built.microbatches), RefusedBatch(error)
 
     def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
+        """The batch with more entries. A RefusedBatch in its place raises when the ranks have met."""
         try:
             for stage, module in self.modules.items():
                 check_not_replaced(module, stage)

@@ -174,7 +174,7 @@ class StepRunner:
         """
         schedule, executors = lowered.schedule, lowered.executors
         world, transport, built = self._world, self._world.transport, self._built
-        counts = scored or not collect
+        counts = scored or not collect  # whether there is a loss, which counts valid items
         facts, refusal = BatchFacts(schedule.microbatches, counts, total_tokens=total_tokens or 0), None
         batch = on_host(batch, world.device)
         try:
@@ -234,13 +234,17 @@ class StepRunner:
             raise refusal
 
     def _weighed(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        """The microbatches whose valid items are counted: a user's loss finds them where it computes."""
+        """The microbatches, to count their valid items: on the host for our own losses, as counting on a GPU
+        would wait for it; on the pipeline's device for a user's loss, which may mix them with tensors there.
+        """
         if isinstance(self._built.loss, NextToken | MeanOverRows):
             return microbatches
         return placed(microbatches, self._world.device)
 
     def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
-        """Infer the edges before ranks with other parts of the batch step: one part may be refused."""
+        """Infer the edges now, where the mesh splits the batch: a part that is refused for its shapes has to
+        be refused on all ranks, before any of them starts to compute.
+        """
         if depth == 1 or self._world.reductions.batch_part[1] == 1:
             return
         edges = self._built.edges

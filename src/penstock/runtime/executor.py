@@ -124,7 +124,8 @@ class Executor:
         for action in self.plan.actions:
             if type(action) in self.messages.needless:
                 continue
-            if not settled and isinstance(action, Post | Send):  # a refused batch leaves nothing behind
+            # before the first message: a batch that another rank refuses leaves no message behind
+            if not settled and isinstance(action, Post | Send):
                 yield self._settle, action
                 settled = True
             yield effects[type(action)], action

@@ -94,7 +94,7 @@ class Stage:
         # of the shapes seen so far; True where the next forward of the shape has to be measured as well
         self.footprints: dict[object, tuple[Footprint, bool]] = {}
         self._sharding: Sharding | None = None
-        self.put_off: PutOff | None = None  # by the first I
+        self.put_off: PutOff | None = None  # how much of it the first I left to W, for a warning
         self.rng: StageRNG | None = None  # of a stage that draws random numbers
 
     @property
