@@ -104,4 +104,8 @@ def test_the_executor_agrees_with_the_verdict(schedule: Schedule) -> None:
         with pytest.raises((AssertionError, KeyError, IndexError, StopIteration, RuntimeError, TypeError)):
             assert exact(schedule, run(schedule, unproven))
     else:
-        assert exact(schedule, run(schedule, proof))
+        modules = run(schedule, proof)
+        if schedule.trains:
+            assert exact(schedule, modules)
+        else:  # all backwards were dropped, so that it is one for inference
+            assert all(parameter.grad is None for module in modules for parameter in module.parameters())

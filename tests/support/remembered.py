@@ -1,8 +1,8 @@
 """What the product remembers of a model within a process, shared by all processes of a test run.
 
 The product finds the chain of a model, and counts its multiply-adds, once a process. The suite builds the
-same few tiny models in a dozen processes. The keys are the product's own. Models with a class that a function
-of a test makes are left out: its name does not say what it does.
+same few tiny models in a dozen processes. The keys are the product's own. Only models of transformers and
+PEFT are shared: the name of a class that a test defines does not say what it does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Remembered(dict[Any, Any]):
             partial.rename(file)  # whole or not at all
 
     def _file(self, key: object) -> Path | None:
-        if any("<locals>" in kind.__qualname__ for kind in _types(key)):
+        if any(not kind.__module__.startswith(("transformers.", "torch.", "peft.")) for kind in _types(key)):
             return None
         return self._folder / hashlib.sha256(repr(key).encode()).hexdigest()
 

@@ -115,6 +115,7 @@ def test_the_library_holds_the_rows_and_a_resumed_run_goes_on_in_it(
     trackers.finish("finished")
     assert trackers.lines == [f"{name:<11} {tracker.place}"]
     assert run.said == [f"{name}: {tracker.place}"]  # and no warning
+    time.sleep(1.1)  # TensorBoard orders files by the second in which they were made
     again = run.start(done=2)  # step 3 is repeated
     run.write(step(3, loss=1.0), step(4, loss=float("nan")), step(5))
     again.finish("failed")
