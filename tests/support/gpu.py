@@ -53,8 +53,8 @@ from penstock.schedule import Schedule
 T = TypeVar("T")
 _COMPUTE = "compute"
 _STOPS = 0.05  # how often a GPU stops between two ops that it could run
-# seconds of the cluster that a look takes where nobody else can go on. Short unless a host is to wait until its
-# time is over: with 8 ranks most looks are of those whose turn is far off
+# seconds of the cluster that a look takes where nobody else can go on. Short unless a host is to wait until
+# its time is over: with 8 ranks most looks are of those whose turn is far off
 _TICK, _SHORT_TICK = 0.1, 0.001
 _PATIENCE = 50.0  # seconds
 _LOST = 60.0  # seconds after which a thread that has not come back fails the test
