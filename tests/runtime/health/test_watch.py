@@ -170,7 +170,7 @@ def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, st
     assert first is not None
     assert first.process is None
     lost = str(watches[1].error(CLOSED))
-    waiting = f"rank 1 on {HOST} waiting for the loss of the other parts of the batch from the other ranks"
+    waiting = f"process 2 on {HOST} waiting for the loss of the other parts of the batch from the other ranks"
     assert f"from the other ranks: {waiting}: some rank has been silent" in lost
 
 

@@ -220,9 +220,9 @@ class Watch:
         if self._process in blamed:  # the chain of waits leads back
             named, culprit = "every rank", None
         silent = f"{'have' if len(blamed) > 1 else 'has'} been silent for {waiting.seconds:.0f} s"
-        reason = f"it has been silent for {waiting.seconds:.0f} s, as {self._name(self._process)} noticed"
+        reason = f"it has been silent for {waiting.seconds:.0f} s, as {self._own_name} noticed"
         if culprit is None:
-            reason = f"{self._name(self._process)} {waiting.words}: {named} {silent}"
+            reason = f"{self._own_name} {waiting.words}: {named} {silent}"
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
         self._notes.fail(Failure(culprit, self._host(culprit), reason), "silent")
         self._freeze()
@@ -257,7 +257,7 @@ class Watch:
             named = " and ".join(map(self._name, blamed)) or "some rank"
             rule = f"{named} died or closed its connection"
             if blamed:  # so that the ranks that lose this one next name the first one
-                reason = f"it died or closed its connection, as {self._name(self._process)} noticed"
+                reason = f"it died or closed its connection, as {self._own_name} noticed"
                 self._notes.fail(Failure(blamed[0], self._host(blamed[0]), reason))
         error = PeerLostError(
             f"rank {self._rank} {waiting.words}",
@@ -291,6 +291,13 @@ class Watch:
         named = f"rank {self._members.index(process)}" if is_rank else f"process {process}"
         host = self._host(process) if host is None else host
         return f"{named} on {host}" if host else named
+
+    @property
+    def _own_name(self) -> str:
+        """This rank in a note, which other pipelines of the job read too: those number their own ranks."""
+        if len(self._members) == len(self._everyone):
+            return self._name(self._process)
+        return f"process {self._process} on {self._notes.host}"
 
     def _host(self, process: int | None) -> str:
         note = None if process is None else self._pulse.note(process)
