@@ -269,7 +269,7 @@ def _rows(
                         "not above torch's", own.held <= its.held))  # fmt: skip
         if kind == "curve" and schedule in SCHEDULES:
             each = 1 if rank == 0 else 2
-            rows.append(Row(case, "of these beside live activations", own.held / size - own.live * each,
+            rows.append(Row(case, "of these, without live activations", own.held / size - own.live * each,
                             "states", its.held / size - its.live * each))  # fmt: skip
         if again is not None:
             rows.append(Row(case, "the same with full activation checkpointing", again[rank].held / 2**20,
