@@ -23,8 +23,8 @@ PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 MOST_ROWS = 25  # of a table that stands open
 
 ABOUT = {
-    "corpus": "All ranks map one cache of tokens. This benchmark measures what a rank's memory grows by with the "
-    "size of its corpus, and how long the corpus takes to tokenise once.",
+    "corpus": "All ranks map one cache of tokens. This benchmark measures what a rank's memory grows by with "
+    "the size of its corpus, and how long the corpus takes to tokenise once.",
     "default_split": "The split of layers over stages that a user gets without asking, against the best of "
     "all splits: by simulation for public configs, and run for two models.",
     "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
