@@ -30,6 +30,7 @@ from penstock.models.weights import hashes
 from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
+from support.covering import every
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 from support.pool import Pool
@@ -52,15 +53,16 @@ def mesh() -> tuple[Pipeline, list[Optimizer]]:
     return pipe, optimizers
 
 
-def test_processes_go_on_where_others_were(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "family"), every(2, [(3, "llama"), (4, "mixtral")]))
+def test_processes_go_on_where_others_were(pool: Pool, tmp_path: Path, ranks: int, family: str) -> None:
     path = tmp_path / "checkpoint"
-    before = pool.run(4, begin, 4, "zb_v", "mixtral", str(path))
-    after = pool.run(2, go_on, 2, "1f1b", "mixtral", str(path))
+    before = pool.run(ranks, begin, ranks, "zb_v", family, str(path))
+    after = pool.run(2, go_on, 2, "1f1b", family, str(path))
     assert all(losses == before[0] for losses in before)
     assert all(losses == after[0] for losses in after)
-    assert_same_run("mixtral", path, before[0], after[0])
+    assert_same_run(family, path, before[0], after[0])
     names = {file.name for file in path.iterdir()}
-    assert {f"random-{n:05d}-of-00004.safetensors" for n in range(1, 5)} <= names
+    assert {f"random-{n:05d}-of-{ranks:05d}.safetensors" for n in range(1, ranks + 1)} <= names
 
 
 def failing_write(path: str) -> None:

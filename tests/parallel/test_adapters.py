@@ -94,7 +94,7 @@ def new_adapter(axes: Axes | None, ranks: int, folder: str | None, form: str) ->
 
 @pytest.mark.parametrize(
     ("form", "from_folder"),
-    [("dora", True), *later(("modules and rows", True), ("dora", False), ("embedding", False))],
+    later(("dora", True), ("modules and rows", True), ("dora", False), ("embedding", False)),
 )
 def test_initial_values_do_not_depend_on_the_mesh(
     pool: Pool, tmp_path: Path, form: str, from_folder: bool

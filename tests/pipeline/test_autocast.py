@@ -143,7 +143,7 @@ def assert_same_bits(found: Gradients, expected: Gradients, names: Iterable[str]
 MATRIX = pairs({"schedule": list(SCHEDULES), "how": list(CHECKPOINTING), "edit": list(MODELS)})
 
 
-@pytest.mark.parametrize(("schedule", "how", "edit"), every(2, [tuple(row.values()) for row in MATRIX]))
+@pytest.mark.parametrize(("schedule", "how", "edit"), every(4, [tuple(row.values()) for row in MATRIX]))
 def test_a_weight_is_cast_once_a_step_and_gradients_keep_their_bits(
     schedule: str, how: str, edit: str
 ) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from penstock import AutoPipeline
 from penstock.errors import PartitionError
 from penstock.schedule import Op, Schedule, loop
+from support.covering import every
 from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
@@ -61,8 +62,10 @@ def exact(
     return auto
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gpt2", False)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "family", "tied"),
+    every(2, [(form, *model) for form in LAYOUTS for model in (("llama", True), ("gpt2", False))]),
+)
 def test_layouts_are_exact(layout: str, family: str, tied: bool) -> None:
     layers = layout.count("t")
     if not layers:  # no model has none
@@ -70,7 +73,7 @@ def test_layouts_are_exact(layout: str, family: str, tied: bool) -> None:
     exact(family, layout.count("|") + 1, layers=layers, tied=tied, layout=layout)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", every(2, sorted(FAMILIES)))
 def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str) -> None:
     dtype = torch.float32 if family in FLOAT32_INSIDE else torch.float64
     exact(family, 4, dtype, layout="E||tt|L", layers=2, activation_checkpointing=family < "h")

@@ -73,7 +73,7 @@ def test_a_packed_batch_may_be_split_by_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turn", "ranks", "shapes"), every(2, [(0, 2, "exchanged"), (2, 4, "inferred"), (1, 2, "buckets")])
+    ("turn", "ranks", "shapes"), every(3, [(0, 2, "exchanged"), (2, 4, "inferred"), (1, 2, "buckets")])
 )
 def test_over_processes(pool: Pool, turn: int, ranks: int, shapes: str) -> None:
     """Each schedule meets each kind of batch and each way to learn shapes once; the sweep has the product."""

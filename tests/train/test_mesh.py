@@ -68,6 +68,7 @@ MESHES = [
     pytest.param({"dp_shard": 2}, {"ranks": -1}, 7, id="pp2 x dp_shard2"),
     pytest.param(
         {"dp_replicate": 2}, {"ranks": 2, "balance": "measured", "head_weight": None}, 7, id="measured",
+        marks=pytest.mark.sweep,
     ),
     pytest.param(
         {"dp_replicate": 2, "dp_shard": -1, "reshard_after_forward": True}, {"ranks": 1}, 8,
@@ -142,7 +143,7 @@ def test_muon_trains_as_one_process_without_axes_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parallel",
     [
-        pytest.param({"dp_shard": 2}, id="dp_shard2"),
+        pytest.param({"dp_shard": 2}, id="dp_shard2", marks=pytest.mark.sweep),
         pytest.param({"tp": 2}, id="tp2", marks=pytest.mark.sweep),
         pytest.param({"cp": 2, "context": "ring"}, id="cp2", marks=pytest.mark.sweep),
     ],

@@ -20,6 +20,7 @@ from penstock.train.checkpoints import NEWEST
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import dry_run, preflight, run
+from support.covering import every
 from support.tiny import (
     assert_same_tensors,
     checkpoint,
@@ -57,7 +58,9 @@ TWINS: list[tuple[str, str, dict[str, Any], dict[str, Any], Make, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("precision", "schedule", "model", "optimizer", "make", "tolerance"), TWINS)
+@pytest.mark.parametrize(
+    ("precision", "schedule", "model", "optimizer", "make", "tolerance"), every(2, TWINS)
+)
 def test_a_run_is_the_loop_that_one_writes_by_hand(
     tmp_path: Path,
     precision: str,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -146,27 +146,52 @@ def open_source(
             rule = "a model object is taken as it is"
             raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
         return _checked(Source(model, adapter=adapter_of(model), quantize=quantize))
-    files: tuple[Path, ...] = ()
-    others: dict[str, Path] = {}
-    written: Path | None = None
-    config = model
+    config, found = model, _NO_FOLDER
     if isinstance(model, str | Path):
-        folder, config = Path(model).absolute(), config_of(Path(model), trusted)
-        if (folder / MANIFEST).is_file():
-            check_lengths(folder, added=True)
-            written = folder
-        if folder.is_dir():
-            files, others = tuple(weights.weight_files(folder)), other_files(folder, trusted=trusted)
+        config, found = config_of(Path(model), trusted), _folder(Path(model).absolute(), trusted=trusted)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
             "AutoPipeline takes a transformers model, a config of one, or a local folder with config.json",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
+    built = _built_from_config(config, dtype, attention, trusted=trusted)
+    _check_causal(built)
+    _check_gradient_hooks(built)
+    if adapter is not None:
+        add_adapter(built, adapter, str(Path(model).absolute()) if found.weights else None)
+    return _checked(Source(built, *found, adapter_of(built), quantize))
+
+
+class _Folder(NamedTuple):
+    """The files of a model's folder: its weights, others by name, and itself where penstock wrote it."""
+
+    weights: tuple[Path, ...]
+    others: Mapping[str, Path]
+    written: Path | None
+
+
+_NO_FOLDER = _Folder((), {}, None)
+
+
+def _folder(path: Path, *, trusted: bool) -> _Folder:
+    if not path.is_dir():
+        return _NO_FOLDER
+    written = (path / MANIFEST).is_file()
+    if written:
+        check_lengths(path, added=True)
+    files, others = tuple(weights.weight_files(path)), other_files(path, trusted=trusted)
+    return _Folder(files, others, path if written else None)
+
+
+def _built_from_config(
+    config: PretrainedConfig, dtype: torch.dtype | None, attention: str | None, *, trusted: bool
+) -> PreTrainedModel:
+    """On the meta device. Raises ModelError for a config that transformers builds no causal LM from."""
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 config, dtype=dtype or config.dtype, trust_remote_code=trusted, **options
             )
     except Exception as cause:  # whatever a model's own code says to a config that it does not take
@@ -181,7 +206,9 @@ def open_source(
             f"transformers builds no causal LM from it: {said}",
             "Take a config of a decoder-only language model, or fix the value that it names",
         ) from cause
-    _check_causal(built)
+
+
+def _check_gradient_hooks(built: PreTrainedModel) -> None:
     hooked = (name for name, p in built.named_parameters() if getattr(p, "_backward_hooks", None))
     if name := next(hooked, None):
         raise ModelError(
@@ -189,9 +216,6 @@ def open_source(
             "from a config or a folder, weights are made anew as their values come, and hooks stay behind",
             "Give the model object, whose hooks are copied",
         )
-    if adapter is not None:
-        add_adapter(built, adapter, str(Path(model).absolute()) if files else None)
-    return _checked(Source(built, files, others, written, adapter_of(built), quantize))
 
 
 def _checked(source: Source) -> Source:
