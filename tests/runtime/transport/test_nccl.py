@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from math import isnan
@@ -20,13 +21,15 @@ from penstock.errors import ConfigError, PeerLostError, ScheduleError, StalledPe
 from penstock.parallel import nccl
 from penstock.runtime.health import watch
 from penstock.runtime.health.limits import is_late
-from penstock.runtime.transport import stream_channels
+from penstock.runtime.transport import distributed, stream_channels
+from penstock.runtime.transport.distributed import DistributedTransport
+from penstock.runtime.transport.groups import GroupProcesses
 from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Schedule, build, verify
 from penstock.schedule.order import blocked_in_line, exchanges
 from support import jobs_channels as jobs
 from support.covering import every
-from support.gpu import Cluster, emulated
+from support.gpu import Cluster, EmulatedGroups, Group, emulated
 from support.programs import valid
 from support.ragged import ragged
 from support.schedules import FORMS, built, takes
@@ -108,6 +111,23 @@ def test_a_value_is_there_when_the_stream_has_come_to_it_and_until_its_last_user
     before, value, after = found
     assert all(map(isnan, [*before, *after]))
     assert value == 4
+
+
+def test_another_group_comes_after_a_gathering_that_has_begun() -> None:
+    """torch's rule; FSDP2 may gather weights before the ranks' fingerprints are read."""
+    cluster = Cluster(2)
+
+    def job(rank: int) -> str:
+        groups = EmulatedGroups(cluster.gpus[rank], 5.0)
+        processes = GroupProcesses(groups.pipeline, groups.limit, torch.device("cpu"))
+        work, everyone = processes.start_all_gather(torch.full((1,), rank))
+        last = cluster.gpus[rank].last()
+        processes.finish(work)
+        assert [int(each) for each in everyone] == [0, 1]
+        return "" if last is None else last.name
+
+    with emulated():
+        assert cluster.run(job) == ["wait for pp allgather"] * 2
 
 
 # ---- exact
@@ -220,6 +240,31 @@ def test_no_message_holds_up_a_host(exchange: str) -> None:
     assert_equal(found, in_one_process(built("1f1b", 2, MICROBATCHES)))
     assert sum(cluster.held_up.values()) > 0  # the ranks compare their batches, and report
     assert not [name for name in cluster.held_up if " to " in name]
+
+
+def test_the_sum_of_shared_gradients_holds_up_a_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: once for each bucket."""
+    called = Counter[str]()
+
+    def count(where: Any, name: str) -> None:
+        function = getattr(where, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            called[name] += 1
+            return function(*args, **options)
+
+        monkeypatch.setattr(where, name, counted)
+
+    for where, name in (
+        (distributed, "hold_up_until"), (DistributedTransport, "_sum_first"), (Group, "allreduce"),
+    ):  # fmt: skip
+        count(where, name)
+    monkeypatch.setattr(distributed, "_BUCKET_BYTES", 64)
+    schedule = build("dualpipe", ranks=2, microbatches=2)
+    found, cluster = on_gpus(trained(schedule, steps=1), 2)
+    assert_equal(found, in_one_process(schedule))
+    assert not [name for name in cluster.held_up if "shared" in name]
+    assert 0 < called["hold_up_until"] == called["_sum_first"] < called["allreduce"]
 
 
 def test_a_host_runs_ahead_of_its_gpu_but_not_without_end() -> None:
@@ -370,6 +415,24 @@ def test_a_rank_that_does_not_step() -> None:
 
     found, _ = on_gpus(job, 2, patient=True)
     assert isinstance(found[0], StalledPeerError)
+
+
+def test_a_rank_that_does_not_come_to_the_sum_of_shared_gradients() -> None:
+    """The step raises the error, before an optimizer may use a sum that is none."""
+
+    def job(rank: int) -> BaseException | None:
+        pipe = jobs.pipeline(build("dualpipe", ranks=2, microbatches=2), 2, 2)
+        if rank == 1:
+            pipe._shared.end_step = lambda: None  # type: ignore[method-assign]
+            pipe.step(jobs.batch(2, torch.float64))
+            return None
+        with pytest.raises(StalledPeerError, match="shared gradient from rank 1") as caught:
+            pipe.step(jobs.batch(2, torch.float64))
+        pipe.close()
+        return caught.value
+
+    found, _ = on_gpus(job, 2, patient=True)
+    assert isinstance(found[0], StalledPeerError), found
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from penstock.runtime.transport.interface import Transport
 from penstock.runtime.transport.shared_messages import SharedMessages
 from penstock.runtime.transport.shared_processes import SharedProcesses
 from penstock.runtime.transport.shared_segment import Segment, open_segments
-from penstock.runtime.transport.stream_channels import StreamChannels
+from penstock.runtime.transport.stream_channels import StreamChannels, Transfer, hold_up_until
 from penstock.schedule import Op, Schedule
 
 _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
@@ -172,15 +172,20 @@ class DistributedTransport(Transport):
     def _sum_first(self, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
         if len(ranks) == 1:
             return
-        peer = next(rank for rank in ranks if rank != self.rank)
+        peer, what = next(rank for rank in ranks if rank != self.rank), "its part of a shared gradient"
+        on_stream, works = self._groups.backend == "nccl", list[dist.Work]()
         for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
             joined = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
-            with self.watch.waiting("its part of a shared gradient", peer):
+            with self.watch.waiting(what, peer):
                 work = dist.all_reduce(joined, group=self._sharing[ranks], async_op=True)
                 assert work is not None
-                work.wait(self._limit)
+                # with a limit NCCL holds up the host, once for each bucket
+                work.wait() if on_stream else work.wait(self._limit)
+            works.append(work)
             sums = _unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
             torch._foreach_copy_(bucket, list(sums))
+        if on_stream:  # once: an error comes before an optimizer uses the gradients
+            hold_up_until(Transfer(what, peer, works).over, what, peer, self.watch, self._limit)
 
     def in_background(self) -> PatientProcesses:
         """The same ranks for another thread, which may wait for a disk: a group serves one thread only.

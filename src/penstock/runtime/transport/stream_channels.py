@@ -184,20 +184,26 @@ class StreamChannels(Channels):
         self._until(transfer.over, transfer.what, transfer.peer)
 
     def _until(self, over: Callable[[], bool], what: Message | str, peer: int | None) -> None:
-        """Hold up the host until something has happened that other ranks bring about.
+        hold_up_until(over, what, peer, self._watch, self._limit)
 
-        Raises the typed error where that takes too long, fails, or can never be as another rank has failed.
-        """
-        with self._watch.waiting(what, peer):
-            began, pause = time.monotonic(), _SHORTEST
-            ask = began + _ASK
-            while not over():
-                now = time.monotonic()
-                if now - began > self._limit.total_seconds():
-                    raise RuntimeError("timed out waiting for NCCL")
-                if now > ask:
-                    if self._watch.broken:
-                        raise RuntimeError("another rank has failed")
-                    ask = now + _ASK
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST)
+
+def hold_up_until(
+    over: Callable[[], bool], what: Message | str, peer: int | None, watch: Watch, limit: timedelta
+) -> None:
+    """Hold up the host until something has happened that other ranks bring about.
+
+    Raises the typed error where that takes too long, fails, or can never be as another rank has failed.
+    """
+    with watch.waiting(what, peer):
+        began, pause = time.monotonic(), _SHORTEST
+        ask = began + _ASK
+        while not over():
+            now = time.monotonic()
+            if now - began > limit.total_seconds():
+                raise RuntimeError("timed out waiting for NCCL")
+            if now > ask:
+                if watch.broken:
+                    raise RuntimeError("another rank has failed")
+                ask = now + _ASK
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
