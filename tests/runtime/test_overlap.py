@@ -162,6 +162,7 @@ def test_an_error_in_a_pair_names_its_op_and_leaves_no_thread(kind: str) -> None
     ("options", "said"),
     [
         ({"schedule": "1f1b"}, "it marks no pairs"),
+        ({"schedule": PAIRED, "device": "cuda:1"}, r"a GPU.*docs/parallel\.md"),
         ({"schedule": PAIRED, "exchange": "batched"}, "exchange='batched'"),
         ({"schedule": PAIRED, "axes": Axes(tp=2)}, "over one process group"),
         ({"schedule": PAIRED, "axes": Axes(cp=2)}, "over one process group"),
@@ -175,6 +176,15 @@ def test_what_cannot_run_in_two_threads_is_refused(options: dict[str, Any], said
     with pytest.raises(ConfigError, match=said):
         Options(ranks=2, microbatches=8, overlap=True, **options).chosen_schedule()
     Options(ranks=2, microbatches=8, overlap="auto", **options).chosen_schedule()
+
+
+def test_pairs_are_refused_where_the_device_is_a_gpu_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("is_available", True), ("device_count", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    with pytest.raises(ConfigError, match="overlap=True with a GPU"):
+        Options(overlap=True).world_options()
+    assert not Options(axes=Axes(dp_shard=2, ep=2)).world_options().overlap
+    assert Options(overlap=True, device="cpu").world_options().overlap
 
 
 def test_by_default_pairs_run_in_two_threads_where_experts_are_spread() -> None:

@@ -75,6 +75,8 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     yield "schedule", f"{names}, {_count(schedule.microbatches, 'microbatch', 'es')}"
     if schedule.ranks > 1:
         yield "NCCL", describe(schedule, exchange_of(planned.auto, plan))
+    if schedule.overlaps:
+        yield "pairs", "their ops run one after the other on GPUs, side by side on CPUs with ep"
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     yield (
         "bubble",

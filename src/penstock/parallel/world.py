@@ -147,13 +147,13 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     Raises WorldSizeError, ConfigError, HandshakeError.
     """
     options.check()
-    device = torch.device(options.device) if options.device is not None else _default_device()
+    device = torch.device(options.device) if options.device is not None else default_device()
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         found = torch.cuda.device_count()
         rule = f"this process sees {found} GPU{'' if found == 1 else 's'}"
         raise ConfigError(f"device={str(options.device)!r}", rule, "Take another, or device='cpu'")
     if device == torch.device("cuda"):
-        device = _default_device()  # the one of this process
+        device = default_device()  # the one of this process
     if options.transport == "nccl" and device.type != "cuda":
         raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
     if options.network is not None and device.type != "cpu":
@@ -279,7 +279,8 @@ def _check_one_process(options: WorldOptions) -> None:
         )
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """The GPU of this process, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")

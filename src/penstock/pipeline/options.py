@@ -26,7 +26,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
-from penstock.parallel.world import World, WorldOptions, remaining_ranks
+from penstock.parallel.world import World, WorldOptions, default_device, remaining_ranks
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
@@ -92,11 +92,11 @@ class Options:
         sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
         overlap: whether the forward and the backward of a pair that the schedule marks (dualpipe,
             dualpipe_v, 1f1b with `paired`) run in two threads, so that one computes while the other waits
-            for other ranks. "auto": where ops contain such waits, with ep > 1. Never on a GPU, nor with cp
-            or tp, which use one process group in forwards and backwards. A pair runs in sequence where a
-            stage draws random numbers, is compiled, or is wrapped by the caller's own fully_shard, and
-            where FSDP2 gathers weights again or casts them. A user's own module must not use one process
-            group in both forwards and backwards.
+            for other ranks. "auto": where ops contain such waits, with ep > 1. Never on a GPU
+            (docs/parallel.md says why), nor with cp or tp, which use one process group in forwards and
+            backwards. A pair runs in sequence where a stage draws random numbers, is compiled, or is
+            wrapped by the caller's own fully_shard, and where FSDP2 gathers weights again or casts them. A
+            user's own module must not use one process group in both forwards and backwards.
         common: other values that must be equal on every rank, such as learning rates, by name, nested
             freely; compared as text when the ranks shake hands
     """
@@ -205,6 +205,10 @@ class Options:
 
     def _obstacle_to_overlap(self) -> tuple[str, str] | None:
         """An option that rules overlap out, and why."""
+        device = default_device() if self.device is None else torch.device(self.device)
+        if device.type == "cuda":
+            rule = "two threads would use two of its communicators in an order that ranks do not share"
+            return "a GPU", f"{rule} (docs/parallel.md)"
         if self.exchange == "batched":
             return "exchange='batched'", "the exchange between two ops is fixed for ops in sequence"
         if self.axes is not None and (self.axes.cp != 1 or self.axes.tp != 1):
