@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from penstock import AutoPipeline
+from penstock.checkpoint.save_load import load_checkpoint
 from support.pool import PRELOADED
 
 CPU = torch.device("cpu")
@@ -72,7 +73,31 @@ def prepare_pool(patch: pytest.MonkeyPatch) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
-# ---- the parts
+# ---- the parts; of A and C without compiled layers, and of A with a setting of each precision
+
+
+@pytest.mark.long
+def test_part_a_with_few_settings(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (
+        exactness.Setting("float32", dropout=exactness.DROPOUT), exactness.Setting("autocast", "flash"),
+        exactness.Setting("bfloat16", "math", checkpointing=True),
+        exactness.Setting("bfloat16", experts=exactness.EXPERTS), exactness.Setting("float32", "efficient"),
+    )  # fmt: skip
+    monkeypatch.setattr(exactness, "SETTINGS", settings)
+    monkeypatch.setattr(exactness, "SCHEDULES", ("zb_v",))
+    exactness.run(part, exactness.TINY._replace(every=1, repeats=2))
+    assert len(bars_met(part)) == 4 + 1  # one of repeats
+    assert len([row for row in part.rows if row.why.startswith("not run")]) == 1
+
+
+@pytest.mark.long
+def test_part_c_without_compiled_layers(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_compiled", lambda *_: None)
+    cost.run(part, cost.TINY)
+    named = [row.case for row in bars_met(part) if row.what.startswith("ops without a name")]
+    assert named == ["1f1b", "zb_h1"]
+    timed = [row for row in part.rows if row.why == NOT_JUDGED]
+    assert {row.what for row in timed} >= {"step / plain loop", "(I + W) / B", "an op over the plain loop"}
 
 
 @pytest.mark.sweep
@@ -124,6 +149,50 @@ def test_part_d(part: Part) -> None:
     met = {row.what for row in bars_met(part)}
     assert met >= {"weights that differ in any bit", "losses that differ", "host memory beyond the model"}
     assert not (part.scratch / parts.TEMPORARY).exists()
+
+
+class AnswersOf:
+    """A pool whose processes answer this."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+
+    def run(self, *_: Any, **__: Any) -> list[Any]:
+        return self._answers
+
+
+def test_part_b_misses_other_bits_other_errors_and_late_ones(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool: Any = AnswersOf(("gloo", {"a": "one", "b": "two"}), ("gloo", {"c": "three"}))
+    monkeypatch.setattr(processes, "digests_of", lambda job: {"a": "one", "b": "other", "c": "three"})
+    processes._several(part, processes.TINY, pool, "gloo", "gloo")
+    assert {(row.ours, row.met, row.why) for row in part.rows} == {(1, False, "such as b")}
+    part.rows.clear()
+
+    class Struck(AnswersOf):
+        def run(self, _: Any, job: Any, **__: Any) -> list[Any]:
+            Path(job.folder, "struck").write_text("100.0")
+            return self._answers
+
+    late = 100.0 + processes.TINY.timeout + processes.AFTER + 0.1
+    pool = Struck(("PeerLostError", "", late))
+    processes._faults(part, processes.TINY, pool, "gloo", "gloo")
+    # the right error for the one that was killed, not for the one that was stopped; late for both
+    assert [row.met for row in part.rows] == [True, False, False, False]
+
+
+@pytest.mark.long
+def test_part_d_misses_what_a_checkpoint_has_lost(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def forgetful(path: Path, pipe: Any, optimizer: Any) -> Any:
+        found = load_checkpoint(path, pipe, optimizer)
+        optimizer.state.clear()
+        return found
+
+    monkeypatch.setattr(large, "load_checkpoint", forgetful)
+    large.run(part, large.TINY)
+    assert {row.what for row in part.rows if row.met is False} >= {"weights that differ in any bit"}
 
 
 class AsOnGPU(Part):
