@@ -52,6 +52,7 @@ OF_SHARED = "runtime/test_shared_weights.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
 OF_READING = "models/weights/test_reading.py"
 SCHEDULES, OF_COUNTS = "pipeline/schedules.py", "pipeline/test_counts.py"
+OF_NCCL = "parallel/test_nccl.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
 
 MUTANTS = [
@@ -109,9 +110,29 @@ MUTANTS = [
     ),
     Mutant(STREAMED, "works, tensors, nbytes)", "works, (), nbytes)", OF_STREAMED),
     Mutant(STREAMED, "len(self._freed) > _AHEAD", "False", OF_STREAMED),
-    Mutant(STREAMED, "if self._watch.broken:", "if False:", OF_STREAMED),
+    Mutant(STREAMED, "if watch.broken:", "if False:", OF_STREAMED),
     Mutant("runtime/transport/groups.py", "            group.abort()\n", "            pass\n", OF_STREAMED),
     Mutant("parallel/world.py", 'backend == "nccl" and fits_batches(schedule)', "False", OF_STREAMED),
+    Mutant(
+        "runtime/transport/distributed.py",
+        "work.wait() if on_stream else work.wait(self._limit)",
+        "work.wait(self._limit)",
+        OF_STREAMED,
+    ),
+    Mutant(
+        "runtime/transport/distributed.py",
+        "        if on_stream:  # once",
+        "        if False:  #",
+        OF_STREAMED,
+    ),
+    Mutant(
+        "runtime/transport/groups.py", "        if self._on_stream:  #", "        if False:  #", OF_STREAMED
+    ),
+    Mutant(
+        "parallel/nccl.py", "    if connections >= streams:\n        return\n", "    return\n", OF_STREAMED
+    ),
+    Mutant("parallel/mesh.py", "else backend_of_gpus(attempt, rank, world, device)", 'else "nccl"', OF_NCCL),
+    Mutant("runtime/transport/channels.py", '"pp messages", messages=True)', '"pp messages")', OF_NCCL),
     Mutant("runtime/health/watch.py", "            free()\n", "", OF_STREAMED),
     # ---- executor and ops
     Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),

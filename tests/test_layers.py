@@ -193,3 +193,16 @@ def test_importing_schedule_does_not_import_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_nothing_waits_for_all_streams_of_a_gpu() -> None:
+    """0.5.0: a step and `layer_costs` did, and so for receives that were posted and messages under way."""
+    found = [
+        f"{name}:{node.lineno}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "synchronize"
+        and ast.unparse(node.value) in ("torch.cuda", "torch.accelerator", "cuda")
+    ]
+    assert found == []

@@ -21,13 +21,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import AutoPipeline
-from penstock.checkpoint import optimizer_state
+from penstock.checkpoint import contents, optimizer_state
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import AlteredError, CheckpointError, ModelError, RunError
 from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
+from penstock.parallel.reductions import Reductions
 from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime import stream
@@ -135,6 +136,28 @@ def test_what_a_gpu_is_still_copying_is_written_when_it_is_there(
     weights = [name for name in expected if name.endswith(".safetensors") and not name.startswith("random")]
     assert weights
     assert all(found[name] == expected[name] for name in weights)
+
+
+def test_the_random_state_is_that_of_the_pipelines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: with device="cuda:1" in one process the state of GPU 0 was saved and restored."""
+    asked: list[tuple[str, torch.device]] = []
+
+    def get(device: torch.device) -> Tensor:
+        asked.append(("get", device))
+        return torch.zeros(4, dtype=torch.uint8)
+
+    zeros: Any = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", get)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: asked.append(("set", device)))
+    pipe: Any = SimpleNamespace(
+        device=torch.device("cuda:1"), reductions=Reductions(), processes=SimpleNamespace(index=0, count=1)
+    )
+    ((state,)) = contents._random_states(pipe).values()
+    contents.set_random_state({"cuda": state["cuda"]}, pipe)
+    assert asked == [("get", pipe.device), ("set", pipe.device)]
 
 
 def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, alone: Made) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
-from penstock.parallel import nccl
-from penstock.parallel.world import WorldOptions, goes_in_batches, open_world
+from penstock.errors import ConfigError
+from penstock.parallel import mesh, nccl, world
+from penstock.parallel.world import World, WorldOptions, goes_in_batches, open_world
+from penstock.runtime.plan import Channel
 from penstock.runtime.transport import groups
-from penstock.runtime.transport.groups import AllProcesses, Groups
+from penstock.runtime.transport.channels import open_p2p_groups
+from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess
+from penstock.runtime.transport.interface import LocalTransport
 from penstock.schedule import build, loop
 from support.programs import written
 
@@ -31,6 +36,10 @@ def test_variables_that_the_user_has_set_stay(monkeypatch: pytest.MonkeyPatch) -
     nccl.set_environment()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    nccl.set_environment()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 
@@ -59,6 +68,24 @@ def test_gloo_takes_the_place_of_nccl_on_a_shared_gpu_in_one_line(monkeypatch: p
     assert "\n" not in line
     assert nccl.backend_of_gpus(HashStore(), 0, 1, torch.device("cuda", 0), said.append) == "nccl"
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "taken"),
+    [("cuda:0", None, "chosen"), ("cuda:0", "nccl", "nccl"), ("cpu", None, "gloo")],
+)
+def test_a_job_on_gpus_takes_the_backend_that_these_allow(
+    device: str, backend: str | None, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(mesh, "_rendezvous", lambda seconds: (HashStore(), 0, 1))
+    monkeypatch.setattr(mesh, "backend_of_gpus", lambda *_: "chosen")
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: asked.append(backend))
+    watch = mesh.init_process_group(torch.device(device), 5.0, backend)
+    assert watch is not None
+    watch.close()
+    assert asked == [taken]
 
 
 def test_a_job_without_a_backend_takes_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,8 +127,7 @@ def test_the_backend_of_a_device(
     """A group with two backends is not kept for messages: each collective would choose by its tensor."""
     group = Group(**backends)
     one = SimpleNamespace(get_group=lambda: group, get_local_rank=lambda: 0)
-    mesh: Any = {"pp": one}
-    mesh = type("Mesh", (dict,), {"device_type": device})(mesh)
+    of_one: Any = type("Mesh", (dict,), {"device_type": device})({"pp": one})
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0])
     monkeypatch.setattr(groups, "pipelines", lambda _: [[0]])
     asked: list[dict[str, Any]] = []
@@ -111,10 +137,23 @@ def test_the_backend_of_a_device(
         return Group()
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    made: Any = Groups(mesh, 5.0)
+    made: Any = Groups(of_one, 5.0)
     assert made.backend == expected
     assert (made.pipeline is group) == kept
     assert [options["backend"] for options in asked] == ([] if kept else [expected])
+
+
+@pytest.mark.parametrize(
+    ("backends", "at"), [({"cuda": "nccl"}, "cuda:1"), ({"cpu": "gloo", "cuda": "nccl"}, "cpu")]
+)
+def test_a_job_on_nccl_alone_exchanges_values_on_the_gpu(
+    backends: dict[str, str], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: its tensors were in host memory, which NCCL refuses."""
+    group: Any = Group(**backends)
+    group.rank, group.size = (lambda: 0), (lambda: 1)
+    monkeypatch.setattr(groups, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    assert AllProcesses(1.0, torch.device("cuda:1"))._device == torch.device(at)
 
 
 def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
@@ -139,6 +178,22 @@ def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
     assert first["pg_options"].config.max_ctas <= 8
     assert first["timeout"] == second["timeout"] == groups.FOREVER
     assert (second["pg_options"], third.get("pg_options"), third["timeout"]) == (None, None, made.limit)
+
+
+@pytest.mark.parametrize(("batched", "made"), [(True, [(0, 1)]), (False, [(0, 1), (1, 0)])])
+def test_messages_have_groups_of_their_own(batched: bool, made: list[tuple[int, ...]]) -> None:
+    """With the options of messages; and where the job's group is not aborted, they can be."""
+    asked: list[tuple[int, ...]] = []
+
+    def new(ranks: Sequence[int], name: str, *, messages: bool = False) -> str:
+        assert messages
+        asked.append((*ranks,))
+        return name
+
+    of_two: Any = SimpleNamespace(backend="nccl", size=2, pipeline="the pipeline's", new=new)
+    found = open_p2p_groups(of_two, [Channel(0, 1), Channel(1, 0)], (0, 1), batched)
+    assert asked == made
+    assert "the pipeline's" not in {str(each.group) for each in found.values()}
 
 
 @pytest.mark.parametrize("debugging", [False, True])
@@ -196,5 +251,29 @@ def test_a_gpu_is_made_the_current_one_before_anything_is_on_it(monkeypatch: pyt
     set_device: Callable[[torch.device], None] = current.append
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     schedule = build("1f1b", ranks=2, microbatches=2)
-    world = open_world(schedule, WorldOptions(device="cuda:1", transport="local"))
-    assert current == [torch.device("cuda:1")] == [world.device]
+    made = open_world(schedule, WorldOptions(device="cuda:1", transport="local"))
+    assert current == [torch.device("cuda:1")] == [made.device]
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_world_on_nccl_asks_for_enough_hardware_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is made, and for the schedule of another number of microbatches."""
+
+    class OnNCCL(Groups):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.backend = "nccl"
+
+    def refused(schedule: Any, batched: bool) -> None:
+        raise ConfigError("too few", "hardware queues", "Set 32")
+
+    monkeypatch.setattr(world, "Groups", OnNCCL)
+    monkeypatch.setattr(world, "check_connections", refused)
+    schedule = build("1f1b", ranks=1, microbatches=2)
+    with pytest.raises(ConfigError, match="too few"):
+        open_world(schedule, WorldOptions(device="cpu"))
+    alone = OneProcess()
+    made = World((0,), torch.device("cpu"), LocalTransport(None), alone, alone)
+    made.check(schedule)
+    with pytest.raises(ConfigError, match="too few"):
+        replace(made, on_nccl=True).check(schedule)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime import copies, stream
+from penstock.runtime import copies, sharded_weights, stream
 from penstock.runtime.copies import CudaCopies
 
 CPU = torch.device("cpu")
@@ -106,3 +106,37 @@ def test_memory_of_the_compute_stream_is_filled_between_what_uses_it(log: Log) -
         "ups: moment",
         "compute: wait for ups",
     ]
+
+
+class OnGPU:
+    """A weight there."""
+
+    shape, dtype, is_cuda = (2,), torch.float32, True
+
+    def detach(self) -> OnGPU:
+        return self
+
+
+def test_what_is_saved_is_copied_into_pinned_memory_and_the_host_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.5.0: the copies were pageable, and held up the host one by one."""
+    asked: list[tuple[str, bool]] = []
+    empty, weight = torch.empty, OnGPU()
+
+    def made(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        asked.append(("pinned", pin_memory))
+        found: Tensor = empty(*sizes, **options)
+        return found
+
+    def copied(self: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
+        assert other is weight
+        asked.append(("goes on", non_blocking))
+        return self
+
+    monkeypatch.setattr(sharded_weights, "full_tensor", lambda tensor: tensor)
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    of_gpu: Any = weight
+    assert sharded_weights.host_copy(of_gpu).shape == (2,)
+    assert asked == [("pinned", True), ("goes on", True)]

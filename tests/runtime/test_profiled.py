@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -53,6 +55,26 @@ def test_a_backward_in_the_second_thread_is_shown_where_all_threads_are() -> Non
     assert sum(executor.overlapped for executor in pipe._training.executors) > before
     assert ops_in([event.name for event in found.events()]) == ops_of(pipe)
     pipe.close()
+
+
+def test_an_op_is_an_nvtx_range_where_a_profiler_asks_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes an NVTX range of what `record_function` names inside `emit_nvtx`. It needs a GPU: here the
+    names are looked at."""
+    names: list[str] = []
+
+    @contextmanager
+    def named(name: str) -> Iterator[None]:
+        names.append(name)
+        yield
+
+    for missing in ("_enable_profiler", "_disable_profiler"):
+        monkeypatch.setattr(profiler, missing, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(profiler, "record_function", named)
+    pipe = Pipeline.from_provider(Chunk, schedule="zb_h1", ranks=2, microbatches=4, loss_fn=squares)
+    with profiler.emit_nvtx():  # type: ignore[no-untyped-call]
+        pipe.step(batch(8))
+    assert ops_in(names) == ops_of(pipe)
 
 
 def test_without_a_profiler_no_op_makes_a_range(monkeypatch: pytest.MonkeyPatch) -> None:

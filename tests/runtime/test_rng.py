@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.rng import StageRNG, draw_seed, dropouts, mix, next_seed, seeded_call, seeded_step
+from penstock.runtime.rng import (
+    StageRNG,
+    draw_seed,
+    dropouts,
+    generator_of,
+    mix,
+    next_seed,
+    seeded_call,
+    seeded_step,
+)
 
 PLACES = 3
 
@@ -156,3 +165,10 @@ class Named(nn.Module):
 )
 def test_what_may_drop(module: nn.Module, found: list[tuple[str, str, float]]) -> None:
     assert list(dropouts(module)) == found
+
+
+def test_a_module_draws_from_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "default_generators", ("first", "second"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = [str(generator_of(torch.device(name))) for name in ("cuda:1", "cuda")]
+    assert found == ["second", "first"]

@@ -13,6 +13,7 @@ from penstock import Pipeline
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ModelError
 from penstock.models.stage import StageInfo
+from penstock.runtime import shared_weights
 from penstock.schedule import Placement, Schedule, both_ways
 from support import jobs
 from support.pool import Pool
@@ -55,6 +56,24 @@ def reference(pipe: Pipeline) -> tuple[float, list[nn.Module]]:
     loss = mean_square(nn.Sequential(*whole)(batch()["x"]), batch())
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), list(whole)
+
+
+class Unread(Tensor):
+    def tolist(self) -> Any:
+        raise AssertionError("the host waits for the GPU")
+
+
+def test_whether_other_copies_were_used_is_read_only_where_it_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.5.0: each step waited for it."""
+    monkeypatch.setattr(shared_weights, "to_device", lambda tensor, device: tensor.as_subclass(Unread))
+    pipe = made()
+    for module in pipe.modules.values():
+        module.unused.requires_grad_(False)
+    pipe.step(batch())
+    with pytest.raises(AssertionError, match="waits for the GPU"):
+        made().step(batch())  # with a weight that no stage uses
 
 
 def test_copies_start_equal_and_get_the_sum_of_the_gradients() -> None:

@@ -55,6 +55,22 @@ def test_time_devices_and_the_peak_divide() -> None:
     assert "mfu" not in entries(Throughput(made, 4, None), fill)
 
 
+def test_a_row_of_a_run_on_gpus_has_their_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, peaks = torch.device("cuda:1"), {"allocated": 3, "reserved": 5}
+    asked: list[torch.device] = []
+
+    def statistics(device: torch.device) -> dict[str, Any]:
+        asked.append(device)
+        return {f"{kind}_bytes": {"all": {"peak": most}} for kind, most in peaks.items()}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
+    here = PeakMemory.now(gpu)
+    assert (here.allocated, here.reserved, asked) == (3, 5, [gpu])
+    row = Throughput([Work(1.0)], 2, None).row(Fill(1, 1, 1), 1.0, [here, PeakMemory(4, 6, 7)], gpu)
+    assert (row["peak_allocated"], row["peak_reserved"]) == ([3, 4], [5, 6])
+    assert row["peak_resident"] == [here.resident, 7]
+
+
 def test_a_flash_attention_counts_as_the_other_fused_one() -> None:
     """Where flash-attn is missing, or there is no GPU, its layers counted their parameters only."""
     with torch.device("meta"):

@@ -109,6 +109,28 @@ def test_the_host_waits_for_a_piece_and_not_for_the_last_copy(tmp_path: Path) ->
     assert into.tolist() == [*range(250)]
 
 
+def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.5.0: a whole stage was read into pageable host memory, and copied tensor by tensor."""
+    pinned: list[bool] = []
+    devices: list[torch.device] = []
+    empty: Any = torch.empty
+
+    def noted(*sizes: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        pinned.append(pin_memory)
+        made: Tensor = empty(*sizes, **options)
+        return made
+
+    monkeypatch.setattr(torch, "empty", noted)
+    PieceReader(LateCopies(), piece=8)
+    assert pinned == [True, True]
+    monkeypatch.setattr(weights, "load_to_device", lambda *args: devices.append(args[-1]))
+    stage: Any = None
+    weights.load(stage, [], (), torch.device("cuda:1"))
+    assert devices == [torch.device("cuda:1")]
+
+
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "file")
     held = TensorsOnDevice(tmp_path / "file", PieceReader(LateCopies(), pinned=False), CPU)

@@ -112,6 +112,28 @@ def eventually(holds: Callable[[], object]) -> bool:
     return bool(holds())
 
 
+def test_messages_of_a_gpu_go_over_gloo_by_way_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[bool] = []
+    empty: Any = torch.empty
+
+    def noted(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        pinned.append(pin_memory)
+        made: Tensor = empty(*sizes, **options)
+        return made
+
+    class OfGloo(Groups):
+        def control_device(self, device: torch.device) -> torch.device:
+            return torch.device("cpu")
+
+    monkeypatch.setattr(torch, "empty", noted)
+    monkeypatch.setattr("penstock.runtime.transport.channels.CudaCopies", lambda device: Stream())
+    gpu, both = torch.device("cuda:1"), (Channel(0, 1), Channel(1, 0))
+    made: Any = Channels(OfGloo(Mail(), 0), both, (0, 1), gpu, None, Watch())  # type: ignore[arg-type]
+    made.post(BACK, EdgeSpecs.of((torch.ones(2),), SINGLE))
+    made.close()
+    assert pinned[0]
+
+
 def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: Ends) -> None:
     ends.first.send(FORTH, payload(torch.arange(4.0)), with_specs=False)
     (slow,) = ends.mail.sends
