@@ -360,6 +360,48 @@ def test_model_flops_are_those_of_products_and_attention() -> None:
 # ---- bars, limits, deaths
 
 
+def test_the_bars_are_those_of_the_page() -> None:
+    page = " ".join((suite.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    for text in (
+        f"ends after {suite.LIMIT / 60:g} minutes at most",
+        f"float32, without TF32 | a difference of {exactness.TOLERANCE:.0e}".replace("e-0", "e-"),
+        f"repeats a step {exactness.FULL.repeats} times",
+        f"NCCL, one process | build, step, save and close in {processes.WORLD_OF_ONE:g} s |",
+        f"within {processes.AFTER:g} s of its timeout |",
+        f"`1f1b`, `zb_v` | {cost.STEP['1f1b']}, {cost.STEP['zb_v']} |",
+        f"(I + W) / B | {cost.HALVES} |",
+        f"live activations, over the peak | {100 * cost.EXCESS:g} % |",
+        f"busy time against the profiler's | {100 * cost.BUSY:g} % |",
+        f"recompilations after step 2 | {cost.COMPILED}; 0 |",
+        f"the host's time for an op over the plain loop | {cost.HOST:g} µs,",
+        f"waits for the GPU | {cost.SYNCHRONISATIONS} a step, 0 an op |",
+        f"load | {large.LOAD:g} GB/s, and {large.HOST:g} GB of host memory |",
+        f"background | {large.SAVE:g} GB/s; it holds up training for bytes / ({large.COPY:g} GB/s) |",
+        f"peak over the predicted one | within {100 * large.PEAK:g} % |",
+        f"of the rate of a matrix product | {100 * large.UTILISATION:g} % |",
+    ):
+        assert text in page
+
+
+def test_times_are_judged_on_a_gpu(as_on_gpu: Part) -> None:
+    whole = {"B": {0: 2.0, 1: 4.0}}
+    for weight in (1.05, 1.2):
+        split = {"I": {0: 1.0, 1: 2.0}, "W": {0: weight, 1: 2 * weight}}
+        cost._halves(as_on_gpu, {"zb_h1": split, "1f1b": whole})
+    assert [row.met for row in as_on_gpu.rows] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("version", "obstacle"),
+    [((2, 29, 3), "NCCL 2.29.3; several ranks on one GPU need 2.30"), ((2, 30, 0), None)],
+)
+def test_several_ranks_of_nccl_share_a_gpu_where_nccl_can(
+    version: tuple[int, ...], obstacle: str | None, as_on_gpu: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "nccl_version", lambda: version)
+    assert processes.no_shared_gpu(as_on_gpu) == obstacle
+
+
 def test_bars(part: Part) -> None:
     part.add("a", "x", 1.0, at_most=1.0)
     part.add("b", "x", 1.1, at_most=1.0, why="of it")
