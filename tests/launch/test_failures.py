@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from penstock.errors import Account, ConfigError, PeerLostError, RunError, StalledPeerError, give_account
 from penstock.launch import failures
+from penstock.launch.failures import Failure
 
-Ended = dict[int, ProcessFailure]
 HOST = socket.gethostname()
 
 
@@ -29,13 +29,13 @@ def error_file(folder: Path, rank: int) -> Path:
     return folder / str(rank) / "error.json"
 
 
-def ends(folder: Path, rank: int, code: int, error: BaseException | None = None) -> ProcessFailure:
+def ends(folder: Path, rank: int, code: int, error: BaseException | None = None) -> Failure:
     file = error_file(folder, rank)
     if error is not None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(failures.ERROR_FILE, str(file))
             failures.record(error)
-    return ProcessFailure(rank, 1000 + rank, code, str(file))
+    return Failure(code, time.time(), file)
 
 
 def lost(rank: int, reports: dict[int, str]) -> PeerLostError:
@@ -89,8 +89,7 @@ def test_a_stall_is_reported_with_what_the_silent_rank_did(
 ) -> None:
     error = StalledPeerError("rank 0 waiting for 1B0 from rank 1", "rank 1 has been silent for 4 s", "See")
     error.rank, error.peer_report = 0, "rank 1 last reported 4.0 s ago: in 1F0"
-    late = ends(folder, 1, -signal.SIGKILL)
-    late.timestamp = int(time.time()) + 3  # a straggler, that the launcher killed
+    late = ends(folder, 1, -signal.SIGKILL)._replace(killed=True)
     assert failures.report({0: ends(folder, 0, 1, error), 1: late})[0] == 1
     assert capsys.readouterr().err == (
         "penstock: error: rank 0 waiting for 1B0 from rank 1: rank 1 has been silent for 4 s. See\n"
@@ -139,8 +138,9 @@ def test_nothing_is_recorded_without_a_launcher(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_the_launcher_itself_can_read_what_is_recorded(folder: Path) -> None:
-    failure = ends(folder, 0, 2, ConfigError("a=1", "it is wrong", "Give 2"))
+def test_torchruns_launcher_can_read_what_is_recorded(folder: Path) -> None:
+    file = ends(folder, 0, 2, ConfigError("a=1", "it is wrong", "Give 2")).file
+    failure = ProcessFailure(0, 1000, 2, str(file))
     assert failure.error_file_data["message"]["message"] == "a=1: it is wrong. Give 2"
     assert json.loads(error_file(folder, 0).read_text())["message"]["extraInfo"]["timestamp"].isdigit()
 

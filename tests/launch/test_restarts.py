@@ -4,38 +4,35 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.launch import restarts
 from penstock.launch.restarts import FILE, Saved, keep_running
-from penstock.launch.start import Ended
+from penstock.launch.start import Ended, Launcher
 
 Story = list[tuple[Ended, int]]  # of each attempt: how it ended, and the step of the newest checkpoint then
 
 
-class Told:
-    """What `keep_running` did where attempts end as a story has it."""
+class Told(Launcher):
+    """What `keep_running` did where attempts end as a story has it. signal: that comes in the first wait"""
 
-    def __init__(self, story: Story, allowed: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, story: Story, allowed: int, folder: Path, signal: int = 0) -> None:
         self.commands: list[list[str]] = []
         self.waits: list[float] = []
-        self._step = 0
-        endings: Iterator[tuple[Ended, int]] = iter(story)
+        self._step, self._signal, self._endings = 0, signal, iter(story)
+        self.code = keep_running(self, 2, lambda number: [f"attempt {number}"], allowed, self._newest, folder)
+        assert next(self._endings, None) is None, "all attempts were made"
 
-        def attempt(ranks: int, command: list[str]) -> Ended:
-            self.commands.append([str(ranks), *command])
-            ended, self._step = next(endings)
-            return ended
+    def attempt(self, ranks: int, command: list[str], number: int = 0) -> Ended:
+        self.commands.append([str(ranks), *command])
+        ended, self._step = next(self._endings)
+        return ended
 
-        patch.setattr(restarts, "attempt", attempt)
-        self.code = keep_running(
-            2, lambda number: [f"attempt {number}"], allowed, self._newest, folder, self.waits.append
-        )
-        assert next(endings, None) is None, "all attempts were made"
+    def wait(self, seconds: float) -> int:
+        self.waits.append(seconds)
+        return self._signal
 
     def _newest(self) -> Saved:
         return Saved(self._step, 0.0)
@@ -46,12 +43,11 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 KILLED, STALLED, WRONG = Ended(137, "rank 1 was killed"), Ended(1, "rank 0 stalled"), Ended(2, "a wrong key")
+STOPPED = Ended(75, "after step 4 of 9: rank 1 got SIGTERM")
 
 
-def test_a_run_goes_on_after_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = Told([(KILLED, 4), (STALLED, 8), (Ended(0), 12)], 1, tmp_path, monkeypatch)
+def test_a_run_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told([(KILLED, 4), (STALLED, 8), (Ended(0), 12)], 1, tmp_path)
     assert told.code == 0
     assert told.commands == [["2", f"attempt {number}"] for number in range(3)]
     found = [(row["attempt"], row["exit_code"], row["cause"], row["checkpoint"]) for row in rows(tmp_path)]
@@ -61,15 +57,15 @@ def test_a_run_goes_on_after_failures(
     assert "restarted 2 times" in said
 
 
-def test_waits_grow_until_there_is_a_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_grow_until_there_is_a_new_checkpoint(tmp_path: Path) -> None:
     story = [*[(KILLED, 0)] * 8, (KILLED, 4), (KILLED, 4), (Ended(0), 4)]
-    assert Told(story, 8, tmp_path, monkeypatch).waits == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+    assert Told(story, 8, tmp_path).waits == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
 
 
 def test_failures_in_one_place_are_given_up_with_both_causes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = Told([(KILLED, 4), (KILLED, 4), (STALLED, 4)], 2, tmp_path, monkeypatch)
+    told = Told([(KILLED, 4), (KILLED, 4), (STALLED, 4)], 2, tmp_path)
     assert told.code == 1
     assert capsys.readouterr().err.splitlines()[-3:] == [
         "penstock: given up after 3 failures in a row since the checkpoint of step 4",
@@ -81,11 +77,33 @@ def test_failures_in_one_place_are_given_up_with_both_causes(
 
 @pytest.mark.parametrize("ended", [WRONG, Ended(130), Ended(143), Ended(0)])
 def test_wrong_input_and_signals_are_no_reason_to_start_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ended: Ended
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: Ended
 ) -> None:
-    assert Told([(ended, 0)], 3, tmp_path, monkeypatch).code == ended.code
+    assert Told([(ended, 0)], 3, tmp_path).code == ended.code
     assert capsys.readouterr().err == ""
     assert not (tmp_path / FILE).exists()
+
+
+def test_a_run_that_was_asked_to_stop_is_not_started_again_and_the_file_says_so(tmp_path: Path) -> None:
+    assert Told([(STOPPED._replace(asked=True), 4)], 3, tmp_path).code == 75
+    (row,) = rows(tmp_path)
+    assert (row["exit_code"], row["cause"], row["checkpoint"]) == (75, STOPPED.cause, 4)
+    assert row["lost_seconds"]["steps_again"] == row["lost_seconds"]["wait"] == 0
+
+
+def test_a_run_one_rank_of_which_was_asked_to_stop_goes_on_and_does_no_step_again(tmp_path: Path) -> None:
+    """Somebody ended that rank, and not the run."""
+    assert Told([(STOPPED, 4), (Ended(0), 9)], 1, tmp_path).code == 0
+    (row,) = rows(tmp_path)
+    assert (row["exit_code"], row["lost_seconds"]["steps_again"], row["lost_seconds"]["wait"]) == (75, 0, 1)
+
+
+def test_a_signal_between_two_attempts_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told([(KILLED, 4)], 3, tmp_path, signal=15)
+    assert (told.code, told.waits) == (143, [1])
+    assert "restarted once" in capsys.readouterr().err
 
 
 def test_time_is_lost_to_start_up_steps_done_again_and_waits(
@@ -95,19 +113,23 @@ def test_time_is_lost_to_start_up_steps_done_again_and_waits(
     monkeypatch.setattr(time, "time", lambda: now[0])
     at = "1970-01-01T00:{:02}:{:02}+0000"
 
-    def attempt(ranks: int, command: list[str]) -> Ended:
-        began = int(now[0]) + 5  # seconds of start-up
-        starts = {"starts": [{"at": at.format(began // 60, began % 60)}]}
-        (tmp_path / "run.json").write_text(json.dumps(starts))
-        now[0] += 100
-        return KILLED if now[0] < 1200 else Ended(0)
+    class Timed(Launcher):
+        def __init__(self) -> None:
+            """It needs no server."""
 
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
+        def attempt(self, ranks: int, command: list[str], number: int = 0) -> Ended:
+            began = int(now[0]) + 5  # seconds of start-up
+            starts = {"starts": [{"at": at.format(began // 60, began % 60)}]}
+            (tmp_path / "run.json").write_text(json.dumps(starts))
+            now[0] += 100
+            return KILLED if now[0] < 1200 else Ended(0)
 
-    monkeypatch.setattr(restarts, "attempt", attempt)
-    newest = iter([Saved(), Saved(8, 1070.0)])
-    assert keep_running(2, lambda _: [], 1, lambda: next(newest), tmp_path, sleep) == 0
+        def wait(self, seconds: float) -> int:
+            now[0] += seconds
+            return 0
+
+    newest = iter([Saved(), Saved(8, 1070.0), Saved(9, 1200.0)])
+    assert keep_running(Timed(), 2, lambda _: [], 1, lambda: next(newest), tmp_path) == 0
     assert rows(tmp_path)[0]["lost_seconds"] == {"start_up": 5.0, "steps_again": 30.0, "wait": 1.0}
     said = "of 201 s 80% were effective (start-up 10 s, steps done again 30 s, waits 1 s)"
     assert said in capsys.readouterr().err

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +22,8 @@ from penstock.cli.shared import Choice, ending_quietly, taking
 from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch import start as launch
+from penstock.launch.start import Server
+from penstock.launch.stop import Stop
 
 if TYPE_CHECKING:
     from penstock.train.config.sections import TrainConfig
@@ -35,7 +37,8 @@ app.add_typer(data_commands, name="data")
 
 
 def main() -> None:
-    """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 130 after Ctrl-C."""
+    """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 75 for a run that a signal
+    stopped and that has saved, 130 after Ctrl-C."""
     try:
         app(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
@@ -73,7 +76,7 @@ def train(
     Started plainly it starts every rank, one process each; started under torchrun each process is one rank.
     """
     try:
-        with _reported_once():
+        with _reported_once() as stop:
             settings, checkpoint = _read(config, arguments or [], resume)
             if world is not None and (not dry_run or launch.under_torchrun()):
                 rule = "it says how many processes --dry-run is to plan for, where none were started"
@@ -91,19 +94,18 @@ def train(
                     return show(settings, checkpoint, world)
             from penstock.train.run import preflight
 
-            prepared = preflight(settings, checkpoint)
-        ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
-        if restarts and not launch.under_torchrun():
-            from penstock.cli.restart import start_ranks
+            with _server(settings, restarts) as server:
+                prepared = preflight(settings, checkpoint)
+                if server is not None:
+                    from penstock.cli.restart import start_ranks
 
-            overrides, _ = _sort_arguments(arguments or [], resume)
-            output = settings.output.path
-            raise typer.Exit(start_ranks(ranks, config, overrides, checkpoint, output, restarts))
-        if ranks > 1 and not launch.under_torchrun():
-            # -P: else the ranks, and not this process, would import whatever lies in the working folder
-            command = [sys.executable, "-P", "-m", "penstock", *sys.argv[1:]]
-            raise typer.Exit(launch.launch(ranks, command))
-        return _train(prepared)
+                    overrides, _ = _sort_arguments(arguments or [], resume)
+                    ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
+                    output, seconds = settings.output.path, settings.train.stop_seconds
+                    raise typer.Exit(start_ranks(
+                        server, ranks, config, overrides, checkpoint, output, restarts, seconds,
+                    ))  # fmt: skip
+        return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
 
@@ -239,11 +241,14 @@ def _read(config: Path, arguments: list[str], resume: bool) -> tuple[TrainConfig
 
 
 @contextmanager
-def _reported_once() -> Iterator[None]:
-    """Every rank of a machine finds the same error in a config, and one reports it."""
-    launch.follow_parent()
+def _reported_once() -> Iterator[Stop]:
+    """Every rank of a machine finds the same error in a config, and one reports it.
+
+    Yields what signals ask of this process, if it is a rank.
+    """
+    stop = launch.follow_parent()
     try:
-        yield
+        yield stop
     except Exception as error:
         if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
             launch.fail(error, quiet=True)
@@ -259,15 +264,26 @@ def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str 
     return overrides, others[0] if others else "newest"
 
 
-def _train(prepared: Prepared) -> None:
+def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Server | None]:
+    """What starts the ranks, and imports what they need meanwhile; None for a process that is alone."""
+    if launch.under_torchrun():
+        return nullcontext()
+    several = settings.pipeline.ranks * settings.parallel.axes.ranks_per_stage not in (1, -1)
+    return Server(["penstock.train.run"]) if several or restarts else nullcontext()
+
+
+def _train(prepared: Prepared, stop: Stop) -> None:
     from penstock.train.run import run
 
+    is_rank = launch.under_torchrun()
     try:
-        run(prepared)
+        with nullcontext(stop) if is_rank else stop:
+            code = failures.STOPPED if run(prepared, stop).stopped else 0
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
-    if launch.under_torchrun():
-        launch.leave(0)  # a thread of torch that wakes up while Python shuts down would abort the rank
+    if is_rank:
+        launch.leave(code)  # a thread of torch that wakes up while Python shuts down would abort the rank
+    raise typer.Exit(code)
 
 
 def _end(error: BaseException) -> None:

@@ -6,11 +6,21 @@ import sys
 from pathlib import Path
 
 from penstock.launch.restarts import Saved, keep_running
+from penstock.launch.start import Launcher, Server
 from penstock.train.checkpoints import NEWEST, newest_checkpoint, read_state
+
+_SHARED = ("penstock", "torch", "transformers", "safetensors", "numpy", "rich", "peft")
 
 
 def start_ranks(
-    ranks: int, config: Path, overrides: list[str], resume: str | None, output: Path, restarts: int
+    server: Server,
+    ranks: int,
+    config: Path,
+    overrides: list[str],
+    resume: str | None,
+    output: Path,
+    restarts: int,
+    stop_seconds: float,
 ) -> int:
     """Run `penstock train` on each of `ranks` ranks. Returns the exit code.
 
@@ -18,7 +28,10 @@ def start_ranks(
         config, overrides, resume: as the command got them
         output: the run's folder
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
+        stop_seconds: that ranks have to save after a signal
     """
+    # what the check of the run has used here, its ranks will use too
+    server.open([name for name in sys.modules if name.partition(".")[0] in _SHARED])
     goes_on = _GoesOn(resume, output)
 
     def command(attempt: int) -> list[str]:
@@ -26,7 +39,10 @@ def start_ranks(
         # -P: else the ranks, and not this process, would import whatever lies in the working folder
         return [sys.executable, "-P", "-m", "penstock", "train", str(config), *overrides, *resumed]
 
-    return keep_running(ranks, command, restarts, goes_on.saved, output)
+    with Launcher(server, stop_seconds) as launcher:
+        if not restarts:
+            return launcher.attempt(ranks, command(0)).code
+        return keep_running(launcher, ranks, command, restarts, goes_on.saved, output)
 
 
 class _GoesOn:

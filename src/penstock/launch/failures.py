@@ -1,4 +1,4 @@
-"""Why ranks failed: what each rank records for torchrun's launcher, and the one summary of all.
+"""Why ranks ended: what each rank records for its launcher, and the one summary of all.
 
 penstock: error: <the first cause>
 What the ranks did last:
@@ -16,14 +16,19 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, account_of
 
 INTERRUPTED = 130  # as shells have it for a command that Ctrl-C ended
+# EX_TEMPFAIL of sysexits.h, "try again later": a signal asked the run to stop, its checkpoint is written, and
+# --resume goes on. No signal and no shell gives this code, so that schedulers can tell it from a failure
+STOPPED = 75
 GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end by themselves
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_LOST, _LAST = 4, 5  # see `_cause`
 _TERMINATED = 128 + signal.SIGTERM
 _ENDED = "was ended by SIGTERM"
 
@@ -47,6 +52,22 @@ class Cause(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.who}{self.message}, {self.where}" if self.where else f"{self.who}{self.message}"
+
+
+class Failure(NamedTuple):
+    """How a process ended that did not end with 0.
+
+    Attributes:
+        code: its exit code, or less the number of the signal that killed it
+        time: when it was noticed, in seconds of time.time()
+        file: of its record, which may not exist
+        killed: whether the launcher itself killed it
+    """
+
+    code: int
+    time: float
+    file: Path
+    killed: bool = False
 
 
 def exit_code(error: BaseException) -> int:
@@ -85,8 +106,14 @@ def _write(path: Path, message: str, stack: str, when: float, ours: Mapping[str,
     path.write_text(json.dumps(record), encoding="utf-8")
 
 
+def record_stop(words: str) -> None:
+    """Write that this rank has stopped because a signal asked for it, and how, in words."""
+    if path := os.environ.get(ERROR_FILE):
+        _write(Path(path), words, "", time.time(), {"stopped": words})
+
+
 def record(error: BaseException) -> None:
-    """Write `error` where torchrun's launcher reads it: in its own form, with fields of ours."""
+    """Write `error` where the launcher, or torchrun's, reads it: in torchrun's form, with fields of ours."""
     path, now = os.environ.get(ERROR_FILE), time.time()
     if not path:
         return
@@ -104,27 +131,41 @@ def record(error: BaseException) -> None:
     _write(Path(path), _brief(error), _traceback(error), now, ours)
 
 
-def report(failures: Mapping[int, Any]) -> tuple[int, str]:
-    """Print the summary of torchrun's `ProcessFailure`s by rank. Returns the first cause's code and words."""
+def stopped(failures: Mapping[int, Failure]) -> str | None:
+    """How all of these ranks stopped because a signal asked for it; None where any of them did otherwise."""
+    words = [_recorded(failure).get("stopped") for failure in failures.values() if failure.code == STOPPED]
+    return next(filter(None, words), "") if len(words) == len(failures) else None
+
+
+def only_ended(failures: Mapping[int, Failure]) -> bool:
+    """Whether no rank failed by itself: each was ended, or lost one that was."""
+    return _first(failures, {rank: _recorded(failure) for rank, failure in failures.items()}).order >= _LOST
+
+
+def report(failures: Mapping[int, Failure]) -> tuple[int, str]:
+    """Print the summary of failures by rank. Returns the first cause's exit code and words."""
     records = {rank: _recorded(failure) for rank, failure in failures.items()}
-    last = _last_accounts(records)
-    causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
-    noticed = min(cause.time for cause in causes)
-    first = min(_unless_late(cause, noticed) for cause in causes)
-    words = str(_of_all(first, causes))
-    lines = [f"penstock: error: {words}"]
+    last, first = _last_accounts(records), _first(failures, records)
+    lines = [f"penstock: error: {first}"]
     if last:
         lines.append("What the ranks did last:")
         lines += [f"  rank {rank} {last.get(rank, 'left no report')}" for rank in sorted({*failures, *last})]
     print("\n".join([*lines, *filter(None, [first.traceback.rstrip()])]), file=sys.stderr, flush=True)
-    return first.exit_code, words
+    return first.exit_code, str(first)
 
 
-def _recorded(failure: Any) -> dict[str, Any]:
-    """The record that `record` wrote in the rank that failed; empty if it wrote nothing."""
-    data = failure.error_file_data.get("message", {})
-    ours: dict[str, Any] = data.get("penstock", {}) if isinstance(data, dict) else {}
-    return ours
+def _first(failures: Mapping[int, Failure], records: Mapping[int, Mapping[str, Any]]) -> Cause:
+    last = _last_accounts(records)
+    causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
+    return _of_all(min(causes), causes)
+
+
+def _recorded(failure: Failure) -> dict[str, Any]:
+    """What the rank wrote; empty if it wrote nothing, or was killed as it did."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        ours = json.loads(failure.file.read_text(encoding="utf-8"))["message"]["penstock"]
+        return ours if isinstance(ours, dict) else {}
+    return {}
 
 
 def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
@@ -138,26 +179,28 @@ def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     }
 
 
-def _cause(rank: int, failure: Any, written: Mapping[str, Any], last: str) -> Cause:
+def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -> Cause:
     """By order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a peer, or ended.
 
     The launcher ends the other ranks by SIGTERM after the first has failed. So a rank that was to end before
     another one lost a peer got SIGTERM from elsewhere. Libraries end by SIGABRT when a peer goes away.
     """
-    code, when = failure.exitcode, failure.timestamp
+    code, when = failure.code, failure.time
     here = f"rank {rank} on {socket.gethostname()} "
     if "ended" in written:
-        return Cause(4, written["ended"], rank, here, _ENDED, last, "", _TERMINATED)
+        return Cause(_LOST, written["ended"], rank, here, _ENDED, last, "", _TERMINATED)
+    if "stopped" in written:
+        return Cause(_LAST, when, rank, here, written["stopped"], "", "", code)
     if written:
-        order = 4 if written["secondary"] else 1
+        order = _LOST if written["secondary"] else 1
         who = "" if written["names_rank"] else _who(rank, code)
         where, trace = written["where"], written["traceback"]
         return Cause(order, written["time"], rank, who, written["message"], where, trace, max(code, 1))
     if code in (-signal.SIGTERM, _TERMINATED):
-        return Cause(5, when, rank, here, _ENDED, last, "", _TERMINATED)
+        return Cause(_LAST, when, rank, here, _ENDED, last, "", _TERMINATED)
     if code < 0:
         number = signal.Signals(-code)
-        order = 2 if number == signal.SIGABRT else 0
+        order = _LAST if failure.killed else 2 if number == signal.SIGABRT else 0
         killed = f"was killed by signal {-code} ({number.name})"
         return Cause(order, when, rank, here, killed, last, "", 128 - code)
     return Cause(2, when, rank, here, f"ended with exit code {code}", last, "", code)
@@ -175,12 +218,6 @@ def _of_all(first: Cause, causes: Sequence[Cause]) -> Cause:
 def _who(rank: int, code: int) -> str:
     """What stands before an error. A wrong input is of no machine."""
     return f"rank {rank}: " if code == InputError.exit_code else f"rank {rank} on {socket.gethostname()}: "
-
-
-def _unless_late(cause: Cause, noticed: float) -> Cause:
-    """A rank that was killed well after the first failure was a straggler, which we killed."""
-    late = cause.order == 0 and cause.time > noticed + GRACE_SECONDS / 2
-    return cause._replace(order=5) if late else cause
 
 
 def _brief(error: BaseException) -> str:

@@ -1,10 +1,11 @@
 """Start a run again after a failure, without a person, from its newest checkpoint.
 
-    attempt -> fails -> wait -> attempt -> ...     until a run ends by itself, or somebody ends it, or it
+    attempt -> fails -> wait -> attempt -> ...     until a run ends by itself, or a signal ends it, or it
                                                    fails too often without a new checkpoint in between
 
-restarts.jsonl has a line for each failure: the attempt, its exit code and cause, the step of the newest
-checkpoint then, and the seconds that were lost: of start-up, of steps that are done again, of waiting.
+restarts.jsonl has a line for each failure, and for each time that a signal stopped the run: the attempt, its
+exit code and cause, the step of the newest checkpoint then, and the seconds that were lost: of start-up, of
+steps that are done again, of waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import InputError
-from penstock.launch.start import Ended, attempt
+from penstock.launch.failures import STOPPED
+from penstock.launch.start import Ended, Launcher
 
 FILE = "restarts.jsonl"
 _LONGEST = 60.0  # seconds to wait before a restart; the first one comes after one second
@@ -32,16 +34,16 @@ class Saved(NamedTuple):
 
 
 def keep_running(
+    launcher: Launcher,
     ranks: int,
     command: Callable[[int], list[str]],
     restarts: int,
     newest: Callable[[], Saved],
     folder: Path,
-    sleep: Callable[[float], object] = time.sleep,
 ) -> int:
     """Run `ranks` copies of a command on this machine, and again after each failure. See `launch`.
 
-    Wrong input, Ctrl-C and SIGTERM end it at once.
+    Wrong input ends it, and a signal to this process. After one to a rank alone it goes on.
 
     Args:
         command: of the attempt with a number, from 0
@@ -55,27 +57,31 @@ def keep_running(
     number, saved = 0, newest()
     while True:
         started = time.time()
-        ended = attempt(ranks, command(number))
+        ended = launcher.attempt(ranks, command(number), number)
         start_up = _start_up(folder, started)
-        if not ended.cause or ended.code == InputError.exit_code:
+        over = ended.asked or not ended.cause or ended.code == InputError.exit_code
+        before, saved = saved, newest()
+        causes = [*(causes if saved.step == before.step else ()), ended.cause]
+        again = 0.0 if ended.code == STOPPED else time.time() - max(saved.at, started + start_up)
+        given_up, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
+        found = [start_up, max(0.0, again), 0.0 if over or given_up else wait]
+        if not over or (ended.cause and ended.asked):
+            _note(folder, number, ended, saved, found)
+        if over:
             if number:
                 lost[0] += start_up
                 print(_account(number, lost, time.time() - began), file=sys.stderr)
             return ended.code
-        before, saved = saved, newest()
-        causes = [*(causes if saved.step == before.step else ()), ended.cause]
-        again = time.time() - max(saved.at, started + start_up)
-        stops, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
-        found = [start_up, max(0.0, again), 0.0 if stops else wait]
-        _note(folder, number, ended, saved, found)
-        if stops:
+        if given_up:
             print(_hopeless(causes, saved), file=sys.stderr)
             return ended.code
         lost = [total + each for total, each in zip(lost, found, strict=True)]
         number += 1
         place = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
         print(f"penstock: restart {number} in {wait:.0f} s, {place}", file=sys.stderr, flush=True)
-        sleep(wait)
+        if stopped := launcher.wait(wait):
+            print(_account(number, lost, time.time() - began), file=sys.stderr)
+            return 128 + stopped
 
 
 def _start_up(folder: Path, started: float) -> float:

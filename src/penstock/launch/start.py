@@ -1,77 +1,76 @@
-"""Start every rank on this machine with torchrun's launcher, and report the first cause of a failure.
+"""Start every rank on this machine, pass signals on, and report the first cause of a failure.
 
-    launch             starts the ranks, waits, and prints one summary of their failures (failures.py)
-    follow_parent      in a rank: end when the launcher is gone, or ends this rank
-    fail               in a rank: leave the error where the launcher looks for it, and end at once
+    launch       starts the ranks, waits, and prints one summary of their failures (failures.py)
+    Launcher     the same, attempt after attempt, from processes that have imported all (server.py)
+    relaunch     starts the calling script again, once for each rank
 
-torchrun's own report lists every failed rank in the order in which it noticed them. Usually one rank has a
-reason and the others only lost their peer.
+A rank has the environment that torchrun gives it. The launcher holds the store of each attempt, so that what
+ranks have noted there outlives them.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import select
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, Self
 
 from penstock.launch import failures
+from penstock.launch.server import Rank
+from penstock.launch.stop import LAUNCHER, fail, follow_parent, leave, said, under_torchrun
 
-LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
-_LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
+__all__ = [
+    "LAUNCHER",
+    "Ended",
+    "Launcher",
+    "Server",
+    "fail",
+    "follow_parent",
+    "launch",
+    "leave",
+    "relaunch",
+    "under_torchrun",
+]
 
-
-def under_torchrun() -> bool:
-    """Whether torchrun, or `launch`, started this process as one of several ranks."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+_LOOKS = 0.1  # seconds between two looks at the clock
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Ended(NamedTuple):
-    """How ranks ended. cause: the first failure, in words; empty where none failed, or a signal ended all"""
+    """How ranks ended.
+
+    Attributes:
+        code: the exit code
+        cause: the first failure, or how they stopped, in words; empty where neither
+        asked: whether a signal asked this launcher to end them
+    """
 
     code: int
     cause: str = ""
+    asked: bool = False
 
 
 def launch(ranks: int, command: list[str]) -> int:
-    """Run `ranks` copies of `command` on this machine under torchrun's launcher.
+    """Run `ranks` copies of `command` on this machine, with the environment that torchrun gives them.
 
     The ranks' output passes through. As soon as one rank fails all are ended, and the first cause is printed
-    once on stderr. Ctrl-C and SIGTERM are passed on to the ranks. Call it from the main thread, as it handles
-    signals.
+    once on stderr. Ctrl-C, SIGTERM and SIGUSR1 are passed on to the ranks; a second one kills them. Call it
+    from the main thread, as it handles signals.
 
-    Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM.
+    Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM, 75 where all ranks
+    have saved after a signal.
     """
-    return attempt(ranks, command).code
-
-
-def attempt(ranks: int, command: list[str]) -> Ended:
-    """The same, with the first cause."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    logs = tempfile.TemporaryDirectory(prefix="penstock-")
-    with logs, _surroundings(), _end_stragglers(Path(logs.name)):
-        try:
-            elastic_launch(_launch_config(ranks, logs.name), command[0])(*command[1:])
-        except ChildFailedError as failed:
-            return Ended(*failures.report(failed.failures))
-        except (SignalException, KeyboardInterrupt) as stopped:
-            number = getattr(stopped, "sigval", signal.SIGINT)
-            interrupted = number == signal.SIGINT
-            print(f"penstock: {'interrupted' if interrupted else 'ended by ' + number.name}", file=sys.stderr)
-            return Ended(failures.INTERRUPTED if interrupted else 128 + number)
-    return Ended(0)
+    with Server() as server, Launcher(server) as launcher:
+        return launcher.attempt(ranks, command).code
 
 
 def relaunch(ranks: int) -> None:
@@ -87,138 +86,241 @@ def relaunch(ranks: int) -> None:
     sys.exit(launch(ranks, [sys.executable, *sys.orig_argv[1:]]))
 
 
-def follow_parent() -> None:
-    """In a rank: end when `launch` is gone, so that no rank is left behind.
+class Server:
+    """The process that ranks are forked from, which ends with this object or with this process.
 
-    When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
-    to notice the failure itself and to report what it did last. Call it from the main thread, as it handles a
-    signal.
+    Ranks get one thread each unless the user says otherwise. Make it in the main thread.
+
+    Args:
+        imports: modules that it imports ahead, for ranks that run `python -P -m MODULE`
     """
-    parent, file = int(os.environ.get(LAUNCHER, 0)), os.environ.get(failures.ERROR_FILE)
-    if not under_torchrun() or not file:
-        return
-    signals = _signals_to_pipe()
 
-    def follow() -> None:
-        while parent in (0, os.getppid()):
-            readable, _, _ = select.select([signals], [], [], 0.5)
-            if readable and signal.SIGTERM in os.read(signals, 64):
-                since = time.time()
-                failures.ending_file(file).touch()
-                time.sleep(_LAST_SECONDS)
-                failures.record_end(since)
-                break
-        os._exit(128 + signal.SIGTERM)
+    def __init__(self, imports: Sequence[str] = ()) -> None:
+        self.environment = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # penstock.parallel.nccl says why
+            **os.environ,
+        }
+        self._imports = [*imports]
+        self._start()
 
-    threading.Thread(target=follow, name="follow-parent", daemon=True).start()
+    def _start(self) -> None:
+        self._connection, theirs = Pipe()
+        main, descriptor = "from penstock.launch.server import main; main()", theirs.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", main, str(descriptor), str(os.getpid())],
+            pass_fds=[descriptor],
+            start_new_session=True,
+            env=self.environment,
+        )
+        theirs.close()
+        self._connection.send(self._imports)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self, imports: Sequence[str] = ()) -> None:
+        """Make sure that it lives, and let it import more before the next rank starts."""
+        self._imports += imports
+        if self._process.poll() is not None:
+            self._connection.close()
+            self._start()
+        elif imports:
+            self._connection.send([*imports])
+
+    def start(self, rank: Rank) -> None:
+        self._connection.send(rank)
+
+    def look(self, seconds: float) -> list[tuple[int, str, int]]:
+        """What ranks have begun or ended, after a wait. Raises EOFError where the server is gone."""
+        found: list[tuple[int, str, int]] = []
+        while self._connection.poll(0 if found else seconds):
+            found.append(self._connection.recv())
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()  # and with it what is left of its ranks
+        self._process.wait()
+        self._connection.close()
 
 
-def _signals_to_pipe() -> int:
-    """The reading end of a pipe that receives the numbers of signals; SIGTERM does nothing else from now on.
+class _Attempt:
+    """The ranks of one attempt. seen: when each that did not end with 0 was seen to end"""
 
-    A Python handler would not run while the main thread waits for another rank in foreign code.
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._pids: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._killed: set[int] = set()
+        self.failures: dict[int, failures.Failure] = {}
+
+    def start(self, ranks: int, command: list[str], environment: dict[str, str]) -> None:
+        self._left = {*range(ranks)}
+        for number in self._left:
+            file = self._file(number)
+            file.parent.mkdir()
+            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number))
+            made = {**self._server.environment, **environment, **own, failures.ERROR_FILE: str(file)}
+            self._server.start(Rank(number, made, command))
+
+    def _file(self, number: int) -> Path:
+        return self._folder / str(number) / "error.json"
+
+    @property
+    def running(self) -> bool:
+        return bool(self._left)
+
+    @property
+    def started(self) -> bool:
+        return self._left <= self._pids.keys()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed, and not stopped as a signal asked."""
+        return any(failure.code != failures.STOPPED for failure in self.failures.values())
+
+    def look(self, seconds: float) -> None:
+        for number, what, value in self._server.look(seconds):
+            if what == "pid":
+                self._pids[number] = value
+                continue
+            self._left.discard(number)
+            if value:
+                found = failures.Failure(value, time.time(), self._file(number), number in self._killed)
+                self.failures[number] = found
+
+    def send(self, number: int) -> None:
+        """Send a signal to each rank alone: what it has started may be what it saves with."""
+        for rank in self._left & self._pids.keys():
+            with suppress(ProcessLookupError):
+                os.kill(self._pids[rank], number)
+
+    def end(self) -> None:
+        """Ask the ranks to end at once, and all that they have started."""
+        for rank in self._left & self._pids.keys():
+            failures.ending_file(str(self._file(rank))).touch()
+            self._signal_group(rank, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """A stopped rank ignores all else."""
+        for rank in self._left & self._pids.keys():
+            self._killed.add(rank)
+            self._signal_group(rank, signal.SIGKILL)
+
+    def _signal_group(self, rank: int, number: int) -> None:
+        for send in (os.killpg, os.kill):  # both, as it may not have made its session yet
+            with suppress(ProcessLookupError):
+                send(self._pids[rank], number)
+
+
+class Launcher:
+    """Starts ranks on this machine, attempt after attempt. A context manager: it handles signals meanwhile.
+
+    Args:
+        server: that ranks are forked from
+        stop_seconds: that ranks have to save after a signal; they have `failures.GRACE_SECONDS` more to end
     """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
 
-    def restore() -> None:  # SIGTERM itself ends a forked child, such as one that loads data
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, before)
+    def __init__(self, server: Server, stop_seconds: float = 0.0) -> None:
+        self._server, self._seconds = server, stop_seconds + failures.GRACE_SECONDS
+        self._signals: list[int] = []
 
-    os.register_at_fork(after_in_child=restore)
-    return reading
+    def __enter__(self) -> Self:
+        ignored = [each for each in _SIGNALS if signal.getsignal(each) == signal.SIG_IGN]  # as by nohup
+        handled = [each for each in _SIGNALS if each not in ignored]
+        self._before: dict[int, Any] = {each: signal.signal(each, self._take) for each in handled}
+        return self
 
-
-def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
-    """End this rank at once with the exit code of `error`, and record it for the launcher.
-
-    Under `launch`, or with `quiet`, nothing is printed here, as another process prints it. Python's shutdown
-    is left out, as it would wait for the peers of a process group.
-    """
-    code = failures.exit_code(error)
-    failures.record(error)
-    if not quiet and LAUNCHER not in os.environ and code != failures.INTERRUPTED:
-        print(failures.describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
-    leave(code)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once, with its output flushed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-# ---- What surrounds the launcher
-
-
-def _launch_config(ranks: int, logs: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",  # 0: any free port
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        shutdown_timeout=failures.GRACE_SECONDS,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-    )
-
-
-@contextmanager
-def _surroundings() -> Iterator[None]:
-    """Set the ranks' environment and silence the launcher's loggers; afterwards restore everything.
-
-    Ranks get one thread each unless the user says otherwise. The launcher's loggers have levels of their own,
-    and its report of a failure would hide the cause. It replaces signal handlers and does not restore them.
-    """
-    environment, logging_off = dict(os.environ), logging.root.manager.disable
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    os.environ[LAUNCHER] = str(os.getpid())
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # penstock.parallel.nccl says why
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging_off)
-        os.environ.clear()
-        os.environ.update(environment)
-        for number, handler in handlers.items():
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
 
-@contextmanager
-def _end_stragglers(logs: Path) -> Iterator[None]:
-    """Kill the ranks that are left some time after a failure: a stopped process ignores SIGTERM.
+    def wait(self, seconds: float) -> int:
+        """Wait, or until a signal asks for the end. Returns its number, or 0."""
+        end = time.monotonic() + seconds
+        while not self._signals and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOKS))
+        return self._signals[0] if self._signals else 0
 
-    The launcher itself would wait for half a minute. A rank is known by its environment, as it may have been
-    stopped before it did anything.
-    """
-    over = threading.Event()
+    def attempt(self, ranks: int, command: list[str], number: int = 0) -> Ended:
+        """Run `ranks` copies of `command`. number: of the attempt, from 0"""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    def watch() -> None:
-        while not over.wait(0.2):
-            if any(logs.rglob("error.json")) and not over.wait(failures.GRACE_SECONDS):
-                for environment in Path("/proc").glob("[0-9]*/environ"):
-                    with suppress(OSError):
-                        if f"{failures.ERROR_FILE}={logs}/".encode() in environment.read_bytes():
-                            os.killpg(int(environment.parent.name), signal.SIGKILL)
-                return
+        # of this attempt alone, as the names in it are the same in each
+        store = TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+            attempt = _Attempt(self._server, Path(folder))
+            try:
+                self._server.open()
+                attempt.start(ranks, command, _environment(ranks, store.port, number))
+                self._follow(attempt)
+            except (EOFError, ConnectionError):
+                words = f"process {self._server.pid}, which started the ranks, was killed, and they with it"
+                print(f"penstock: error: {words}", file=sys.stderr)
+                return Ended(128 + signal.SIGKILL, words, bool(self._signals))
+            return self._ended(attempt.failures)
 
-    watcher = threading.Thread(target=watch, name="end-stragglers", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+    def _follow(self, attempt: _Attempt) -> None:
+        """Return when all ranks have ended, as they do in time once one has, or a signal came."""
+        passed_on, ending, end = False, False, float("inf")
+        while attempt.running:
+            attempt.look(_LOOKS)
+            if self._signals and attempt.started and not passed_on:
+                passed_on = True
+                self._pass_on(attempt)
+            if (passed_on or attempt.failures) and end == float("inf"):
+                end = time.monotonic() + self._seconds
+            if attempt.failed and not ending:
+                ending, end = True, min(end, time.monotonic() + failures.GRACE_SECONDS)
+                attempt.end()
+            if time.monotonic() > end or len(self._signals) > 1:
+                attempt.kill()
+
+    def _pass_on(self, attempt: _Attempt) -> None:
+        number = self._signals[0]
+        if self._seconds > failures.GRACE_SECONDS:
+            print(said(number), file=sys.stderr, flush=True)
+        attempt.send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _ended(self, found: dict[int, failures.Failure]) -> Ended:
+        asked = bool(self._signals)
+        if not found:
+            return Ended(0, asked=asked)
+        if (words := failures.stopped(found)) is not None:
+            return Ended(failures.STOPPED, words, asked)
+        if asked and failures.only_ended(found):
+            name = signal.Signals(self._signals[0])
+            interrupted = name == signal.SIGINT
+            print(f"penstock: {'interrupted' if interrupted else 'ended by ' + name.name}", file=sys.stderr)
+            return Ended(128 + name, asked=True)
+        return Ended(*failures.report(found), asked)
+
+
+def _environment(ranks: int, port: int, attempt: int) -> dict[str, str]:
+    """What torchrun gives each rank, but for its number."""
+    return {
+        LAUNCHER: str(os.getpid()),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": f"penstock-{os.getpid()}",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }

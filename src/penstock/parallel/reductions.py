@@ -15,7 +15,7 @@ Gradients are summed and never averaged: the loss is divided by all valid tokens
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +66,14 @@ class Reductions:
         is_first: whether this is the first pipeline of the mesh, which writes what is written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
         stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
+        asks: a number that this process tells all others in each step, such as that of a signal
+        asked: what they told in the last one, by process, the same on all
     """
 
     def __init__(self) -> None:
         self.is_first = True
+        self.asks: Callable[[], int] = lambda: 0
+        self.asked: tuple[int, ...] = ()
         self.batch_part = 0, 1
         self.stage_ranks = frozenset[int]()
         self._all: dist.ProcessGroup | None = None
@@ -124,7 +128,8 @@ class Reductions:
         part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels), mine.total_tokens)
         with self._watch.waiting("the other ranks' batches", None):
             numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
-            everyone = self._all_gather(numbers)
+            gathered = self._all_gather([*numbers, self.asks()])
+            everyone, self.asked = [row[:-1] for row in gathered], tuple(row[-1] for row in gathered)
             agreed = len({(refused, *counts) for _, refused, *counts, _, _ in everyone}) == 1
             data = {(number, fingerprint) for number, *_, fingerprint, _ in everyone}
             tokens = {number: count for number, *_, count in everyone}
@@ -168,6 +173,11 @@ class Reductions:
             "all ranks of pp, cp and tp step on the same part of the batch",
             "Give each of them the part that pipe.batch_part names, from the same data",
         )
+
+    def learn(self, asked: Sequence[int]) -> None:
+        """Take what ranks ask from their reports, where there is no mesh to agree on it."""
+        if self._all is None:
+            self.asked = tuple(asked)
 
     def max(self, number: int) -> int:
         """The largest `number` of all ranks."""

@@ -118,7 +118,8 @@ class StepRunner:
                 drain.decide(squares)
             packed = zip(executors, losses, strict=True)
             memory = PeakMemory.now(self._world.device)
-            own = [report.pack(each, memory, loss, changed(), squares) for each, loss in packed]
+            asks = self._world.reductions.asks()
+            own = [report.pack(each, memory, loss, changed(), squares, asks) for each, loss in packed]
             vectors = transport.exchange(own) if drain is None else transport.exchange(own, drain.step_early)
             reports = report.unpack(schedule, vectors)
             loss = self._sum_reports(reports)
@@ -133,6 +134,7 @@ class StepRunner:
     def _sum_reports(self, reports: report.Reports) -> float:
         """The loss over the whole mesh, where `peaks` are from then on known too."""
         processes, width = reports[:1] if self._world.alone else reports, len(PeakMemory._fields)
+        self._world.reductions.learn([each.asks for each in processes])
         own = [number for each in processes for number in each.memory]
         loss, pipelines = self._world.reductions.sum_loss(sum(each.loss for each in reports), own)
         by_rank = [each[at : at + width] for at in range(0, len(own), width) for each in pipelines]

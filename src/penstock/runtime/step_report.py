@@ -2,8 +2,9 @@
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
     buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
-    | peak memory of the process: allocated, reserved, resident | of each stage of the rank: start and end of
-    its gradient reduction, or zeros | of each op, in program order: its OpTimes | zeros up to one length
+    | peak memory of the process: allocated, reserved, resident | what it asks of all | of each stage of the
+    rank: start and end of its gradient reduction, or zeros | of each op, in program order: its OpTimes
+    | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
 """
@@ -22,7 +23,7 @@ from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import Reduction, Schedule, Timeline
 from penstock.schedule.timeline import covered
 
-_HEAD = 11  # numbers in front of the times
+_HEAD = 12  # numbers in front of the times
 _TIMES = len(OpTimes._fields)
 
 
@@ -33,7 +34,7 @@ class StepReport(NamedTuple):
     peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     squares: squared norm of the gradients of its stages, or 0
-    memory: of its process
+    memory: of its process; asks: a number that all ranks learn, such as that of a signal
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
 
@@ -44,6 +45,7 @@ class StepReport(NamedTuple):
     changed: bool
     squares: float
     memory: PeakMemory
+    asks: int
     reductions: Sequence[float]
     times: Sequence[float]
 
@@ -61,7 +63,12 @@ def read(executors: Sequence[Executor], squares: Tensor | None = None) -> tuple[
 
 
 def pack(
-    executor: Executor, memory: PeakMemory, loss: float = 0.0, changed: bool = False, squares: float = 0.0
+    executor: Executor,
+    memory: PeakMemory,
+    loss: float = 0.0,
+    changed: bool = False,
+    squares: float = 0.0,
+    asks: int = 0,
 ) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks. loss: from `read`"""
     ops, schedule = executor.ops, executor.plan.schedule
@@ -69,7 +76,7 @@ def pack(
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
     peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
-    head = [loss, *peaks, float(changed), squares, *memory]
+    head = [loss, *peaks, float(changed), squares, *memory, float(asks)]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(reductions) - len(times))
     return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
@@ -80,13 +87,14 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     reports = []
     for rank, vector in enumerate(vectors):
         values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        loss, peak_live, deferred, *held, changed, squares, allocated, reserved, resident = values[:_HEAD]
+        loss, peak_live, deferred, *held, changed, squares = values[: _HEAD - 4]
+        *process, asks = values[_HEAD - 4 : _HEAD]
         reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
         bytes_held = Held(*map(int, held))
-        memory = PeakMemory(int(allocated), int(reserved), int(resident))
+        memory = PeakMemory(*map(int, process))
         peaks = int(peak_live), int(deferred)
         reports.append(
-            StepReport(loss, *peaks, bytes_held, bool(changed), squares, memory, reductions, times)
+            StepReport(loss, *peaks, bytes_held, bool(changed), squares, memory, int(asks), reductions, times)
         )
     return reports
 

@@ -6,11 +6,15 @@ for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is
                 pipe.step with step_in_drain; several calls of pipe.step with accumulate
                 meanwhile one thread makes the next batch, and one writes the row of the step before
 save                                             every checkpoint_every, at the end; in the background
+
+A signal to any process ends the run on all of them after the same step, with a checkpoint.
 """
 
 from __future__ import annotations
 
 import math
+import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,6 +30,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
+from penstock.launch.stop import Stop
 from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.step import StepResult
@@ -52,7 +57,7 @@ _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or us
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. metrics, owner: on the first process only"""
+    """What the loop works with. metrics, owner: on the first process only; stop: what signals ask of it"""
 
     config: TrainConfig
     pipe: Pipeline
@@ -65,13 +70,30 @@ class Run:
     writer: CheckpointWriter
     start: Start
     owner: Owner | None
+    stop: Stop
 
 
 def train(run: Run) -> Outcome:
-    """Train from the step after `run.start` to the last one. Collective.
+    """Train from the step after `run.start` to the last one, or to one after a signal. Collective.
 
     Raises: RunError where loss or gradients are not finite, unless such steps are to be skipped.
     """
+    run.pipe.reductions.asks = lambda: run.stop.number
+    seconds = run.config.train.stop_seconds
+    with run.stop.saves(seconds, _too_late(seconds)):
+        return _train(run)
+
+
+def _too_late(seconds: float) -> RunError:
+    return RunError(
+        f"train.stop_seconds={seconds:g}",
+        "a signal asked the run to stop, and it has not written its checkpoint within this time",
+        "The checkpoint before is whole. Give more seconds, and so long a grace period to whatever sends the "
+        "signal",
+    )
+
+
+def _train(run: Run) -> Outcome:
     section = run.config.train
     best = run.start.best
     if run.start.done == 0:
@@ -91,13 +113,15 @@ def train(run: Run) -> Outcome:
                     write_timeline(run.config.output.path, step, run.pipe.timeline)
                 best = best.after(step, _evaluate(run, step), section.early_stop)
                 ended = _ended(run, step, best)
+            stopped = "" if ended else _stopped_by(run, step)
+            ended = ended or stopped
             if ended or (section.checkpoint_every and step % section.checkpoint_every == 0):
                 log.flush()
                 path = _save(run, step, skips.count, batch, best, last=bool(ended))
             if ended:
                 break
     run.writer.wait()
-    return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended)
+    return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended, bool(stopped))
 
 
 def _ended(run: Run, step: int, best: Best) -> str:
@@ -109,6 +133,19 @@ def _ended(run: Run, step: int, best: Best) -> str:
     if run.pipe.reductions.max(int(bool(early))):  # rounding may differ between ranks, and all end together
         return f"early, after step {step} of {section.steps}: {early or 'another rank finds no improvement'}"
     return ""
+
+
+def _stopped_by(run: Run, step: int) -> str:
+    """The signals that end the run after `step`, and who got them; empty where none came. Collective then."""
+    asked = run.pipe.reductions.asked
+    if not any(asked):
+        return ""
+    hosts = run.pipe._everyone.gather(socket.gethostname())
+    name = signal.Signals(max(asked)).name
+    ranks = enumerate(zip(asked, hosts, strict=True))
+    got = [f"rank {rank} on {host}" for rank, (number, host) in ranks if number]
+    who = f"all {len(asked)} ranks" if len(got) == len(asked) > 1 else ", ".join(got)
+    return f"after step {step} of {run.config.train.steps}: {who} got {name}"
 
 
 def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Batch:

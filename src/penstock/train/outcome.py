@@ -29,6 +29,7 @@ class Outcome:
         fill: of all batches
         skipped: number of skipped steps
         ended: when and why the run ended
+        stopped: whether a signal asked for it
     """
 
     step: int
@@ -37,6 +38,7 @@ class Outcome:
     fill: Fill
     skipped: int
     ended: str
+    stopped: bool = False
 
 
 def report_outcome(
@@ -48,6 +50,9 @@ def report_outcome(
     """
     measured, output = outcome.timeline, config.output.path
     print(f"ended       {outcome.ended}")
+    if outcome.stopped:  # there may be no time for more
+        print(f"checkpoint  {outcome.checkpoint}: --resume goes on from it", flush=True)
+        return
     predicted = simulate(schedule, Costs.measured(measured))
     picture = output / "timeline.svg"
     render(measured, picture, predicted=predicted)

@@ -57,6 +57,8 @@ def recorded(
     how, why = "finished", ""
     try:
         yield trackers
+        if trackers.stopped:
+            how, why = "interrupted", trackers.stopped
     except BaseException as error:
         how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         why = str(error)

@@ -21,6 +21,8 @@ from transformers import PretrainedConfig
 from penstock.batch.packing import refuse_packed
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
+from penstock.launch.failures import record_stop
+from penstock.launch.stop import Stop
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
@@ -42,7 +44,7 @@ from penstock.train.loop import Run, train
 from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
 from penstock.train.optimizer import make_optimizers, trained_by
-from penstock.train.outcome import check_prompt, report_outcome
+from penstock.train.outcome import Outcome, check_prompt, report_outcome
 from penstock.train.owner import Owner, new_run, owned
 from penstock.train.profile import profile_note
 from penstock.train.record import recorded
@@ -229,8 +231,11 @@ def _make_folder(output: Path) -> None:
         ) from cause
 
 
-def run(prepared: Prepared) -> None:
+def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
     """Train. Collective: every rank calls it with what its own preflight returned.
+
+    Args:
+        stop: what signals ask of this process; None ignores them
 
     Raises FolderInUseError, on the first process, where another run writes into the output folder.
     """
@@ -243,10 +248,10 @@ def run(prepared: Prepared) -> None:
         if owner is not None:
             with suppress(OSError):  # it costs room alone
                 remove_unfinished(output)
-        _run(prepared, owner)
+        return _run(prepared, owner, stop or Stop())
 
 
-def _run(prepared: Prepared, owner: Owner | None) -> None:
+def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     """owner: on the first process"""
     config, output = prepared.config, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": prepared.start.done}
@@ -272,8 +277,9 @@ def _run(prepared: Prepared, owner: Owner | None) -> None:
         data = prepared.data.of(pipe.batch_part[0])
         outcome = train(Run(
             config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start,
-            owner,
+            owner, stop,
         ))  # fmt: skip
+        trackers.stopped = outcome.ended if outcome.stopped else ""
     if metrics:
         schedule, count = pipe.schedule, outcome.timeline.microbatches
         if count != schedule.microbatches:  # it ended within a ramp
@@ -285,6 +291,9 @@ def _run(prepared: Prepared, owner: Owner | None) -> None:
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if outcome.stopped:
+        record_stop(outcome.ended)
+    return outcome
 
 
 def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:

@@ -116,7 +116,12 @@ class Trackers:
         run_file: run.json, which has the run's id and its config; metrics.jsonl lies next to it
         offset: the bytes of metrics.jsonl that an earlier process of the run has logged
         say: shows a line
+
+    Attributes:
+        stopped: how a signal ended the run, in words; empty where none did
     """
+
+    stopped = ""
 
     def __init__(
         self, sections: Sequence[AnyTracker], run_file: Path, offset: int, say: Callable[[str], None]

@@ -385,6 +385,9 @@ class TrainSection(Section):
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
+    # seconds from SIGTERM, SIGUSR1 or Ctrl-C until a checkpoint is written and the run has ended; a second
+    # signal ends it at once
+    stop_seconds: Positive = 60.0
     log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
     # true or full: keep only each layer's input and run it again in the backward; selective: also keep what
     # costs most to compute; or a mapping

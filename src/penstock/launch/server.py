@@ -1,0 +1,132 @@
+"""The process that ranks are forked from: it has imported what they need, and done nothing else.
+
+    launcher  ["torch", ...]                     the server imports these
+              Rank(0, environment, command)      it forks: the child is the rank
+    server    (0, "pid", 123)   (0, "code", -9)  at a rank's start, and at its end
+
+Imports of torch and transformers are most of a start. Ranks that are forked share them: they start in
+moments, again and again, and memory holds them once.
+
+A fork is safe here: the server has one thread, no process group and no GPU in use. Where an import has begun
+a thread or a GPU's driver, and for a command that is not `python -P -m MODULE`, the rank begins anew by exec.
+
+Nobody is left behind: the kernel kills the server when its launcher ends, and a rank when the server ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import NamedTuple
+
+_PARENT_ENDS, _NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
+_LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # it passes them on
+_libc = ctypes.CDLL(None)
+
+
+class Rank(NamedTuple):
+    """A rank to start. environment: all of it; command: of a program, or `python -P -m MODULE ...`"""
+
+    number: int
+    environment: dict[str, str]
+    command: list[str]
+
+    @property
+    def is_module(self) -> bool:
+        return self.command[:3] == [sys.executable, "-P", "-m"]
+
+
+def serve(connection: Connection) -> Rank | None:
+    """Do what the launcher says, until it goes away: then None. In each child: the rank that it is."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writing)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for number in _LAUNCHERS:
+        signal.signal(number, signal.SIG_IGN)
+    server, ranks = os.getpid(), dict[int, int]()
+    while True:
+        if reading in wait([connection, reading]):
+            with suppress(BlockingIOError):
+                os.read(reading, 4096)
+            _tell_ends(connection, ranks)
+        if not connection.poll():
+            continue
+        try:
+            request = connection.recv()
+        except EOFError:
+            return None
+        if not isinstance(request, Rank):
+            _import_all(request)
+            continue
+        forks = request.is_module and _is_clean()
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            signal.set_wakeup_fd(-1)
+            return _become(request, server, forks)
+        ranks[pid] = request.number
+        connection.send((request.number, "pid", pid))
+
+
+def _tell_ends(connection: Connection, ranks: dict[int, int]) -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            pid, status = ended
+            connection.send((ranks.pop(pid), "code", os.waitstatus_to_exitcode(status)))
+
+
+def _import_all(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(Exception):  # the rank will ask for it itself, and say so
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else a collection in a rank would write to all that is shared
+
+
+def _is_clean() -> bool:
+    """Whether a fork has all that this process has: its only thread, and no driver of a GPU."""
+    opened = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            opened.append(os.readlink(f"/proc/self/fd/{name}"))
+    drivers = any(name.startswith(("/dev/nvidia", "/dev/kfd")) for name in opened)
+    return len(os.listdir("/proc/self/task")) == 1 and not drivers
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends; end now if it is gone."""
+    _libc.prctl(_PARENT_ENDS, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _become(rank: Rank, server: int, forks: bool) -> Rank:
+    """Make a rank of this process, in a session of its own: Ctrl-C in a terminal is for the launcher."""
+    _end_with(server)
+    os.setsid()
+    for number in (*_LAUNCHERS, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(rank.environment)
+    if not forks:
+        os.execvp(rank.command[0], rank.command)
+    _libc.prctl(_NAME, f"rank-{rank.number}".encode())  # as `top` shows it
+    return rank
+
+
+def main() -> None:
+    """The server's main program: `python -c ... CONNECTION LAUNCHER`, a descriptor and a process id."""
+    _end_with(int(sys.argv[2]))
+    rank = serve(Connection(int(sys.argv[1])))
+    if rank is not None:
+        sys.orig_argv, sys.argv = rank.command, rank.command[3:]
+        runpy.run_module(rank.command[3], run_name="__main__", alter_sys=True)

@@ -1,0 +1,179 @@
+"""In a process of a run: what signals ask of it, and how it ends.
+
+                         while it trains                                     else
+    SIGTERM, SIGUSR1     all ranks save after their step, and end: `Stop`    it ends after two seconds
+    SIGINT (Ctrl-C)      the same                                            KeyboardInterrupt
+    a second signal      it ends at once
+    another rank failed  it ends after two seconds, in which it may notice that itself, and report
+
+A thread reads the signals: Python's own handlers do not run while the main thread waits in foreign code.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, Self
+
+from penstock.errors import PenstockError
+from penstock.launch import failures
+
+LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
+_LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
+_SAME = 1.0  # seconds in which a signal that comes twice is one: from a scheduler and from the launcher
+_ASKING = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or `launch`, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Stop:
+    """What signals ask of this process. A context manager in the main thread, which handles them meanwhile.
+
+    Attributes:
+        number: of the signal that asks this process to save and to end; 0 as long as none does
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._came = 0.0
+        self._seconds: float | None = None  # that the process has to save; None while it has nothing to save
+        self._late: PenstockError | None = None
+        self._listening = False
+
+    def __enter__(self) -> Self:
+        self._signals, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._before: dict[int, Any] = {each: signal.signal(each, lambda *_: None) for each in _ASKING}
+        self._listening = True
+        os.register_at_fork(after_in_child=self._restore)  # a signal ends a child that loads data, say
+        self._thread = threading.Thread(target=self._listen, name="penstock-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+        os.write(self._writing, b"\0")
+        self._thread.join()
+        os.close(self._writing)
+        os.close(self._signals)
+
+    def _restore(self) -> None:
+        if self._listening:
+            self._listening = False
+            signal.set_wakeup_fd(self._wakeup)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def saves(self, seconds: float, late: PenstockError) -> Iterator[None]:
+        """In the block a signal sets `number`, and the process is to save and to end within `seconds`.
+
+        late: the error that ends it otherwise
+        """
+        if not self._listening:
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        self._seconds, self._late = seconds, late
+        try:
+            yield
+        finally:
+            self._seconds = None
+            signal.signal(signal.SIGINT, before)
+
+    # ---- the thread
+
+    def _listen(self) -> None:
+        while True:
+            left = None
+            if self.number and self._seconds is not None:
+                left = self._came + self._seconds - time.monotonic()
+            readable = left is None or left > 0
+            if readable:
+                readable = bool(select.select([self._signals], [], [], left)[0])
+            if not readable and self._seconds is not None:
+                assert self._late is not None
+                fail(self._late)
+            for number in os.read(self._signals, 64) if readable else b"":
+                if not number:
+                    return
+                self._take(number)
+
+    def _take(self, number: int) -> None:
+        file = os.environ.get(failures.ERROR_FILE)
+        if self._seconds is None or (file and failures.ending_file(file).exists()):
+            if number in _ASKING:  # SIGINT raises KeyboardInterrupt
+                _end_soon(number)
+        elif number not in (*_ASKING, signal.SIGINT):
+            pass
+        elif not self.number:
+            self._came, self.number = time.monotonic(), number
+            if LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
+                print(said(number), file=sys.stderr, flush=True)
+        elif time.monotonic() - self._came > _SAME:
+            leave(128 + number)
+
+
+def said(number: int) -> str:
+    """What a process says to a signal that asks it to save and to end."""
+    name = signal.Signals(number).name
+    return f"penstock: {name}: a checkpoint after this step, then the end; a second signal ends at once"
+
+
+def _end_soon(number: int) -> None:
+    """End, unless the main thread finds a reason to do so before."""
+    since, file = time.time(), os.environ.get(failures.ERROR_FILE)
+    if file:
+        failures.ending_file(file).touch()
+    if under_torchrun():
+        time.sleep(_LAST_SECONDS)
+    if file:
+        failures.record_end(since)
+    os._exit(128 + number)
+
+
+def follow_parent() -> Stop:
+    """In a rank: listen to signals from now on. Call it from the main thread, as it handles them.
+
+    When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
+    to notice the failure itself and to report what it did last.
+
+    Returns: what they ask for
+    """
+    stop = Stop()
+    if under_torchrun():
+        stop.__enter__()
+    return stop
+
+
+def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
+    """End this rank at once with the exit code of `error`, and record it for the launcher.
+
+    Under `launch`, or with `quiet`, nothing is printed here, as another process prints it. Python's shutdown
+    is left out, as it would wait for the peers of a process group.
+    """
+    code = failures.exit_code(error)
+    failures.record(error)
+    if not quiet and LAUNCHER not in os.environ and code != failures.INTERRUPTED:
+        print(failures.describe(error, int(os.environ.get("RANK", 0))), file=sys.stderr)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, with its output flushed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,88 @@
+"""A signal to one rank: all ranks save after the same step, and the run goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.launch.stop import Stop
+from penstock.train import loop
+from penstock.train.checkpoints import NEWEST
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import preflight, run
+from support.pool import Pool
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+
+
+def struck(tree: dict[str, Any], rank: int, at: int, number: int) -> dict[str, Any]:
+    """A run in which a process sends itself a signal as a step begins."""
+    torch.set_num_threads(1)
+    said, seed_step = io.StringIO(), loop.seed_step
+
+    def strike(pipe: Any, seed: int, step: int) -> None:
+        seed_step(pipe, seed, step)
+        if step == at and dist.get_rank() == rank:
+            os.kill(os.getpid(), number)
+            while not stop.number:  # its thread has read it
+                os.sched_yield()
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), Stop() as stop:
+        close = dist.destroy_process_group  # the world itself is the pool's to close
+        patch.setattr(dist, "destroy_process_group", lambda group=None: group and close(group))
+        patch.setattr(loop, "seed_step", strike)
+        outcome = run(preflight(TrainConfig.model_validate(tree), NEWEST), stop)
+    return {"step": outcome.step, "stopped": outcome.stopped, "ended": outcome.ended, "said": said.getvalue()}
+
+
+def made(folder: Path, **keys: Any) -> dict[str, Any]:
+    folder.mkdir(exist_ok=True)
+    return config(folder, {**QWEN3, "num_key_value_heads": 2}, keys).model_dump(mode="json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_all_ranks_save_after_the_step_in_which_one_was_asked_to_stop(
+    tmp_path: Path, pool: Pool, number: signal.Signals
+) -> None:
+    tree = made(tmp_path)
+    results = pool.run(2, struck, tree, 1, 2, int(number))
+    assert [(each["step"], each["stopped"]) for each in results] == [(2, True)] * 2
+    assert results[0]["ended"].startswith("after step 2 of 4: rank 1 on ")
+    assert results[0]["ended"].endswith(f" got {number.name}")
+    assert f"checkpoint  {checkpoint(tmp_path, 2)}: --resume goes on from it" in results[0]["said"]
+    if number != signal.SIGTERM:
+        return
+    (ending,) = pool.run(2, struck, tree, 0, -1, 0)[:1]
+    assert (ending["step"], ending["stopped"]) == (4, False)
+    whole = pool.run(2, struck, made(tmp_path / "whole"), 0, -1, 0)
+    assert whole[0]["step"] == 4
+    assert_same_tensors(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path, 4))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "axes", [{"parallel.tp": 2}, pytest.param({"parallel.dp_shard": 2}, marks=pytest.mark.sweep)]
+)
+def test_ranks_of_a_mesh_that_exchange_no_loss_learn_of_it_too(
+    tmp_path: Path, pool: Pool, axes: dict[str, int]
+) -> None:
+    results = pool.run(4, struck, made(tmp_path, **axes), 3, 3, int(signal.SIGTERM))
+    assert [(each["step"], each["stopped"]) for each in results] == [(3, True)] * 4
+    assert "rank 3 on " in results[0]["ended"]
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(2, struck, made(tmp_path), 0, 4, int(signal.SIGTERM))
+    assert [(each["step"], each["stopped"]) for each in results] == [(4, False)] * 2
+
+
+def test_a_run_in_one_process_is_asked_to_stop_as_well(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(1, struck, made(tmp_path, **{"pipeline.ranks": 1}), 0, 1, int(signal.SIGTERM))
+    assert [(each["step"], each["stopped"]) for each in results] == [(1, True)]
