@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Axes
@@ -194,3 +197,28 @@ def test_a_store_that_does_not_answer_at_the_start_is_named(monkeypatch: pytest.
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: rank 0 does not answer there"):
             init_process_group(torch.device("cpu"), 0.3)
+
+
+def test_all_processes_of_an_attempt_have_one_name_for_it_whatever_their_agents_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.5.0: agents of torchrun count restarts each by itself, and ranks with other counts never met.
+
+    The store is that of all attempts, and has what ranks of the earlier ones asked and heard.
+    """
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    store, names = HashStore(), set[str]()
+    with ThreadPoolExecutor(3) as threads:
+        for order in ((0, 1, 2), (2, 1, 0), (0, 2, 1)):
+            asked = []
+            for rank in order:
+                asked.append(threads.submit(mesh._attempt, store, rank, 3, 20.0))
+                time.sleep(0.05)
+            (name,) = {each.result(20) for each in asked}
+            assert name not in names
+            names.add(name)
+
+
+def test_the_ranks_of_one_agent_take_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert mesh._attempt(HashStore(), 1, 2, 20.0) == "3"

@@ -86,3 +86,16 @@ def test_a_signal_in_the_last_step_changes_nothing(tmp_path: Path, pool: Pool) -
 def test_a_run_in_one_process_is_asked_to_stop_as_well(tmp_path: Path, pool: Pool) -> None:
     results = pool.run(1, struck, made(tmp_path, **{"pipeline.ranks": 1}), 0, 1, int(signal.SIGTERM))
     assert [(each["step"], each["stopped"]) for each in results] == [(1, True)]
+
+
+@pytest.mark.parametrize(("before", "now"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.sweep)])
+def test_a_run_goes_on_with_another_number_of_processes_and_says_so(
+    tmp_path: Path, pool: Pool, before: int, now: int
+) -> None:
+    """An axis of -1 takes the machines that are left."""
+    tree = made(tmp_path, **{"parallel.dp_shard": -1})
+    assert pool.run(before, struck, tree, 0, 2, int(signal.SIGTERM))[0]["step"] == 2
+    ended = pool.run(now, struck, tree, 0, -1, 0)[0]
+    meshes = {2: "pp=2", 4: "pp=2 x dp_shard=2"}
+    assert f"was {before} processes, now {now}: {meshes[now]} (was {meshes[before]})" in ended["said"]
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]

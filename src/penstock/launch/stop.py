@@ -5,6 +5,7 @@
     SIGINT (Ctrl-C)      the same                                            KeyboardInterrupt
     a second signal      it ends at once
     another rank failed  it ends after two seconds, in which it may notice that itself, and report
+    its launcher ended   it ends
 
 A thread reads the signals: Python's own handlers do not run while the main thread waits in foreign code.
 """
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, RunError
 from penstock.launch import failures
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
 _LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
+_LOOKS = 0.5  # seconds between two looks at clock and parent
 _SAME = 1.0  # seconds in which a signal that comes twice is one: from a scheduler and from the launcher
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -39,12 +41,16 @@ def under_torchrun() -> bool:
 class Stop:
     """What signals ask of this process. A context manager in the main thread, which handles them meanwhile.
 
+    Args:
+        launcher: process id of the parent, where this process is to end with it
+
     Attributes:
         number: of the signal that asks this process to save and to end; 0 as long as none does
     """
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: int | None = None) -> None:
         self.number = 0
+        self._launcher = launcher
         self._came = 0.0
         self._seconds: float | None = None  # that the process has to save; None while it has nothing to save
         self._late: PenstockError | None = None
@@ -98,19 +104,16 @@ class Stop:
 
     def _listen(self) -> None:
         while True:
-            left = None
-            if self.number and self._seconds is not None:
-                left = self._came + self._seconds - time.monotonic()
-            readable = left is None or left > 0
-            if readable:
-                readable = bool(select.select([self._signals], [], [], left)[0])
-            if not readable and self._seconds is not None:
-                assert self._late is not None
-                fail(self._late)
+            readable, _, _ = select.select([self._signals], [], [], _LOOKS)
             for number in os.read(self._signals, 64) if readable else b"":
                 if not number:
                     return
                 self._take(number)
+            if self._launcher not in (None, os.getppid()):
+                fail(_alone(self._launcher))
+            late, seconds = self._late, self._seconds
+            if self.number and late and seconds is not None and time.monotonic() - self._came > seconds:
+                fail(late)
 
     def _take(self, number: int) -> None:
         file = os.environ.get(failures.ERROR_FILE)
@@ -125,6 +128,10 @@ class Stop:
                 print(said(number), file=sys.stderr, flush=True)
         elif time.monotonic() - self._came > _SAME:
             leave(128 + number)
+
+
+def _alone(launcher: int | None) -> RunError:
+    return RunError(f"process {launcher}, the launcher of this rank", "it has ended", "See why it did")
 
 
 def said(number: int) -> str:
@@ -149,14 +156,13 @@ def follow_parent() -> Stop:
     """In a rank: listen to signals from now on. Call it from the main thread, as it handles them.
 
     When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
-    to notice the failure itself and to report what it did last.
+    to notice the failure itself and to report what it did last. When the launcher is gone it ends.
 
     Returns: what they ask for
     """
-    stop = Stop()
-    if under_torchrun():
-        stop.__enter__()
-    return stop
+    if not under_torchrun():
+        return Stop()
+    return Stop(os.getppid()).__enter__()
 
 
 def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:

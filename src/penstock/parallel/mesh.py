@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -84,6 +86,7 @@ def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
 # ranks may start further apart than they may be in a step: importing torch takes seconds on a busy machine
 _START_SECONDS = 60.0
 _SPARE = 2.0  # seconds after its own limit in which torch gives up
+_ASKS = 0.02  # seconds between two looks at who asks for the name of an attempt
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -92,7 +95,7 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
 
     Returns a watch of all processes; None if the caller has done so.
 
-    Each restart of a job has its own keys in the store: gloo may hang on those of the last attempt.
+    Each attempt of a job has its own keys in the store: gloo may hang on those of the last one.
 
     Args:
         timeout: seconds
@@ -105,8 +108,8 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
         return None
     _check_interface()
     seconds = max(timeout, _START_SECONDS)
-    store, rank, world = _rendezvous(seconds)
-    attempt = PrefixStore(f"penstock/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store, rank, world, name = _rendezvous(seconds)
+    attempt = PrefixStore(f"penstock/{name}", store)
     making = "the making of the job's process group"
     if interface := os.environ.get(_INTERFACE):
         making += f" over {_INTERFACE}={interface}"
@@ -130,14 +133,18 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
     return watch
 
 
-def _rendezvous(seconds: float) -> tuple[Store, int, int]:
-    """The job's store, this process's rank, and the number of processes, from torchrun's environment."""
+def _rendezvous(seconds: float) -> tuple[Store, int, int, str]:
+    """The job's store, this process's rank, the number of processes, all from torchrun's environment, and
+    the name of this attempt.
+    """
     limit, silence = datetime.timedelta(seconds=seconds), "the store does not answer"
+
+    def meet() -> tuple[Store, int, int, str]:
+        found: tuple[Store, int, int] = next(rendezvous("env://", timeout=limit))
+        return *found, _attempt(*found, seconds)
+
     try:
-        found: tuple[Store, int, int] = within(
-            seconds + _SPARE, silence, lambda: next(rendezvous("env://", timeout=limit))
-        )
-        return found
+        return within(seconds + _SPARE, silence, meet)
     except RuntimeError as cause:
         port, first_line = os.environ.get("MASTER_PORT"), str(cause).splitlines()[0]
         at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
@@ -153,6 +160,34 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
             rule = f"rank 0 does not answer there: {first_line}"
             raise ConfigError(at, rule, "Start every rank with the address of rank 0's machine") from cause
         raise
+
+
+def _attempt(store: Store, rank: int, world: int, seconds: float) -> str:
+    """A name of this attempt of the job, the same on all its processes and no other attempt's. Collective.
+
+    torchrun's agents keep one store over all attempts, and each counts restarts for itself: one whose ranks
+    lived when another's failed restarts too, and does not count it. So rank 0 names the attempt. Each process
+    asks under a name that it has drawn, as what ranks of earlier attempts have asked is still there.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:  # one agent, one count
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    mine, end = secrets.token_hex(8), time.monotonic() + seconds
+    if rank:
+        store.set(f"penstock/asks/{rank}", mine)
+        name = store.get(f"penstock/answer/{mine}").decode()
+        store.set(f"penstock/heard/{mine}", name)
+        return name
+    waiting = {*range(1, world)}
+    while waiting and time.monotonic() < end:  # who does not come at all is named by the watch
+        for other in [*waiting]:
+            if store.check([f"penstock/asks/{other}"]):
+                asks = store.get(f"penstock/asks/{other}").decode()
+                store.set(f"penstock/answer/{asks}", mine)
+                heard = f"penstock/heard/{asks}"
+                if store.check([heard]) and store.get(heard).decode() == mine:
+                    waiting.remove(other)
+        time.sleep(_ASKS)
+    return mine
 
 
 _FOR_ALL = "rank 0 waiting for all processes of the job"

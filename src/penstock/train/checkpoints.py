@@ -44,6 +44,7 @@ from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizer import SHAPED
 from penstock.train.owner import last_run
+from penstock.train.settings import mesh_of
 
 _REMEDY = "Give a checkpoint that penstock train wrote"
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
@@ -78,11 +79,12 @@ def state_after(
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
     written = config.model_dump(mode="json")
     known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best}
+    known["mesh"] = mesh_of(config)
     return {**known, "config": written, "versions": versions}
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """step, run, skipped, data, best, config and versions of a complete checkpoint.
+    """step, run, skipped, data, best, mesh, config and versions of a complete checkpoint.
 
     Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
     """
@@ -95,6 +97,7 @@ def read_state(path: Path) -> dict[str, Any]:
             "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
             "data": state.get("data"),  # versions up to 0.5.0: the step says all
             "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
+            "mesh": state.get("mesh"),
             "config": state["config"],
             "versions": state["versions"],
         }
@@ -109,7 +112,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _fitting(
-    step: Any, run: Any, skipped: Any, data: Any, best: Best, config: Any, versions: Any
+    step: Any, run: Any, skipped: Any, data: Any, best: Best, mesh: Any, config: Any, versions: Any
 ) -> dict[str, bool]:
     """Whether each value is one that a run can have."""
     loss = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
@@ -120,6 +123,8 @@ def _fitting(
         "skipped": type(skipped) is int and 0 <= skipped <= step,
         "data": data is None or (isinstance(data, dict) and {"digest", "position"} <= data.keys()),
         "best": loss and counts,
+        "mesh": mesh is None
+        or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
         "config": isinstance(config, dict),
         "versions": isinstance(versions, dict),
     }
@@ -211,8 +216,23 @@ def find_start(
         )
     changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
     notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
+    if mesh_change := _mesh_change(state["mesh"], mesh_of(config)):
+        notes.append(mesh_change)
     known = state["step"], state["skipped"], tuple(notes), state["data"], best
     return Start(path, resume == NEWEST, *known, run=state["run"])
+
+
+def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:
+    """In words, where the run goes on with other processes: axes of -1 follow their number."""
+    if before in (None, now):
+        return ""
+    assert before is not None
+    counts = [math.prod(size for name, size in mesh.items() if name != "ep") for mesh in (before, now)]
+    words = [
+        " x ".join(f"{name}={size}" for name, size in mesh.items() if name == "pp" or size > 1)
+        for mesh in (before, now)
+    ]
+    return f"was {counts[0]} processes, now {counts[1]}: {words[1]} (was {words[0]})"
 
 
 class Newest(NamedTuple):

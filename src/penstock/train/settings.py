@@ -72,6 +72,11 @@ def axes_of(config: TrainConfig, world: int | None = None) -> Axes:
     return full
 
 
+def mesh_of(config: TrainConfig) -> dict[str, int]:
+    """The size of each axis of the mesh, `pp` included. Raises what `axes_of` raises."""
+    return {"pp": ranks_of(config), **axes_of(config).sizes}
+
+
 def _check_ramp(config: TrainConfig, axes: Axes) -> None:
     """Raise ConfigError for a smaller step that the axes, without -1, cannot share."""
     shared = 2 * axes.cp if axes.cp > 1 else 1

@@ -1,0 +1,104 @@
+"""Two agents of torchrun, as on two machines: a run survives a rank, and nobody outlives an agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.pool import alive
+from support.tiny import assert_same_tensors, checkpoint, config_file, metrics
+
+pytestmark = pytest.mark.sweep
+STEPS = 30
+
+
+@contextmanager
+def agents(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two of them, with a rank each, that train in `folder`; what they say lies there."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    file = config_file(
+        folder, train={"steps": STEPS, "checkpoint_every": 2, "evaluate_every": STEPS},
+        pipeline={"timeout_seconds": 20},
+    )  # fmt: skip
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+        "--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1",
+        "--shutdown-timeout=2", *options, "-m", "penstock", "train", str(file), "--resume",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    started = []
+    for number in range(2):
+        out = (folder / f"said-{number}").open("wb")
+        started.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+    try:
+        yield started
+    finally:
+        for agent in started:
+            for pid in ranks(agent).values():
+                os.kill(pid, signal.SIGKILL)
+            agent.kill()
+            agent.wait()
+
+
+def ranks(agent: subprocess.Popen[bytes]) -> dict[str, int]:
+    """The process ids of the ranks that an agent has started, by rank."""
+    found: dict[str, int] = {}
+    if agent.poll() is None:
+        for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+            environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            found |= {
+                each.removeprefix("RANK="): int(pid) for each in environment if each.startswith("RANK=")
+            }
+    return found
+
+
+def wait_for_rows(folder: Path, count: int) -> None:
+    end = time.monotonic() + 90
+    while time.monotonic() < end:
+        if (folder / "out" / "metrics.jsonl").exists() and len(metrics(folder)) >= count:
+            return
+        time.sleep(0.05)
+    raise TimeoutError((folder / "said-0").read_text() + (folder / "said-1").read_text())
+
+
+def test_a_run_survives_a_rank_whose_failure_one_agent_alone_counts(tmp_path: Path) -> None:
+    """0.5.0: the agents counted restarts differently, and the ranks of the next attempt never met.
+
+    The other rank stands still, so that its agent restarts because the first one does.
+    """
+    with agents(tmp_path, "--max-restarts=2") as started:
+        wait_for_rows(tmp_path, 6)
+        by_rank = {rank: pid for agent in started for rank, pid in ranks(agent).items()}
+        os.kill(by_rank["0"], signal.SIGSTOP)
+        os.kill(by_rank["1"], signal.SIGKILL)
+        assert [agent.wait(100) for agent in started] == [0, 0]
+    (tmp_path / "whole").mkdir()
+    with agents(tmp_path / "whole") as started:
+        assert [agent.wait(100) for agent in started] == [0, 0]
+    assert_same_tensors(checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path, STEPS))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["the agent of the store", "the other agent"])
+def test_all_ranks_end_with_an_agent(tmp_path: Path, number: int) -> None:
+    """0.5.0: its rank trained on, and nobody would have ended it."""
+    with agents(tmp_path, "--max-restarts=0") as started:
+        wait_for_rows(tmp_path, 2)
+        pids = [ranks(agent).popitem() for agent in started]
+        os.kill(started[number].pid, signal.SIGKILL)
+        assert started[1 - number].wait(40) != 0
+        assert [pid for _, pid in pids if alive(pid)] == []
+    own, other = ((tmp_path / f"said-{at}").read_text() for at in (number, 1 - number))
+    assert f"process {started[number].pid}, the launcher of this rank: it has ended" in own
+    assert f"rank {pids[number][0]} on {socket.gethostname()} died or closed its connection" in other
