@@ -214,12 +214,99 @@ def wait_for_rows(folder: Path, count: int) -> None:
 
 
 def ranks_of(parent: int) -> dict[str, int]:
-    """The process ids of the ranks that `parent` started, by rank."""
+    """The process ids of the ranks that `parent` started, by rank: those that its server forked."""
     found: dict[str, int] = {}
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        found |= {entry.removeprefix("RANK="): int(pid) for entry in environment if entry.startswith("RANK=")}
+    for server in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name.startswith("rank-"):
+                found[name.removeprefix("rank-")] = int(pid)
     return found
+
+
+def stop(folder: Path, who: str, number: signal.Signals, *more: str) -> tuple[int, str, str]:
+    """Send a signal to the launcher, or to a rank, of a run that has done some steps. How it ends."""
+    process = start("train", folder / "config.yaml", "train.steps=2000", "train.evaluate_every=2000", *more)
+    wait_for_rows(folder, 3)
+    os.kill(process.pid if who == "launcher" else ranks_of(process.pid)[who], number)
+    return finish(process)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_the_command_stops_the_run_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """0.5.0: 143, 130, or killed; what was done since the last checkpoint was lost."""
+    file = config_file(tmp_path)
+    code, out, err = stop(tmp_path, "launcher", number, "--restarts", "3")
+    assert code == 75, err
+    assert err == (
+        f"penstock: {number.name}: a checkpoint after this step, then the end; a second signal ends at once\n"
+    )
+    done = max(row["step"] for row in metrics(tmp_path) if "loss" in row)
+    passed_on = "SIGTERM" if number == signal.SIGHUP else number.name
+    assert f"after step {done} of 2000: all 2 ranks got {passed_on}" in out
+    (row,) = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
+    assert (row["exit_code"], row["checkpoint"], row["lost_seconds"]["steps_again"]) == (75, done, 0)
+    code, out, err = finish(start("train", file, "--resume", f"train.steps={done + 2}"))
+    assert code == 0, err
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, done + 3))
+
+
+@pytest.mark.sweep
+def test_a_signal_to_one_rank_stops_all_and_names_it_and_restarts_go_on(tmp_path: Path) -> None:
+    """0.5.0: it was a failure of that rank."""
+    config_file(tmp_path)
+    code, out, err = stop(tmp_path, "1", signal.SIGTERM)
+    assert code == 75, err
+    named = f"rank 1 on {socket.gethostname()} got SIGTERM"
+    assert named in out
+    process = start("train", tmp_path / "config.yaml", "--resume", "train.steps=2000", "--restarts", "1")
+    wait_for_rows(tmp_path, len(metrics(tmp_path)) + 3)
+    os.kill(ranks_of(process.pid)["1"], signal.SIGTERM)
+    assert process.stderr is not None
+    assert "restart 1 in 1 s" in process.stderr.readline()
+    wait_for_rows(tmp_path, len(metrics(tmp_path)) + 3)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finish(process)
+    assert code == 75, err
+    found = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
+    assert named in found[0]["cause"]
+    assert "all 2 ranks got SIGTERM" in found[1]["cause"]
+    assert "restarted once" in err
+
+
+@pytest.mark.sweep
+def test_a_run_that_cannot_save_in_time_says_so(tmp_path: Path) -> None:
+    config_file(tmp_path)
+    process = start("train", tmp_path / "config.yaml", "train.steps=2000", "train.stop_seconds=1")
+    wait_for_rows(tmp_path, 3)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks["1"], signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 1
+    assert f"penstock: error: rank 0 on {socket.gethostname()}: train.stop_seconds=1: a signal asked" in err
+    assert [pid for pid in ranks.values() if alive(pid)] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("who", ["the launcher", "the server"])
+def test_nobody_outlives_what_started_it(tmp_path: Path, who: str) -> None:
+    """A stopped rank neither, which no signal but SIGKILL ends."""
+    config_file(tmp_path)
+    process = start("train", tmp_path / "config.yaml", "train.steps=2000")
+    wait_for_rows(tmp_path, 3)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks["1"], signal.SIGSTOP)
+    server = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    os.kill(process.pid if who == "the launcher" else server, signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == (-9 if who == "the launcher" else 137)
+    assert who == "the launcher" or f"process {server}, which started the ranks, was killed" in err
+    while any(alive(pid) for pid in (server, *ranks.values())):
+        time.sleep(0.01)
 
 
 @pytest.mark.sweep

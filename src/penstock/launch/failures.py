@@ -30,7 +30,6 @@ GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOST, _LAST = 4, 5  # see `_cause`
 _TERMINATED = 128 + signal.SIGTERM
-_ENDED = "was ended by SIGTERM"
 
 
 class Cause(NamedTuple):
@@ -93,11 +92,15 @@ def ending_file(error_file: str) -> Path:
     return Path(error_file).with_name("ending")
 
 
-def record_end(since: float) -> None:
-    """Write that SIGTERM, which came at `since`, ended this rank, unless an error is written already."""
+def record_end(since: float, number: int = signal.SIGTERM) -> None:
+    """Write that a signal, which came at `since`, ended this rank, unless an error is written already."""
     path = Path(os.environ[ERROR_FILE])
     if not path.exists():
-        _write(path, _ENDED, "", since, {"ended": since})
+        _write(path, _ended_by(number), "", since, {"ended": since, "signal": number})
+
+
+def _ended_by(number: int) -> str:
+    return f"was ended by {signal.Signals(number).name}"
 
 
 def _write(path: Path, message: str, stack: str, when: float, ours: Mapping[str, object]) -> None:
@@ -188,7 +191,8 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
     code, when = failure.code, failure.time
     here = f"rank {rank} on {socket.gethostname()} "
     if "ended" in written:
-        return Cause(_LOST, written["ended"], rank, here, _ENDED, last, "", _TERMINATED)
+        number = written["signal"]
+        return Cause(_LOST, written["ended"], rank, here, _ended_by(number), last, "", 128 + number)
     if "stopped" in written:
         return Cause(_LAST, when, rank, here, written["stopped"], "", "", code)
     if written:
@@ -197,11 +201,10 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
         where, trace = written["where"], written["traceback"]
         return Cause(order, written["time"], rank, who, written["message"], where, trace, max(code, 1))
     if code in (-signal.SIGTERM, _TERMINATED):
-        return Cause(_LAST, when, rank, here, _ENDED, last, "", _TERMINATED)
+        return Cause(_LAST, when, rank, here, _ended_by(signal.SIGTERM), last, "", _TERMINATED)
     if code < 0:
-        number = signal.Signals(-code)
-        order = _LAST if failure.killed else 2 if number == signal.SIGABRT else 0
-        killed = f"was killed by signal {-code} ({number.name})"
+        order = _LAST if failure.killed else 2 if -code == signal.SIGABRT else 0
+        killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         return Cause(order, when, rank, here, killed, last, "", 128 - code)
     return Cause(2, when, rank, here, f"ended with exit code {code}", last, "", code)
 

@@ -148,7 +148,7 @@ def _end_soon(number: int) -> None:
     if under_torchrun():
         time.sleep(_LAST_SECONDS)
     if file:
-        failures.record_end(since)
+        failures.record_end(since, number)
     os._exit(128 + number)
 
 
