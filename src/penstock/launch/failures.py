@@ -29,7 +29,6 @@ STOPPED = 75
 GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end by themselves
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOST, _LAST = 4, 5  # see `_cause`
-_TERMINATED = 128 + signal.SIGTERM
 
 
 class Cause(NamedTuple):
@@ -90,6 +89,11 @@ def _names_rank(error: BaseException) -> bool:
 def ending_file(error_file: str) -> Path:
     """The file that a rank makes when it is to end; a later failure of it is no cause."""
     return Path(error_file).with_name("ending")
+
+
+def asked_file(error_file: str) -> Path:
+    """The file that the launcher makes when it passes a signal on to a rank."""
+    return Path(error_file).with_name("asked")
 
 
 def record_end(since: float, number: int = signal.SIGTERM) -> None:
@@ -200,8 +204,9 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
         who = "" if written["names_rank"] else _who(rank, code)
         where, trace = written["where"], written["traceback"]
         return Cause(order, written["time"], rank, who, written["message"], where, trace, max(code, 1))
-    if code in (-signal.SIGTERM, _TERMINATED):
-        return Cause(_LAST, when, rank, here, _ended_by(signal.SIGTERM), last, "", _TERMINATED)
+    number = -code if code < 0 else code - 128
+    if number in (signal.SIGTERM, signal.SIGUSR1):
+        return Cause(_LAST, when, rank, here, _ended_by(number), last, "", 128 + number)
     if code < 0:
         order = _LAST if failure.killed else 2 if -code == signal.SIGABRT else 0
         killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"

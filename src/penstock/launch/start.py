@@ -151,7 +151,7 @@ class Server:
 
 
 class _Attempt:
-    """The ranks of one attempt. seen: when each that did not end with 0 was seen to end"""
+    """The ranks of one attempt. failures: of those that did not end with 0, by rank"""
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._server, self._folder = server, folder
@@ -198,6 +198,7 @@ class _Attempt:
     def send(self, number: int) -> None:
         """Send a signal to each rank alone: what it has started may be what it saves with."""
         for rank in self._left & self._pids.keys():
+            failures.asked_file(str(self._file(rank))).touch()
             with suppress(ProcessLookupError):
                 os.kill(self._pids[rank], number)
 
@@ -232,8 +233,8 @@ class Launcher:
         self._signals: list[int] = []
 
     def __enter__(self) -> Self:
-        ignored = [each for each in _SIGNALS if signal.getsignal(each) == signal.SIG_IGN]  # as by nohup
-        handled = [each for each in _SIGNALS if each not in ignored]
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [each for each in _SIGNALS if each != signal.SIGHUP or not nohup]
         self._before: dict[int, Any] = {each: signal.signal(each, self._take) for each in handled}
         return self
 

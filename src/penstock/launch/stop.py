@@ -27,6 +27,7 @@ from penstock.errors import PenstockError, RunError
 from penstock.launch import failures
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
+PASSED_ON = 256  # above the numbers of signals
 _LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
 _LOOKS = 0.5  # seconds between two looks at clock and parent
 _SAME = 1.0  # seconds in which a signal that comes twice is one: from a scheduler and from the launcher
@@ -45,7 +46,8 @@ class Stop:
         launcher: process id of the parent, where this process is to end with it
 
     Attributes:
-        number: of the signal that asks this process to save and to end; 0 as long as none does
+        number: of the signal that asks this process to save and to end, and PASSED_ON more where the launcher
+            got it; 0 as long as none does
     """
 
     def __init__(self, launcher: int | None = None) -> None:
@@ -123,7 +125,8 @@ class Stop:
         elif number not in (*_ASKING, signal.SIGINT):
             pass
         elif not self.number:
-            self._came, self.number = time.monotonic(), number
+            passed_on = file and failures.asked_file(file).exists()
+            self._came, self.number = time.monotonic(), number + (PASSED_ON if passed_on else 0)
             if LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
                 print(said(number), file=sys.stderr, flush=True)
         elif time.monotonic() - self._came > _SAME:

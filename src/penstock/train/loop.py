@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import RunError
-from penstock.launch.stop import Stop
+from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.step import StepResult
@@ -141,11 +141,12 @@ def _stopped_by(run: Run, step: int) -> str:
     if not any(asked):
         return ""
     hosts = run.pipe._everyone.gather(socket.gethostname())
-    name = signal.Signals(max(asked)).name
     ranks = enumerate(zip(asked, hosts, strict=True))
     got = [f"rank {rank} on {host}" for rank, (number, host) in ranks if number]
     who = f"all {len(asked)} ranks" if len(got) == len(asked) > 1 else ", ".join(got)
-    return f"after step {step} of {run.config.train.steps}: {who} got {name}"
+    passed_on, number = divmod(max(asked), PASSED_ON)
+    who = "the launcher" if passed_on else who
+    return f"after step {step} of {run.config.train.steps}: {who} got {signal.Signals(number).name}"
 
 
 def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Batch:
