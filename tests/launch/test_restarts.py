@@ -98,11 +98,12 @@ def test_a_run_one_rank_of_which_was_asked_to_stop_goes_on_and_does_no_step_agai
     assert (row["exit_code"], row["lost_seconds"]["steps_again"], row["lost_seconds"]["wait"]) == (75, 0, 1)
 
 
+@pytest.mark.parametrize(("step", "code"), [(4, 75), (0, 143)])
 def test_a_signal_between_two_attempts_ends_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, code: int
 ) -> None:
-    told = Told([(KILLED, 4)], 3, tmp_path, signal=15)
-    assert (told.code, told.waits) == (143, [1])
+    told = Told([(KILLED, step)], 3, tmp_path, signal=15)
+    assert (told.code, told.waits) == (code, [1])
     assert "restarted once" in capsys.readouterr().err
 
 

@@ -31,7 +31,7 @@ def start_ranks(
         stop_seconds: that ranks have to save after a signal
     """
     # what the check of the run has used here, its ranks will use too
-    server.open([name for name in sys.modules if name.partition(".")[0] in _SHARED])
+    server.follow(_SHARED)
     goes_on = _GoesOn(resume, output)
 
     def command(attempt: int) -> list[str]:

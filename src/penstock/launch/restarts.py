@@ -81,7 +81,7 @@ def keep_running(
         print(f"penstock: restart {number} in {wait:.0f} s, {place}", file=sys.stderr, flush=True)
         if stopped := launcher.wait(wait):
             print(_account(number, lost, time.time() - began), file=sys.stderr)
-            return 128 + stopped
+            return STOPPED if saved.step else 128 + stopped
 
 
 def _start_up(folder: Path, started: float) -> float:

@@ -101,7 +101,7 @@ class Server:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # penstock.parallel.nccl says why
             **os.environ,
         }
-        self._imports = [*imports]
+        self._imports, self._known = [*imports], {*sys.modules}
         self._start()
 
     def _start(self) -> None:
@@ -120,14 +120,18 @@ class Server:
     def pid(self) -> int:
         return self._process.pid
 
-    def open(self, imports: Sequence[str] = ()) -> None:
-        """Make sure that it lives, and let it import more before the next rank starts."""
-        self._imports += imports
+    def follow(self, packages: Sequence[str]) -> None:
+        """Let it import what this process has imported of these packages since it has the server."""
+        names = [name for name in sys.modules if name.partition(".")[0] in packages]
+        more = [name for name in names if name not in self._known]
+        self._imports += more
+        self._connection.send(more)
+
+    def open(self) -> None:
+        """Make sure that it lives."""
         if self._process.poll() is not None:
             self._connection.close()
             self._start()
-        elif imports:
-            self._connection.send([*imports])
 
     def start(self, rank: Rank) -> None:
         self._connection.send(rank)
@@ -145,9 +149,13 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()  # and with it what is left of its ranks
-        self._process.wait()
+        self.end()
         self._connection.close()
+
+    def end(self) -> None:
+        """End it, and with it what is left of its ranks."""
+        self._process.kill()
+        self._process.wait()
 
 
 class _Attempt:
@@ -269,6 +277,7 @@ class Launcher:
                 attempt.start(ranks, command, _environment(ranks, store.port, number))
                 self._follow(attempt)
             except (EOFError, ConnectionError):
+                self._server.end()
                 words = f"process {self._server.pid}, which started the ranks, was killed, and they with it"
                 print(f"penstock: error: {words}", file=sys.stderr)
                 return Ended(128 + signal.SIGKILL, words, bool(self._signals))

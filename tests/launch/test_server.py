@@ -1,0 +1,66 @@
+"""Ranks are forked from a process that has imported what they need, where that is safe."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.launch.start import Launcher, Server
+
+RANK = """
+import os, sys
+place = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+words = *place, "shared_by_ranks" in sys.modules, sys.argv[1:]
+os.write(1, f"{words}\\n".encode())
+if "kill" in sys.argv:
+    os.kill(os.getppid(), 9)
+"""
+STARTS_A_THREAD = (
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Says which rank it is, and whether it has what the server has imported."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "said_by_ranks.py").write_text(RANK)
+    (tmp_path / "shared_by_ranks.py").write_text("")
+    return [sys.executable, "-P", "-m", "said_by_ranks", "--word"]
+
+
+def test_ranks_of_each_attempt_have_what_was_imported_once(
+    command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Server(["no_such_module", "shared_by_ranks"]) as server, Launcher(server) as launcher:
+        assert [launcher.attempt(2, command, number).code for number in range(2)] == [0, 0]
+    said = sorted(capfd.readouterr().out.splitlines())
+    assert said == [
+        f"('{rank}', '{attempt}', True, ['--word'])" for rank, attempt in ("00", "01", "10", "11")
+    ]
+
+
+def test_where_an_import_has_begun_a_thread_each_rank_begins_anew(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A lock that a thread held would stay locked in a fork for ever."""
+    (tmp_path / "shared_by_ranks.py").write_text(STARTS_A_THREAD)
+    with Server(["shared_by_ranks"]) as server, Launcher(server) as launcher:
+        assert launcher.attempt(1, command).code == 0
+    assert capfd.readouterr().out == "('0', '0', False, ['--word'])\n"
+
+
+def test_a_server_that_was_killed_is_named_and_the_next_attempt_has_another(
+    command: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Server(["shared_by_ranks"]) as server, Launcher(server) as launcher:
+        pid = server.pid
+        ended = launcher.attempt(2, [*command, "kill"])
+        assert ended.code == 128 + signal.SIGKILL
+        assert ended.cause == f"process {pid}, which started the ranks, was killed, and they with it"
+        assert launcher.attempt(1, command).code == 0
+    assert capfd.readouterr().out.endswith("('0', '0', True, ['--word'])\n")
