@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock import Axes
-from penstock.errors import ConfigError, InputError, WorldSizeError
+from penstock.errors import ConfigError, InputError, StalledPeerError, WorldSizeError
 from penstock.parallel import mesh
 from penstock.parallel.mesh import init_process_group
 from support.mesh import Built, batch, build_pipe, error_of, later, model_of, own_part, same_on_all
@@ -222,3 +223,11 @@ def test_all_processes_of_an_attempt_have_one_name_for_it_whatever_their_agents_
 def test_the_ranks_of_one_agent_take_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert mesh._attempt(HashStore(), 1, 2, 20.0) == "3"
+
+
+def test_a_rank_0_that_does_not_name_the_attempt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(StalledPeerError, match=r"rank 1 waiting for rank 0: it did not come within 0 s"):
+        mesh._attempt(store, 1, 2, 0.2)

@@ -108,8 +108,8 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
         return None
     _check_interface()
     seconds = max(timeout, _START_SECONDS)
-    store, rank, world, name = _rendezvous(seconds)
-    attempt = PrefixStore(f"penstock/{name}", store)
+    store, rank, world = _rendezvous(seconds)
+    attempt = PrefixStore(f"penstock/{_attempt(store, rank, world, seconds)}", store)
     making = "the making of the job's process group"
     if interface := os.environ.get(_INTERFACE):
         making += f" over {_INTERFACE}={interface}"
@@ -133,18 +133,14 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
     return watch
 
 
-def _rendezvous(seconds: float) -> tuple[Store, int, int, str]:
-    """The job's store, this process's rank, the number of processes, all from torchrun's environment, and
-    the name of this attempt.
-    """
+def _rendezvous(seconds: float) -> tuple[Store, int, int]:
+    """The job's store, this process's rank, and the number of processes, from torchrun's environment."""
     limit, silence = datetime.timedelta(seconds=seconds), "the store does not answer"
-
-    def meet() -> tuple[Store, int, int, str]:
-        found: tuple[Store, int, int] = next(rendezvous("env://", timeout=limit))
-        return *found, _attempt(*found, seconds)
-
     try:
-        return within(seconds + _SPARE, silence, meet)
+        found: tuple[Store, int, int] = within(
+            seconds + _SPARE, silence, lambda: next(rendezvous("env://", timeout=limit))
+        )
+        return found
     except RuntimeError as cause:
         port, first_line = os.environ.get("MASTER_PORT"), str(cause).splitlines()[0]
         at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
@@ -168,15 +164,25 @@ def _attempt(store: Store, rank: int, world: int, seconds: float) -> str:
     torchrun's agents keep one store over all attempts, and each counts restarts for itself: one whose ranks
     lived when another's failed restarts too, and does not count it. So rank 0 names the attempt. Each process
     asks under a name that it has drawn, as what ranks of earlier attempts have asked is still there.
+
+    Raises StalledPeerError where rank 0 does not answer.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:  # one agent, one count
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     mine, end = secrets.token_hex(8), time.monotonic() + seconds
     if rank:
-        store.set(f"penstock/asks/{rank}", mine)
-        name = store.get(f"penstock/answer/{mine}").decode()
-        store.set(f"penstock/heard/{mine}", name)
-        return name
+
+        def ask() -> str:
+            store.set(f"penstock/asks/{rank}", mine)
+            name: str = store.get(f"penstock/answer/{mine}").decode()
+            store.set(f"penstock/heard/{mine}", name)
+            return name
+
+        try:
+            return within(seconds + _SPARE, "rank 0", ask)
+        except RuntimeError as cause:
+            rule = f"it did not come within {seconds:.0f} s"
+            raise StalledPeerError(f"rank {rank} waiting for rank 0", rule, _COME) from cause
     waiting = {*range(1, world)}
     while waiting and time.monotonic() < end:  # who does not come at all is named by the watch
         for other in [*waiting]:
