@@ -39,8 +39,8 @@ def agents(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = []
     for number in range(2):
-        out = (folder / f"said-{number}").open("wb")
-        started.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
+        with (folder / f"said-{number}").open("wb") as out:
+            started.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
     try:
         yield started
     finally:
