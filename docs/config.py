@@ -105,6 +105,7 @@ FORMS = (
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),
     Form("train", "early_stop: {patience: 3}", "the end after three evaluations without a lower loss"),
+    Form("train", "spike: {factor: 4}", "steps are skipped whose loss is above four times the median"),
     Form("train.activation_checkpointing", "in_flight: 2", "of the first two in flight on every rank"),
     Form("train.activation_checkpointing", "in_flight: [2, 1, 0, 0]", "of two, one and none, by rank"),
     Form("train.activation_checkpointing", "memory_limit: 8 GiB", "or 8 GB, which is less"),

@@ -138,7 +138,7 @@ def test_losses_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) -> 
     assert [len(part.split("L")) for part in drawn.split("M")[1:]] == [2, 2, 1]
     assert re.search(r'class="dots s0" d="M1000 500h0"', loss)  # the last one stands alone
     assert "2 not finite" in loss
-    assert "steps skipped, as loss or gradients were not finite: 1 (step 3)" in text
+    assert "steps skipped, for their loss or gradients: 1 (step 3)" in text
 
 
 BROKEN: dict[str, tuple[Row | str, ...]] = {

@@ -78,14 +78,21 @@ class OptimizerStep:
     """What the optimizers do in one call of `pipe.step`.
 
     Args:
+        max_loss: the largest loss with which they do
         drain: None where all ranks step after the others' norms have arrived
     """
 
     def __init__(
-        self, model: SplitModel, optimizers: Sequence[Optimizer], max_norm: float, drain: Drain | None
+        self,
+        model: SplitModel,
+        optimizers: Sequence[Optimizer],
+        max_norm: float,
+        max_loss: float,
+        drain: Drain | None,
     ) -> None:
         self._model, self._world = model, model._world
         self._optimizers, self.max_norm, self._drain = optimizers, float(max_norm), drain
+        self.max_loss = float(max_loss)
         self._expects = self._early = False
 
     @property
@@ -118,7 +125,9 @@ class OptimizerStep:
             self._step()
 
     def finish(self, loss: float, reports: report.Reports) -> float:
-        """Make sure that the right step is taken, or none if it is not finite. Returns the norm.
+        """Make sure that the right step is taken, or none where it is not finite or its loss is too large.
+
+        Returns the norm.
 
         Collective without `in_drain`.
         """
@@ -126,8 +135,8 @@ class OptimizerStep:
             norm = self._model._norm_of(self._model._exchange_squares(self._model._squared_norm()))
         else:
             norm = self._model._norm_of(torch.tensor([e.squares], dtype=torch.float64) for e in reports)
-        finite = math.isfinite(norm) and math.isfinite(loss)
-        clipped = not finite or clip_scale(norm, self.max_norm) < 1
+        good = math.isfinite(norm) and math.isfinite(loss) and loss <= self.max_loss
+        clipped = not good or clip_scale(norm, self.max_norm) < 1
         if self._drain is not None:
             self._drain.copies.measure()
             ends = report.ends(reports)
@@ -138,7 +147,7 @@ class OptimizerStep:
             self._early = False
             return norm
         self.undo()
-        if finite:
+        if good:
             with record_function("clip"):
                 self._model._clip(norm, self.max_norm)
             self._step()

@@ -99,6 +99,7 @@ class Pipeline(SplitModel):
         total_tokens: int | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         max_norm: float = math.inf,
+        max_loss: float = math.inf,
         **entries: Any,
     ) -> StepResult:
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
@@ -107,7 +108,8 @@ class Pipeline(SplitModel):
         its schedule; later ones find it (penstock.pipeline.schedules keeps those used last).
 
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
-        bit for bit, and its result has the norm. If loss or norm is not finite the optimizer does not step.
+        bit for bit, and its result has the norm. If loss or norm is not finite, or the loss is above
+        `max_loss`, the optimizer does not step.
         A rank whose gradients are whole steps while others still compute. This takes memory for a copy of
         its parameters and of the optimizer's state. It does not where stages share weights.
 
@@ -126,6 +128,7 @@ class Pipeline(SplitModel):
                 its step, or with other objects than tensors and numbers in its state, never steps early.
                 Every rank gives one, or none does
             max_norm: the largest norm of all gradients, the same on every rank
+            max_loss: the largest loss with which the optimizer steps, the same on every rank
             entries: more of the batch, by name; a value that is no tensor goes to every microbatch.
                 `routed_experts`, for replay_routing=True, says which experts each token is to choose, in
                 the form of `Pipeline.routed_experts`, -1 for the routers' own choice; `evaluate` and `infer`
@@ -143,8 +146,9 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
-        optimizers = _listed(optimizer, max_norm)
-        update = OptimizerStep(self, optimizers, max_norm, self._drain) if optimizers is not None else None
+        optimizers, update = _listed(optimizer, max_norm, max_loss), None
+        if optimizers is not None:
+            update = OptimizerStep(self, optimizers, max_norm, max_loss, self._drain)
         error: InputError | None = self._shared.replaced()
         error = error or optimizer_error(optimizers or (), self.parameters())
         error = error or _total_error(total_tokens)
@@ -438,8 +442,13 @@ def _total_error(total_tokens: int | None) -> ConfigError | None:
     return ConfigError(f"total_tokens={total_tokens!r}", rule, "Give what Pipeline.count_tokens returns")
 
 
-def _listed(optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float) -> Sequence[Optimizer] | None:
-    """The optimizers of a step. Raises ConfigError for a norm without one."""
+def _listed(
+    optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float, max_loss: float
+) -> Sequence[Optimizer] | None:
+    """The optimizers of a step. Raises ConfigError for a largest norm or loss without one."""
+    if optimizer is None and max_loss != math.inf:
+        remedy = "Give one, or compare the loss that step() returns"
+        raise ConfigError(f"max_loss={max_loss} without an optimizer", "it keeps one from a step", remedy)
     if optimizer is None and max_norm != math.inf:
         remedy = "Give one, or call clip_grad_norm_() after the step"
         raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)

@@ -8,6 +8,7 @@ report    each rank sends its step report to all                 loss, bubble, t
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -189,8 +190,10 @@ class StepRunner:
             if world.mesh is not None:
                 data, description = fingerprint(as_list(batch), len(microbatches), lowered.number)
                 if optimizer_step is not None:
-                    description += f", an optimizer, max_norm={optimizer_step.max_norm}"
-                    data = zlib.crc32(f"{data} {optimizer_step.max_norm}".encode())
+                    limits = optimizer_step.max_norm, optimizer_step.max_loss
+                    description += f", an optimizer, max_norm={limits[0]}"
+                    description += "" if limits[1] == math.inf else f", max_loss={limits[1]}"
+                    data = zlib.crc32(f"{data} {limits}".encode())
                 if total_tokens is not None:
                     description += f", total_tokens={total_tokens}"
                     data = zlib.crc32(f"{data} of {total_tokens}".encode())

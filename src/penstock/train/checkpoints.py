@@ -45,6 +45,7 @@ from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizer import SHAPED
 from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
+from penstock.train.spikes import NOTHING_SEEN, Seen
 
 _REMEDY = "Give a checkpoint that penstock train wrote"
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
@@ -65,7 +66,13 @@ def checkpoints_in(output: Path) -> Iterator[tuple[int, Path]]:
 
 
 def state_after(
-    step: int, run: str | None, config: TrainConfig, skipped: int, data: dict[str, Any], best: Best
+    step: int,
+    run: str | None,
+    config: TrainConfig,
+    skipped: int,
+    data: dict[str, Any],
+    best: Best,
+    seen: Seen = NOTHING_SEEN,
 ) -> dict[str, Any]:
     """The state that `read_state` reads back.
 
@@ -75,16 +82,17 @@ def state_after(
         run: the identity of the run; None on processes whose state is not written
         data: what `Data.state` says of the place in the data
         best: of the evaluations up to now
+        seen: of the losses up to now
     """
     versions = {"penstock": version("penstock"), "torch": torch.__version__}
     written = config.model_dump(mode="json")
-    known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best}
+    known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best, "seen": seen}
     known["mesh"] = mesh_of(config)
     return {**known, "config": written, "versions": versions}
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """step, run, skipped, data, best, mesh, config and versions of a complete checkpoint.
+    """step, run, skipped, data, best, seen, mesh, config and versions of a complete checkpoint.
 
     Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
     """
@@ -98,6 +106,7 @@ def read_state(path: Path) -> dict[str, Any]:
             "data": state.get("data"),  # versions up to 0.5.0: the step says all
             "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
             "mesh": state.get("mesh"),
+            "seen": Seen.of(*state.get("seen", ())),  # nor losses
             "config": state["config"],
             "versions": state["versions"],
         }
@@ -112,7 +121,15 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def _fitting(
-    step: Any, run: Any, skipped: Any, data: Any, best: Best, mesh: Any, config: Any, versions: Any
+    step: Any,
+    run: Any,
+    skipped: Any,
+    data: Any,
+    best: Best,
+    seen: Seen,
+    mesh: Any,
+    config: Any,
+    versions: Any,
 ) -> dict[str, bool]:
     """Whether each value is one that a run can have."""
     loss = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
@@ -125,6 +142,7 @@ def _fitting(
         "best": loss and counts,
         "mesh": mesh is None
         or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
+        "seen": seen.is_possible(),
         "config": isinstance(config, dict),
         "versions": isinstance(versions, dict),
     }
@@ -142,6 +160,7 @@ class Start:
         is_newest: whether an older one may take its place
         done: the steps before, `skipped` of which changed no weight
         best: the best of their evaluations
+        seen: their losses, and the rows that they left out
         notes: lines to show
         run: the identity of the run; None for a fresh start
         data: the place in the data, for `Data.at`
@@ -155,6 +174,7 @@ class Start:
     data: dict[str, Any] | None = None
     best: Best = NONE_YET
     run: str | None = None
+    seen: Seen = NOTHING_SEEN
 
 
 def find_start(
@@ -219,7 +239,7 @@ def find_start(
     if mesh_change := _mesh_change(state["mesh"], mesh_of(config)):
         notes.append(mesh_change)
     known = state["step"], state["skipped"], tuple(notes), state["data"], best
-    return Start(path, resume == NEWEST, *known, run=state["run"])
+    return Start(path, resume == NEWEST, *known, run=state["run"], seen=state["seen"])
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:

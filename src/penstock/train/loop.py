@@ -5,6 +5,7 @@ evaluate                                         before the first step, every ev
 for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; all of this in
                 pipe.step with step_in_drain; several calls of pipe.step with accumulate
                 meanwhile one thread makes the next batch, and one writes the row of the step before
+                after a spike of the loss the run may go back to its last checkpoint, and on with new rows
 save                                             every checkpoint_every, at the end; in the background
 
 A signal to any process ends the run on all of them after the same step, with a checkpoint.
@@ -16,9 +17,9 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,14 +29,14 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from penstock.checkpoint.save_load import CheckpointWriter
+from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.step import StepResult
 from penstock.runtime.rng import generator_of
-from penstock.train.checkpoints import Start, checkpoint_folder, prune, state_after
+from penstock.train.checkpoints import Start, checkpoint_folder, prune, read_state, state_after
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import Fill
@@ -49,6 +50,7 @@ from penstock.train.profile import StepProfiler
 from penstock.train.rates import learning_rate
 from penstock.train.record import write_timeline
 from penstock.train.sizes import Size, calls_of
+from penstock.train.spikes import Spikes
 from penstock.train.throughput import Throughput
 
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
@@ -99,14 +101,19 @@ def _train(run: Run) -> Outcome:
     if run.start.done == 0:
         best = best.after(0, _evaluate(run, 0), section.early_stop)
     fill, skips, ended = Fill(), Skips(section.nonfinite, run.start.skipped), ""
-    steps = range(run.start.done + 1, section.steps + 1)
+    spikes = Spikes(section.spike, run.start.seen, run.start.checkpoint)
+    steps = Steps(run.data, run.start.done, section.steps, run.pipe.device)
     profiler = StepProfiler(section, run.config.output.path, run.pipe.device, run.display.say)
-    batches = run.data.batches(steps, run.pipe.device)
-    with Log(run.display, run.metrics) as log, closing(batches), profiler:
+    with Log(run.display, run.metrics) as log, closing(steps), profiler:
         for step in steps:
             with profiler.step(step):
-                batch = _step(run, step, batches, skips, log)
+                batch = _step(run, step, steps, skips, spikes, log)
             fill += batch.fill
+            if spikes.rewinding:
+                log.flush()
+                best = _go_back(run, step, batch, steps, skips, spikes)
+                run = replace(run, data=steps.data)
+                continue
             if step % section.evaluate_every == 0 or step == section.steps:
                 log.flush()
                 if run.metrics:
@@ -117,11 +124,41 @@ def _train(run: Run) -> Outcome:
             ended = ended or stopped
             if ended or (section.checkpoint_every and step % section.checkpoint_every == 0):
                 log.flush()
-                path = _save(run, step, skips.count, batch, best, last=bool(ended))
+                path = _save(run, step, skips.count, batch, best, spikes, last=bool(ended))
             if ended:
                 break
     run.writer.wait()
-    return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended, bool(stopped))
+    return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended, bool(stopped), spikes.seen)
+
+
+class Steps:
+    """The steps to come, each with its batch, which a thread makes while the step before runs."""
+
+    def __init__(self, data: Data, done: int, last: int, device: torch.device) -> None:
+        self._last, self._device = last, device
+        self._batches: Generator[Batch] | None = None
+        self.restart(data, done)
+
+    def restart(self, data: Data, done: int) -> None:
+        """Go on after step `done`, with the batches of `data`."""
+        self.close()
+        self.data, self._done = data, done
+        self._batches = data.batches(range(done + 1, self._last + 1), self._device)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._done < self._last:
+            self._done += 1
+            yield self._done
+
+    def batch(self) -> Batch:
+        """The batch of the step, once."""
+        assert self._batches is not None
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._batches is not None:
+            self._batches.close()
 
 
 def _ended(run: Run, step: int, best: Best) -> str:
@@ -149,7 +186,7 @@ def _stopped_by(run: Run, step: int) -> str:
     return f"after step {step} of {run.config.train.steps}: {who} got {signal.Signals(number).name}"
 
 
-def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log) -> Batch:
+def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: Log) -> Batch:
     section, optimizer_section = run.config.train, run.config.optimizer
     if run.owner is not None:
         run.owner.check()
@@ -160,16 +197,17 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
     set_learning_rates(optimizer_section, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
     with record_function("data"):
-        batch = next(batches)
+        batch = steps.batch()
     parts.end("data")
     size = run.data.sizes.at(step)
-    result, norm = _gradients(run, batch, size, parts)
+    result, norm, rose = _gradients(run, batch, size, parts, spikes.limit)
     if run.pipe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.pipe.device)  # a row has the most since the row before
     judged = {"loss": result.loss, "grad_norm": norm}
-    reason, odd = skips.judge(**judged), ""
+    spiked = "" if not_finite(**judged) else spikes.judge(result.loss, rose)
+    reason, odd = skips.judge(spiked, **judged), ""
     if reason:
-        odd = run.pipe.find_not_finite() or run.pipe.not_finite
+        odd = "" if spiked else run.pipe.find_not_finite() or run.pipe.not_finite
         run.pipe.zero_grad()
     elif not section.step_in_drain:
         for optimizer in run.optimizers:
@@ -195,22 +233,33 @@ def _step(run: Run, step: int, batches: Iterator[Batch], skips: Skips, log: Log)
         row |= {"learning_rates": rates}
     if reason:
         row |= {"skipped": reason}
+    if spikes.rewinding and spikes.checkpoint is not None:
+        row |= {"back_to": spikes.checkpoint.name}
     if skips.count:
         row |= {"skipped_steps": skips.count}
+    if spikes.seen.left_out:
+        row |= {"rows_left_out": spikes.seen.rows}
     log.step(row)
-    skips.check(step, reason, odd)
+    skips.check(step, reason, odd, spike=bool(spiked))
     return batch
 
 
-def _gradients(run: Run, batch: Batch, size: Size, parts: Parts) -> tuple[StepResult, float]:
-    """Run the pipeline's calls, and clip; the last one also steps where step_in_drain. Returns the norm."""
+def _gradients(
+    run: Run, batch: Batch, size: Size, parts: Parts, largest: float
+) -> tuple[StepResult, float, bool]:
+    """Run the pipeline's calls, and clip; the last one also steps where step_in_drain.
+
+    Returns the result, the norm, and whether the loss is above `largest`: then nothing has stepped.
+    """
     section, pipe = run.config.train, run.pipe
     limit = section.clip_norm or math.inf
     *calls, last = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
     step = partial(pipe.step, total_tokens=pipe.count_tokens(*calls, last)) if calls else pipe.step
     results = [step(call) for call in calls]
-    if section.step_in_drain and all(math.isfinite(result.loss) for result in results):
-        results.append(step(last, optimizer=run.optimizers, max_norm=limit))
+    before = sum(result.loss for result in results)
+    if section.step_in_drain and math.isfinite(before):
+        most = largest - before
+        results.append(step(last, optimizer=run.optimizers, max_norm=limit, max_loss=most))
         parts.end("step")
         norm = results[-1].norm
         assert norm is not None
@@ -219,11 +268,12 @@ def _gradients(run: Run, batch: Batch, size: Size, parts: Parts) -> tuple[StepRe
         parts.end("step")
         norm = pipe.clip_grad_norm_(limit)
         parts.end("clip")
-    return StepResult(
-        sum(result.loss for result in results),
+    result = StepResult(
+        before + results[-1].loss,
         sum(result.tokens for result in results),
         sum(result.bubble for result in results) / len(results),
-    ), norm
+    )
+    return result, norm, results[-1].loss > largest - before  # the very comparison of pipe.step
 
 
 class Parts:
@@ -281,21 +331,26 @@ class Skips:
     count: int = 0
     in_a_row: int = 0
 
-    def judge(self, **values: float) -> str:
-        """Why a step with these values must not reach the weights; empty where all are finite."""
-        found = not_finite(**values)
+    def judge(self, spike: str = "", **values: float) -> str:
+        """Why a step with these values must not reach the weights; empty where it may.
+
+        spike: why its loss, which is finite, is too large
+        """
+        found = spike or not_finite(**values)
         self.in_a_row = self.in_a_row + 1 if found else 0
         self.count += bool(found)
         return found
 
-    def check(self, step: int, found: str, ranks: str = "") -> None:
+    def check(self, step: int, found: str, ranks: str = "", *, spike: bool = False) -> None:
         """Raise RunError if what `judge` found in `step` ends the run.
 
-        ranks: whose gradients are not finite, and which
+        Args:
+            ranks: whose gradients are not finite, and which
+            spike: whether it found one
 
-        It does with mode "stop", and at the last of too many skipped steps in a row.
+        It does with mode "stop", but for a spike, and at the last of too many skipped steps in a row.
         """
-        if found and self.mode == "stop":
+        if self.mode == "stop" and found and not spike:
             raise _stopped(step, found, ranks)
         if self.in_a_row == IN_A_ROW:
             odd = f"; at the last the gradients of {ranks} were not finite" if ranks else ""
@@ -340,18 +395,44 @@ def _named(error: RunError, ranks: str) -> RunError:
     return error
 
 
+# ---- Spikes of the loss
+
+
+def _go_back(run: Run, step: int, batch: Batch, steps: Steps, skips: Skips, spikes: Spikes) -> Best:
+    """Go back to the last checkpoint, and on from there with the rows that follow those of `step`.
+
+    Collective. Returns the best evaluation of then. Raises RunError where the run has come back too often,
+    and what `load_checkpoint` and `Data.without` raise.
+    """
+    run.writer.wait()
+    assert spikes.checkpoint is not None
+    load_checkpoint(spikes.checkpoint, run.pipe, run.optimizers, learning_rates=False)
+    state = read_state(spikes.checkpoint)
+    done = state["step"]
+    data, left_out = steps.data.without(done, step, batch.position, run.config.train.steps)
+    spikes.went_back(step, state, (left_out.start, left_out.stop))
+    skips.count, skips.in_a_row = state["skipped"], 0
+    steps.restart(data, done)
+    rows = f"rows {left_out.start:,} to {left_out.stop - 1:,}"
+    run.display.say(f"step {step}: back to step {done}, and on from there without {rows} of the run")
+    best: Best = state["best"]
+    return best
+
+
 # ---- Saving
 
 
-def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, *, last: bool) -> Path:
+def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, spikes: Spikes, *, last: bool) -> Path:
     """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
     started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
     name = None if run.owner is None else run.owner.run
-    state = state_after(step, name, run.config, skipped, run.data.state(step, batch.position), best)
+    data = run.data.state(step, batch.position)
+    state = state_after(step, name, run.config, skipped, data, best, spikes.seen)
     run.writer.save(
         path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
+    spikes.saved(path)
     if last:
         run.writer.wait()
     if run.metrics:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,6 +17,7 @@ from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import parse_json
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any]]:
@@ -52,17 +53,29 @@ class Metrics:
             file.write(line)
 
 
+def standing(rows: Iterable[tuple[Row, T]]) -> list[tuple[Row, T]]:
+    """Rows, each with anything, without those that later ones replace: where a run went back to a checkpoint,
+    the steps after it are done again.
+    """
+    kept: list[tuple[Row, T]] = []
+    for row, more in rows:
+        while "loss" in row and kept and kept[-1][0]["step"] >= row["step"]:
+            kept.pop()
+        kept.append((row, more))
+    return kept
+
+
 def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
     """The lines that are kept. Rows of versions up to 0.5.0 name no run."""
     kept = []
     for line in path.read_bytes().split(b"\n"):
         try:
             row = parse_json(line)
-            if row["step"] <= step and row.get("run", run) == run:
-                kept.append(line + b"\n")
+            if row.get("run", run) == run and row["step"] >= 0:
+                kept.append((row, line + b"\n"))
         except UNREADABLE:  # a line that a crash cut short, or that the disk has changed
             continue
-    return kept
+    return [line for row, line in standing(kept) if row["step"] <= step]
 
 
 class Display:

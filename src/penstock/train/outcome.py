@@ -17,6 +17,7 @@ from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.model import positions
 from penstock.train.record import write_timeline
+from penstock.train.spikes import NOTHING_SEEN, Seen
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Outcome:
         skipped: number of skipped steps
         ended: when and why the run ended
         stopped: whether a signal asked for it
+        seen: its losses, and the rows that it left out
     """
 
     step: int
@@ -39,6 +41,7 @@ class Outcome:
     skipped: int
     ended: str
     stopped: bool = False
+    seen: Seen = NOTHING_SEEN
 
 
 def report_outcome(
@@ -65,7 +68,12 @@ def report_outcome(
     if outcome.fill.padding:
         print(f"padding     {outcome.fill.padding:.1%} of the tokens, over all steps")
     if outcome.skipped:
-        print(f"skipped     {outcome.skipped} steps, whose loss or gradients were not finite")
+        spikes = "" if config.train.spike is None else ", or whose loss rose too far"
+        print(f"skipped     {outcome.skipped} steps, whose loss or gradients were not finite{spikes}")
+    if outcome.seen.left_out:
+        count = len(outcome.seen.left_out)
+        times = "once" if count == 1 else f"{count} times"
+        print(f"left out    {outcome.seen.rows} rows: after a spike of the loss the run went back, {times}")
     shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
     print(f"bubble of the last step  {shares}", flush=True)
     if config.output.sample_prompt is not None:

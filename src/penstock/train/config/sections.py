@@ -352,6 +352,18 @@ class EarlyStopSection(Section):
     min_delta: NotNegative = 0.0  # nats a token; a smaller fall of the loss counts as none
 
 
+class SpikeSection(Section):
+    """What happens where the loss of a step rises far above those before it. All ranks do the same."""
+
+    factor: Annotated[float, Field(gt=1)] = 3.0  # a loss above so many times the median of the last ones
+    # steps whose losses the median is of, those that reached the weights; so many of them come first
+    window: Annotated[int, Field(ge=2, le=10_000)] = 100
+    # skip: the step is left out, and ten in a row end the run; rewind: weights and optimizer go back to the
+    # last checkpoint, and the run goes on with the rows that follow the step's, without those since that
+    # checkpoint. Before the first checkpoint the step is skipped
+    then: Literal["skip", "rewind"] = "skip"
+
+
 class TrainSection(Section):
     """How many steps, of how many rows, and what is checked, logged and saved."""
 
@@ -380,6 +392,7 @@ class TrainSection(Section):
     # What happens where loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
     # and ten in a row end the run. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
+    spike: SpikeSection | None = None  # null: a loss may rise as it will
     evaluate_every: Count = 100  # and before the first step and after the last
     evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over what is held out
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
@@ -410,6 +423,13 @@ class TrainSection(Section):
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
+        return self
+
+    @model_validator(mode="after")
+    def rewinds_have_a_checkpoint(self) -> Self:
+        if self.spike is not None and self.spike.then == "rewind" and self.checkpoint_every is None:
+            rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not given"
+            raise ValueError(f"{rule}; give checkpoint_every, or spike.then=skip")
         return self
 
     @model_validator(mode="after")

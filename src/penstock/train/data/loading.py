@@ -135,6 +135,21 @@ class Data:
             found.check(steps)
         return found
 
+    def without(self, done: int, step: int, position: Position | None, steps: int) -> tuple[Data, range]:
+        """Go back to after step `done`, and on with the row after those of `step`; and the rows in between.
+
+        Args:
+            position: of the batch of `step`
+            steps: of the run
+
+        Raises: ConfigError where too few rows are left; DataError.
+        """
+        stream = None if self.stream is None or position is None else self.stream.at(position)
+        left_out = range(self._first(done + 1), self._first(step + 1))
+        found = replace(self, stream=stream, done=done, taken=left_out.stop)
+        found.check(steps)
+        return found, left_out
+
     def _stream_at(self, stream: Stream, state: Mapping[str, Any] | None) -> Stream:
         value = "the checkpoint's place in the data"
         if state is None or state.get("position") is None:

@@ -104,7 +104,9 @@ def _state(run: RecordedRun, named: bool) -> str:
     skipped = [row["step"] for row in run.steps if "skipped" in row]
     if skipped:
         first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
-        notes.append(f"steps skipped, as loss or gradients were not finite: {len(skipped)} (step {first})")
+        notes.append(f"steps skipped, for their loss or gradients: {len(skipped)} (step {first})")
+    if left_out := [row["rows_left_out"] for row in run.steps if "rows_left_out" in row]:
+        notes.append(f"rows left out, as the run went back after spikes of the loss: {left_out[-1]}")
     if len(run.starts) > 1:
         notes.append(f"started {len(run.starts)} times")
     text = "; ".join([sentence, *notes])

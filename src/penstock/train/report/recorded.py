@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule
-from penstock.train.metrics import Row
+from penstock.train.metrics import Row, standing
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -23,7 +23,7 @@ _LARGEST = 1e100  # beyond it a number says nothing, and charts would overflow
 class RecordedRun:
     """A run as its folder has it.
 
-    rows: those of metrics.jsonl that can be read, and unreadable: the number of its other lines
+    rows: those of metrics.jsonl that can be read and stand, and unreadable: the number of its other lines
     about: run.json; of a run without one, what its newest checkpoint knows; empty where there is neither
     """
 
@@ -103,9 +103,9 @@ def read_run(folder: Path) -> RecordedRun:
             rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
             remedy = "Give the output.folder of a run of penstock train"
             raise ConfigError(f"run {str(folder)!r}", rule, remedy) from None
-    rows = [row for row in lines if row is not None]
+    rows = [row for row, _ in standing((row, None) for row in lines if row is not None)]
     return RecordedRun(
-        folder.resolve().name, folder, tuple(rows), len(lines) - len(rows), known or _of_checkpoint(folder)
+        folder.resolve().name, folder, tuple(rows), lines.count(None), known or _of_checkpoint(folder)
     )
 
 

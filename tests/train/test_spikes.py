@@ -1,0 +1,301 @@
+"""Losses that rise far: the step is skipped, or the run goes back and leaves out rows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import CheckpointError, ConfigError, RunError
+from penstock.train.checkpoints import read_state
+from penstock.train.config.sections import SpikeSection, TrainConfig
+from penstock.train.loop import Skips, seed_step
+from penstock.train.metrics import standing
+from penstock.train.optimizer import make_optimizers, set_learning_rates
+from penstock.train.report.page import report
+from penstock.train.run import preflight, run
+from penstock.train.spikes import NOTHING_SEEN, REWINDS, Seen, Spikes
+from support.folders import relist
+from support.jobs_train import trained
+from support.pool import Pool
+from support.tiny import GPT2_WITH_DROPOUT, assert_same_tensors, checkpoint, config, metrics, tensors, tree
+
+STEPS, EVERY, ROWS, WINDOW, FACTOR = 16, 4, 4, 3, 1.4
+EXACT = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "rows_left_out", "held_out_loss")
+
+
+def folder_of(folder: Path, name: str) -> Path:
+    (folder / name).mkdir()
+    return folder / name
+
+
+def spiky(folder: Path, then: str, **more: Any) -> TrainConfig:
+    """A run on one letter, with some rows of other bytes: once it is learned, their losses are spikes."""
+    keys = {"data.held_out": 0.1, "optimizer.learning_rate": 3e-2, **more.pop("keys", {})}
+    spike = {"factor": FACTOR, "window": WINDOW, "then": then}
+    options = {"steps": STEPS, "checkpoint_every": EVERY, "evaluate_every": EVERY, "spike": spike}
+    made = config(folder, GPT2_WITH_DROPOUT, keys, **{**options, **more})
+    write_odd_rows(folder)
+    return made
+
+
+def write_odd_rows(folder: Path) -> None:
+    letters, odd = b"a" * 16, bytes(128 + 37 * place % 128 for place in range(16))
+    rows = [odd if number % 13 == 6 else letters for number in range(90)]
+    (folder / "text").write_bytes(b"".join(rows))
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the steps that stand."""
+    return [row for row, _ in standing((row, None) for row in metrics(folder)) if "loss" in row]
+
+
+def exact(folder: Path) -> list[list[Any]]:
+    rows = [row for row, _ in standing((row, None) for row in metrics(folder))]
+    return [[row.get(key) for key in EXACT] for row in rows]
+
+
+def by_hand(made: TrainConfig) -> tuple[list[list[Any]], dict[str, torch.Tensor], list[int]]:
+    """The same run written out: loss and norm of the steps that stand, the weights, the rows left out."""
+    prepared = preflight(made)
+    assert prepared.data.sampler is not None
+    order = prepared.data.sampler.rows(0, 4 * STEPS * ROWS)
+    pipe = prepared.auto.build(prepared.model)
+    (optimizer,) = optimizers = make_optimizers(made.optimizer, pipe.named_parameters(), prepared.kinds)
+    spike = made.train.spike
+    assert spike is not None
+    losses: list[float] = []
+    kept: list[list[Any]] = []
+    saved: Any = None
+    skipped, at, step, left_out = 0, 0, 1, list[int]()
+    while step <= made.train.steps:
+        seed_step(pipe, made.train.seed, step)
+        set_learning_rates(made.optimizer, optimizers, made.train.steps, step - skipped)
+        rows = order[at : at + ROWS]
+        at += ROWS
+        pipe.zero_grad()
+        result = pipe.step(prepared.data.layout.content(prepared.data.rows, rows))
+        norm = pipe.clip_grad_norm_(1.0)
+        kept.append([step, result.loss, norm])
+        if len(losses) < spike.window or result.loss <= spike.factor * median(losses[-spike.window :]):
+            losses.append(result.loss)
+            optimizer.step()
+        elif spike.then == "skip" or saved is None:
+            skipped += 1
+        else:
+            weights, state, step, losses, skipped, began = copy.deepcopy(saved)
+            for parameter, value in zip(pipe.parameters(), weights, strict=True):
+                parameter.data.copy_(value)
+            optimizer.load_state_dict(state)
+            left_out += order[began:at]
+            kept = [row for row in kept if row[0] <= step]
+            saved = (*saved[:-1], at)
+            step += 1
+            continue
+        if step % EVERY == 0:
+            values = [parameter.detach().clone() for parameter in pipe.parameters()]
+            saved = copy.deepcopy((values, optimizer.state_dict(), step, losses, skipped, at))
+        step += 1
+    return kept, {name: value.detach().clone() for name, value in pipe.named_parameters()}, left_out
+
+
+@pytest.mark.parametrize("then", ["skip", "rewind"])
+def test_a_run_with_spikes_is_the_loop_by_hand(
+    tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, with dropout; then stopped at each checkpoint and resumed."""
+    made = spiky(tmp_path, then)
+    kept, weights, left_out = by_hand(made)
+    run(preflight(made))
+    found = steps(tmp_path)
+    assert [[row["step"], row["loss"], row["grad_norm"]] for row in found] == kept
+    written = {name.partition(" ")[2]: value for name, value in tensors(checkpoint(tmp_path, STEPS)).items()}
+    assert all(torch.equal(written[name], value) for name, value in weights.items())
+    said = capsys.readouterr().out
+    if then == "skip":
+        assert sum("skipped" in row for row in found) == found[-1]["skipped_steps"] >= 2
+        assert "finite, or whose loss rose too far" in said
+        assert left_out == []
+    else:
+        went = [row for row in metrics(tmp_path) if "back_to" in row]
+        assert len(went) >= 2
+        assert went[0]["skipped"].startswith(f"loss={went[0]['loss']:.4g} is ")
+        assert found[-1]["rows_left_out"] == len(left_out)
+        assert f"left out    {len(left_out)} rows: after a spike of the loss the run went back" in said
+        assert f"rows left out, as the run went back after spikes of the loss: {len(left_out)}" in (
+            report([tmp_path / "out"]).read_text()
+        )
+    rows, last = exact(tmp_path), tensors(checkpoint(tmp_path, STEPS))
+    for step in range(EVERY, STEPS, EVERY):
+        run(preflight(made, str(checkpoint(tmp_path, step))))
+        assert exact(tmp_path) == rows
+        again = tensors(checkpoint(tmp_path, STEPS))
+        assert all(torch.equal(again[name], value) for name, value in last.items())
+
+
+def test_a_checkpoint_has_the_losses_and_the_rows_that_were_left_out(tmp_path: Path) -> None:
+    made = spiky(tmp_path, "rewind")
+    run(preflight(made))
+    state = read_state(checkpoint(tmp_path, STEPS))
+    losses = [row["loss"] for row in steps(tmp_path)]
+    assert state["seen"].losses == tuple(losses[-WINDOW:])
+    assert state["seen"].rows == steps(tmp_path)[-1]["rows_left_out"] > 0
+    assert state["data"]["rows"] == STEPS * ROWS + state["seen"].rows
+    for wrong in ([["a"], []], [[math.nan], []], [[1.0], [[4, 0]]], [[], [[0, 4], [2, 6]]], [[], [[0.5, 4]]]):
+        alter_state(checkpoint(tmp_path, STEPS), seen=wrong)
+        with pytest.raises(CheckpointError, match=r"state\.json: (seen=|a run goes on)"):
+            read_state(checkpoint(tmp_path, STEPS))
+
+
+def alter_state(path: Path, **keys: Any) -> None:
+    file = path / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | keys))
+    relist(path)
+
+
+def test_optimizers_that_step_in_the_drain_leave_the_same_spikes_out(tmp_path: Path, pool: Pool) -> None:
+    """Over two processes, of which the second one has stepped when the loss is known: that is undone."""
+    for then in ("skip", "rewind"):
+        for drain in (False, True):
+            folder = folder_of(tmp_path, f"{then} {drain}")
+            made = spiky(folder, then, step_in_drain=drain, clip_norm=None)
+            said = pool.run(2, trained, made.model_dump(mode="json"))
+            assert [each["error"] for each in said] == ["", ""]
+        one, other = (tmp_path / f"{then} {drain}" for drain in (False, True))
+        assert exact(one) == exact(other)
+        assert_same_tensors(checkpoint(one, STEPS), checkpoint(other, STEPS))
+        counted = "skipped_steps" if then == "skip" else "rows_left_out"
+        assert steps(one)[-1][counted] >= 2
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}])
+@pytest.mark.parametrize("then", ["skip", "rewind"])
+def test_all_ranks_of_a_mesh_do_the_same(
+    tmp_path: Path, pool: Pool, parallel: dict[str, int], then: str
+) -> None:
+    made = tree(tmp_path)
+    made["model"]["config"] |= {"num_key_value_heads": 2}
+    write_odd_rows(tmp_path)
+    spike = {"factor": FACTOR, "window": WINDOW, "then": then}
+    made["train"] |= {"steps": STEPS, "checkpoint_every": EVERY, "evaluate_every": STEPS, "spike": spike}
+    made["data"]["held_out"] = 0.1
+    made["optimizer"]["learning_rate"] = 3e-2
+    said = pool.run(4, trained, {**made, "parallel": parallel})
+    assert [each["error"] for each in said] == [""] * 4
+    found = exact(tmp_path)
+    alone = folder_of(tmp_path, "alone")
+    run(preflight(TrainConfig.model_validate({**made, "output": {"folder": str(alone / "out")}})))
+    assert any("skipped" in row for row in metrics(alone))
+    for row, other in zip(found, exact(alone), strict=True):
+        assert row == pytest.approx(other, rel=5e-3)  # Adam takes signs at first
+
+
+def test_accumulated_calls_are_judged_by_the_loss_of_all(tmp_path: Path) -> None:
+    found = []
+    for drain in (False, True):
+        folder = folder_of(tmp_path, str(drain))
+        made = spiky(folder, "skip", accumulate=2, step_in_drain=drain, keys={"pipeline.microbatches": 1})
+        run(preflight(made))
+        found.append(exact(folder))
+    assert found[0] == found[1]
+    assert steps(folder)[-1]["skipped_steps"] >= 2
+    assert_same_tensors(checkpoint(tmp_path / "False", STEPS), checkpoint(tmp_path / "True", STEPS))
+
+
+@pytest.mark.parametrize("packing", ["stream", "sequential"])
+def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packing: str) -> None:
+    """The rows are numbered as those of the same run without spikes: row k of the stream is row k."""
+    keys = {
+        "data.streaming": {"buffer": 3},
+        "data.packing": packing,
+        "data.kind": "jsonl",
+        "data.validation": {"path": str(tmp_path / "text.jsonl"), "kind": "jsonl"},
+        "data.path": str(tmp_path / "text.jsonl"),
+    }
+    made = spiky(tmp_path, "rewind", keys=keys)
+    texts = ["a" * 16] * 40 + ["zyxwvutsrqponmlk"] + ["a" * 16] * 30
+    (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    run(preflight(made))
+    assert [row for row in metrics(tmp_path) if "back_to" in row]
+    state = read_state(checkpoint(tmp_path, STEPS))
+    stream = preflight(made).data.stream
+    assert stream is not None
+    whole, _ = stream.take(0, state["data"]["rows"] + ROWS)
+    next_rows, _ = stream.at(state["data"]["position"]).take(state["data"]["rows"], ROWS)
+    assert [[piece.ids.tolist() for piece in row] for row in whole.rows[-ROWS:]] == [
+        [piece.ids.tolist() for piece in row] for row in next_rows.rows
+    ]
+    rows = exact(tmp_path)
+    for step in (EVERY, 2 * EVERY):
+        run(preflight(made, str(checkpoint(tmp_path, step))))
+        assert exact(tmp_path) == rows
+
+
+# ---- What is a spike, and what too many are
+
+
+def test_a_loss_is_compared_with_the_median_of_a_full_window() -> None:
+    spikes = Spikes(SpikeSection(factor=2.0, window=3), NOTHING_SEEN, None)
+    for loss in (1.0, 9.0, 2.0):
+        assert spikes.limit == math.inf
+        assert not spikes.judge(loss, loss > spikes.limit)
+    assert spikes.limit == 4.0
+    assert spikes.judge(4.5, True) == "loss=4.5 is 2.25 times the median of the last 3, 2"
+    assert not spikes.rewinding
+    assert spikes.limit == 4.0  # a spike counts for no later step
+    assert not spikes.judge(4.0, False)
+    assert spikes.seen.losses == (9.0, 2.0, 4.0)
+    spikes = Spikes(SpikeSection(window=2), Seen((0.0, 0.0)), None)
+    assert spikes.limit == math.inf  # a model that knows all by heart has no scale
+    spikes = Spikes(None, NOTHING_SEEN, None)
+    assert not spikes.judge(1.0, False)
+    assert spikes.seen == NOTHING_SEEN
+
+
+def test_a_run_without_a_checkpoint_skips(tmp_path: Path) -> None:
+    spikes = Spikes(SpikeSection(window=2, then="rewind"), Seen((1.0, 1.0)), None)
+    assert spikes.judge(5.0, True)
+    assert not spikes.rewinding
+    spikes.saved(tmp_path)
+    assert spikes.judge(5.0, True)
+    assert spikes.rewinding
+
+
+def test_a_run_that_comes_back_too_often_ends_with_a_remedy(tmp_path: Path) -> None:
+    spikes = Spikes(SpikeSection(window=2, then="rewind"), Seen((1.0, 1.0)), tmp_path)
+    state = {"step": 4, "seen": Seen((1.0, 1.0), ((0, 2),))}
+    spikes.seen = state["seen"]  # type: ignore[assignment]
+    for number in range(REWINDS):
+        spikes.went_back(6, state, (10 * number + 10, 10 * number + 20))
+    assert spikes.seen.left_out == ((0, 2), (10, 20), (20, 30), (30, 40))
+    with pytest.raises(RunError, match=r"step 6: .*gone back to step 4 3 times in a row.*--resume PATH"):
+        spikes.went_back(6, state, (40, 50))
+    spikes.saved(tmp_path)
+    spikes.went_back(6, state, (40, 50))
+
+
+def test_spikes_in_a_row_end_the_run_as_other_skipped_steps() -> None:
+    skips = Skips("stop")
+    for step in range(1, 10):
+        skips.check(step, skips.judge("loss=9", loss=9.0), spike=True)
+    with pytest.raises(RunError, match="steps 1 to 10: loss=9 at the last: 10 steps in a row"):
+        skips.check(10, skips.judge("loss=9", loss=9.0), spike=True)
+
+
+def test_a_rewind_needs_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"goes back to the last checkpoint.*give checkpoint_every"):
+        config(tmp_path, spike={"then": "rewind"})
+
+
+def test_a_largest_loss_is_for_a_step_with_an_optimizer(tmp_path: Path) -> None:
+    prepared = preflight(config(tmp_path))
+    pipe = prepared.auto.build(prepared.model)
+    with pytest.raises(ConfigError, match=r"max_loss=2.0 without an optimizer"):
+        pipe.step(prepared.data.batch(1).content, max_loss=2.0)
