@@ -60,7 +60,8 @@ MUTANTS = [
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            self._model._clip(norm, self.max_norm)\n", "", OF_OPTIMIZER_STEP),
-    Mutant(OPTIMIZER_STEP, "finite = math.isfinite(norm)", "finite = True", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, "good = math.isfinite(norm)", "good = True", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, " and loss <= self.max_loss", "", OF_OPTIMIZER_STEP),
     # ---- hosts that run ahead of their GPU
     Mutant(
         "runtime/recorder.py",
@@ -166,6 +167,9 @@ MUTANTS = [
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
     Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
+    Mutant("train/spikes.py", "Seen(losses, (", "Seen(self.seen.losses, (", "train/test_spikes.py"),
+    Mutant("train/slow_ranks.py", "known[at + (at >= place)]", "known[at]", "train/test_slow_ranks.py"),
+    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_spikes.py"),
     Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),

@@ -211,6 +211,11 @@ class Reductions:
         total, *found = self._sum(vector, self._loss, "the loss of the other parts of the batch").tolist()
         return total, [found[at * count : (at + 1) * count] for at in range(pipelines)]
 
+    @property
+    def loss_place(self) -> int:
+        """Where `sum_loss` has this pipeline's facts."""
+        return 0 if self._loss is None else self._loss.rank()
+
     def sum_over_batch(self, gradient: Tensor) -> Tensor:
         """Sum over the parts of the batch, in place."""
         return self._sum(gradient, self._batch, "the gradients of the other parts of the batch")

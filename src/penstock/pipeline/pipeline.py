@@ -377,6 +377,15 @@ class Pipeline(SplitModel):
         return self._steps.peaks
 
     @property
+    def op_seconds(self) -> tuple[tuple[report.OpSeconds, ...], ...]:
+        """By pipeline and rank, the seconds of the last step's ops by kind, without the waits between them.
+
+        The pipelines are those of other rows or tokens, with this process's place on tp. Empty before the
+        first step.
+        """
+        return self._steps.seconds
+
+    @property
     def deferred_bytes(self) -> tuple[int, ...]:
         """By rank, the most bytes that the last step held between I and W; 0 without split backwards."""
         if not self._last:

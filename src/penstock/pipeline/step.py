@@ -71,6 +71,7 @@ class StepRunner:
         self._broken = False
         self._rngs = [stage.rng for stage in built.stages if stage.rng is not None]
         self.peaks: tuple[PeakMemory, ...] = ()  # of the processes, at the end of the last schedule
+        self.seconds: tuple[tuple[report.OpSeconds, ...], ...] = ()  # by pipeline and rank
         self.draws: bool = any(built.world.processes.gather(bool(self._rngs)))
 
     def run(
@@ -133,13 +134,19 @@ class StepRunner:
         return StepResult(loss, tokens, report.bubble(schedule, reports)), (schedule, reports)
 
     def _sum_reports(self, reports: report.Reports) -> float:
-        """The loss over the whole mesh, where `peaks` are from then on known too."""
+        """The loss over the whole mesh, where `peaks` and `seconds` are from then on known too."""
         processes, width = reports[:1] if self._world.alone else reports, len(PeakMemory._fields)
         self._world.reductions.learn([each.asks for each in processes])
-        own = [number for each in processes for number in each.memory]
-        loss, pipelines = self._world.reductions.sum_loss(sum(each.loss for each in reports), own)
-        by_rank = [each[at : at + width] for at in range(0, len(own), width) for each in pipelines]
+        memory = [number for each in processes for number in each.memory]
+        times = [number for each in reports for number in each.seconds]
+        mine = sum(each.loss for each in reports)
+        loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times])
+        by_rank = [each[at : at + width] for at in range(0, len(memory), width) for each in pipelines]
         self.peaks = tuple(PeakMemory(*map(int, numbers)) for numbers in by_rank)
+        self.seconds = tuple(
+            tuple(report.OpSeconds(*four) for four in zip(*[iter(each[len(memory) :])] * 4, strict=True))
+            for each in pipelines
+        )
         return loss
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:

@@ -2,9 +2,10 @@
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
     buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
-    | peak memory of the process: allocated, reserved, resident | what it asks of all | of each stage of the
-    rank: start and end of its gradient reduction, or zeros | of each op, in program order: its OpTimes
-    | zeros up to one length
+    | peak memory of the process: allocated, reserved, resident | what it asks of all
+    | seconds of the ops by kind: F, B, I, W
+    | of each stage of the rank: start and end of its gradient reduction, or zeros
+    | of each op, in program order: its OpTimes | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
 """
@@ -20,11 +21,29 @@ from torch import Tensor
 from penstock.runtime.executor import Executor
 from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.recorder import OpTimes, timeline
-from penstock.schedule import Reduction, Schedule, Timeline
+from penstock.schedule import Op, Reduction, Schedule, Timeline
+from penstock.schedule.ops import Kind
 from penstock.schedule.timeline import covered
 
-_HEAD = 12  # numbers in front of the times
+_HEAD = 16  # numbers in front of the times
 _TIMES = len(OpTimes._fields)
+
+
+class OpSeconds(NamedTuple):
+    """How long a rank computed in a step, by the kind of op, without its waits between ops."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    @classmethod
+    def of(cls, program: Sequence[Op], times: Sequence[float]) -> OpSeconds:
+        """times: the OpTimes of the program's ops, flat"""
+        totals: dict[Kind, float] = {"F": 0.0, "B": 0.0, "I": 0.0, "W": 0.0}
+        for op, start, end in zip(program, times[::_TIMES], times[1::_TIMES], strict=True):
+            totals[op.kind] += end - start
+        return cls(*totals.values())
 
 
 class StepReport(NamedTuple):
@@ -35,6 +54,7 @@ class StepReport(NamedTuple):
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     squares: squared norm of the gradients of its stages, or 0
     memory: of its process; asks: a number that all ranks learn, such as that of a signal
+    seconds: that it computed
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     """
 
@@ -46,6 +66,7 @@ class StepReport(NamedTuple):
     squares: float
     memory: PeakMemory
     asks: int
+    seconds: OpSeconds
     reductions: Sequence[float]
     times: Sequence[float]
 
@@ -76,7 +97,8 @@ def pack(
     stages = schedule.placement.stages_of(executor.plan.rank)
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
     peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
-    head = [loss, *peaks, float(changed), squares, *memory, float(asks)]
+    seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)
+    head = [loss, *peaks, float(changed), squares, *memory, float(asks), *seconds]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(reductions) - len(times))
     return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
@@ -87,15 +109,13 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     reports = []
     for rank, vector in enumerate(vectors):
         values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        loss, peak_live, deferred, *held, changed, squares = values[: _HEAD - 4]
-        *process, asks = values[_HEAD - 4 : _HEAD]
+        loss, peak_live, deferred, *held, changed, squares = values[: _HEAD - 8]
+        allocated, reserved, resident, asks, *seconds = values[_HEAD - 8 : _HEAD]
         reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
-        bytes_held = Held(*map(int, held))
-        memory = PeakMemory(*map(int, process))
-        peaks = int(peak_live), int(deferred)
-        reports.append(
-            StepReport(loss, *peaks, bytes_held, bool(changed), squares, memory, int(asks), reductions, times)
-        )
+        memory = PeakMemory(int(allocated), int(reserved), int(resident))
+        counted = int(peak_live), int(deferred), Held(*map(int, held)), bool(changed)
+        spent = int(asks), OpSeconds(*seconds)
+        reports.append(StepReport(loss, *counted, squares, memory, *spent, reductions, times))
     return reports
 
 

@@ -50,6 +50,7 @@ from penstock.train.profile import StepProfiler
 from penstock.train.rates import learning_rate
 from penstock.train.record import write_timeline
 from penstock.train.sizes import Size, calls_of
+from penstock.train.slow_ranks import SlowRanks
 from penstock.train.spikes import Spikes
 from penstock.train.throughput import Throughput
 
@@ -59,7 +60,10 @@ _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or us
 
 @dataclass(frozen=True)
 class Run:
-    """What the loop works with. metrics, owner: on the first process only; stop: what signals ask of it"""
+    """What the loop works with.
+
+    metrics, owner, slow_ranks: on the first process only; stop: what signals ask of it
+    """
 
     config: TrainConfig
     pipe: Pipeline
@@ -73,6 +77,7 @@ class Run:
     start: Start
     owner: Owner | None
     stop: Stop
+    slow_ranks: SlowRanks | None = None
 
 
 def train(run: Run) -> Outcome:
@@ -239,6 +244,10 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
         row |= {"skipped_steps": skips.count}
     if spikes.seen.left_out:
         row |= {"rows_left_out": spikes.seen.rows}
+    if run.slow_ranks is not None and (slow := run.slow_ranks.judge(run.pipe, batch.fill)):
+        row |= {"slow_ranks": slow}
+        for each in slow:
+            run.display.say(run.slow_ranks.words(each))
     log.step(row)
     skips.check(step, reason, odd, spike=bool(spiked))
     return batch

@@ -45,11 +45,17 @@ class Outcome:
 
 
 def report_outcome(
-    outcome: Outcome, schedule: Schedule, config: TrainConfig, trackers: Sequence[str] = ()
+    outcome: Outcome,
+    schedule: Schedule,
+    config: TrainConfig,
+    trackers: Sequence[str] = (),
+    hosts: Sequence[str] = (),
 ) -> None:
     """Write the last step's timeline into the output folder and print a summary. On process 0 only.
 
-    trackers: a line for each
+    Args:
+        trackers: a line for each
+        hosts: a line for each, on the time of its slowest rank beside its prediction
     """
     measured, output = outcome.timeline, config.output.path
     print(f"ended       {outcome.ended}")
@@ -76,6 +82,9 @@ def report_outcome(
         print(f"left out    {outcome.seen.rows} rows: after a spike of the loss the run went back, {times}")
     shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
     print(f"bubble of the last step  {shares}", flush=True)
+    if hosts:
+        print("hosts, by the time of the slowest rank over its prediction:")
+        print("\n".join(f"  {line}" for line in hosts), flush=True)
     if config.output.sample_prompt is not None:
         trusted = config.model.trust_remote_code
         text = sample(outcome.checkpoint, config.output, config.train.seed, trusted=trusted)

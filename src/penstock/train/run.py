@@ -23,6 +23,7 @@ from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
 from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
+from penstock.models.balanced_split import LayerCosts
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
@@ -60,6 +61,7 @@ from penstock.train.settings import (
     trace_folder,
 )
 from penstock.train.sizes import calls_of
+from penstock.train.slow_ranks import watch_ranks
 from penstock.train.throughput import Throughput
 from penstock.train.trackers import check_trackers
 
@@ -266,6 +268,8 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
     throughput = Throughput.of(config, prepared.plan, pipe.device)
+    measured = auto.balance if isinstance(auto.balance, LayerCosts) else None
+    slow_ranks = watch_ranks(pipe, throughput.works, measured, config)
     display = make_display(is_first(), config.train.steps, start.done, config.train.log_every)
     notes = *prepared.notes, profile_note(config.train, start.done), throughput.note
     record = recorded(config, owner, start.done, pipe.schedule.ranks, pipe.device, display.say)
@@ -277,14 +281,14 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
         data = prepared.data.of(pipe.batch_part[0])
         outcome = train(Run(
             config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start,
-            owner, stop,
+            owner, stop, slow_ranks if metrics else None,
         ))  # fmt: skip
         trackers.stopped = outcome.ended if outcome.stopped else ""
     if metrics:
         schedule, count = pipe.schedule, outcome.timeline.microbatches
         if count != schedule.microbatches:  # it ended within a ramp
             schedule = auto.schedules(schedule, prepared.plan.frozen)(count)
-        report_outcome(outcome, schedule, config, trackers.lines)
+        report_outcome(outcome, schedule, config, trackers.lines, slow_ranks.by_host())
     pipe.processes.gather(None)  # no rank leaves while process 0 still writes
     if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
         dist.barrier()  # nor does another pipeline

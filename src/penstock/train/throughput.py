@@ -59,7 +59,7 @@ class Throughput:
     """
 
     def __init__(self, works: Sequence[Work], devices: int, peak: float | None) -> None:
-        self._works, self._devices, self._peak = works, devices, peak
+        self.works, self._devices, self._peak = works, devices, peak
 
     @classmethod
     def of(cls, config: TrainConfig, plan: BuildPlan, device: torch.device) -> Throughput:
@@ -71,15 +71,15 @@ class Throughput:
     @property
     def note(self) -> str:
         """What of the model is estimated, in words; empty where all is counted."""
-        count = sum(not work.counted for work in self._works)
+        count = sum(not work.counted for work in self.works)
         if not count:
             return ""
         how = "by its parameters and without attention, as it cannot run without values"
-        return f"TFLOP/s: of {len(self._works)} modules (layers, embedding, head) {count} count {how}"
+        return f"TFLOP/s: of {len(self.works)} modules (layers, embedding, head) {count} count {how}"
 
     def row(self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device) -> Row:
         """fill: of the whole batch; memory: of each process"""
-        flops = _FLOPS * sum(work.of(fill.tokens, fill.squares) for work in self._works)
+        flops = _FLOPS * sum(work.of(fill.tokens, fill.squares) for work in self.works)
         tflops = flops / seconds / self._devices / 1e12
         row: Row = {"tflops_per_device": tflops}
         if self._peak is not None:

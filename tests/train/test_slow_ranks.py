@@ -1,0 +1,200 @@
+"""A rank that is slower than predicted is named once, with its numbers; even ranks never are."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from penstock import Pipeline
+from penstock.models.multiply_adds import Work
+from penstock.schedule import Schedule, build
+from penstock.train.config.sections import TrainConfig
+from penstock.train.run import preflight, run
+from penstock.train.slow_ranks import FACTOR, IN_A_ROW, KINDS, Host, SlowRanks
+from support import jobs_train
+from support.pool import Pool
+from support.tiny import QWEN3, config, metrics, tree
+
+WORKS = (Work(3.0, 0.01), Work(1.0, 0.02), Work(1.0, 0.02), Work(2.0, 0.02))  # of four stages
+RATE = 1e-6  # seconds of a multiply-add
+FORWARDS = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def hosts(pipelines: int = 1, ranks: int = 4) -> list[Host]:
+    """Two ranks on a host."""
+    return [Host(p, r, f"host-{'abcdefgh'[2 * p + r // 2]}") for p in range(pipelines) for r in range(ranks)]
+
+
+class Cluster:
+    """Ranks that compute as fast as is said, in the steps of a schedule."""
+
+    def __init__(
+        self, schedule: Schedule, pipelines: int = 1, kinds: str = KINDS, works: Any = WORKS, seed: int = 0
+    ) -> None:
+        self.schedule, self.pipelines = schedule, pipelines
+        self.works = works * (schedule.placement.depth // len(works))
+        self.watch = SlowRanks(self.works, hosts(pipelines), pipelines > 1, kinds)
+        self._draw = np.random.default_rng(seed)
+
+    def seconds(self, tokens: int, squares: int, slow: dict[tuple[int, int], float]) -> Any:
+        found = np.zeros((self.pipelines, self.schedule.ranks, len(KINDS)))
+        depth = self.schedule.placement.depth
+        for rank, program in enumerate(self.schedule.programs):
+            for op in program:
+                cost = self.works[op.stage % depth].of(tokens, squares) / self.schedule.microbatches
+                found[:, rank, KINDS.index(op.kind)] += RATE * FORWARDS[op.kind] * cost
+        for (pipeline, rank), times in slow.items():
+            found[pipeline, rank] *= times
+        return found * self._draw.uniform(0.95, 1.1, found.shape)
+
+    def run(self, steps: int, slow: dict[tuple[int, int], float] | None = None) -> list[dict[str, Any]]:
+        """What is told in so many steps, of ragged lengths."""
+        told = []
+        for _ in range(steps):
+            lengths = self._draw.integers(10, 500, 32)
+            tokens, squares = int(lengths.sum()), int((lengths**2).sum())
+            seconds = self.seconds(tokens, squares, slow or {})
+            told += self.watch.after(self.schedule, seconds, tokens, squares)
+        return told
+
+
+SCHEDULES = [
+    build("1f1b", ranks=4, microbatches=8),
+    build("zb_v", ranks=4, microbatches=8),
+    build("dualpipe", ranks=4, microbatches=8),
+    build("interleaved_1f1b", ranks=4, microbatches=8, stages_per_rank=2),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("pipelines", [1, 3])
+def test_even_ranks_are_never_told_and_a_slow_one_is_told_once(schedule: Schedule, pipelines: int) -> None:
+    """Also where stages differ in cost, and a stage has no whole backward."""
+    cluster = Cluster(schedule, pipelines)
+    assert cluster.run(200) == []
+    slow = {(pipelines - 1, 2): 1.5}
+    assert cluster.run(IN_A_ROW - 1, slow) == []
+    (entry,) = cluster.run(60, slow)
+    assert (entry["rank"], entry["host"]) == (2, hosts(pipelines)[-2].name)
+    assert entry.get("pipeline") == (pipelines - 1 if pipelines > 1 else None)
+    assert entry["times"] == pytest.approx(1.5, rel=0.1)
+    assert set(entry["ms"]) == set(entry["predicted_ms"]) == {op.kind for op in schedule.programs[2]}
+    for kind, milliseconds in entry["ms"].items():
+        assert milliseconds == pytest.approx(1.5 * entry["predicted_ms"][kind], rel=0.15)
+
+
+def test_a_rank_is_told_again_after_it_recovered_and_fell_back() -> None:
+    cluster, slow = Cluster(SCHEDULES[0]), {(0, 1): 1.6}
+    assert len(cluster.run(60, slow)) == 1
+    assert cluster.run(IN_A_ROW - 1) == []  # a pause is no recovery
+    assert cluster.run(60, slow) == []
+    assert cluster.run(IN_A_ROW) == []
+    assert len(cluster.run(60, slow)) == 1
+    for _ in range(9):  # never so many steps in a row
+        assert cluster.run(1) + cluster.run(IN_A_ROW - 1, {(0, 0): 2.0}) == []
+
+
+def test_a_cost_that_says_nothing_is_no_prediction() -> None:
+    """A stage of the embedding alone has no multiply-adds, and one rank has no peer."""
+    cluster = Cluster(SCHEDULES[0], works=(Work(0.0), *WORKS[1:]))
+    cluster.watch.after(SCHEDULES[0], np.ones((1, 4, 4)), 10, 10)
+    assert cluster.run(60, {(0, 0): 9.0}) == []
+    assert not any("rank 0" in line for line in cluster.watch.by_host())
+    one = SlowRanks(WORKS[:1], [Host(0, 0, "here")], False)
+    schedule = build("gpipe", ranks=1, microbatches=2)
+    assert [one.after(schedule, np.ones((1, 1, 4)), 10, 10) for _ in range(60)] == [[]] * 60
+    assert one.by_host() == []
+
+
+def test_forwards_alone_are_compared_where_backwards_are_uneven() -> None:
+    cluster = Cluster(SCHEDULES[0], kinds="F")
+    seconds = cluster.seconds(100, 1000, {})
+    seconds[0, 3, KINDS.index("B")] *= 9
+    assert [cluster.watch.after(SCHEDULES[0], seconds, 100, 1000) for _ in range(40)] == [[]] * 40
+    (entry,) = cluster.run(40, {(0, 3): 1.5})
+    assert set(entry["ms"]) == {"F"}
+
+
+def test_the_line_and_the_listing_by_host() -> None:
+    cluster = Cluster(SCHEDULES[0])
+    (entry,) = cluster.run(40, {(0, 3): 1.5})
+    number = r"\d+(\.\d+)? ms \(predicted \d+(\.\d+)?\)"
+    assert re.fullmatch(
+        rf"penstock: warning: rank 3 on host-b is 1\.\d\d times slower than its share of the work, "
+        rf"for 20 steps: F {number}, B {number}",
+        cluster.watch.words(entry),
+    )
+    slow, other = cluster.watch.by_host()
+    assert re.fullmatch(rf"1\.\d\d  rank 3 on host-b: F {number}, B {number}", slow)
+    assert re.match(r"(0\.9|1\.0)\d  rank [01] on host-a: ", other)
+    cluster = Cluster(SCHEDULES[0], 2)
+    (entry,) = cluster.run(40, {(1, 0): 1.5})
+    assert "rank 0 of pipeline 1 on host-c is 1." in cluster.watch.words(entry)
+    assert "times slower than its peers in the other pipelines, for" in cluster.watch.words(entry)
+
+
+# ---- Whole runs
+
+
+def dragging(patch: pytest.MonkeyPatch, stages: dict[int, float]) -> None:
+    """Let a layer of these stages take so many seconds in each forward."""
+    original = Pipeline.__init__
+
+    def dragged(pipe: Pipeline, *arguments: Any) -> None:
+        original(pipe, *arguments)
+        for stage, module in pipe.modules.items():
+            layer = next(each for name, each in module.named_modules() if name.endswith(".mlp"))
+            layer.register_forward_hook(lambda *_, stage=stage: time.sleep(stages.get(stage, 0.0)))
+
+    patch.setattr(Pipeline, "__init__", dragged)
+
+
+def test_a_rank_of_a_run_that_drags_is_named_in_log_metrics_and_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its layer sleeps for 40 ms; the others of the even stages for 10, far above what they compute."""
+    model = {**QWEN3, "num_hidden_layers": 3}
+    layers = {"pipeline.ranks": 3, "pipeline.layers_per_stage": [1, 1, 1], "pipeline.head_weight": None}
+    dragging(monkeypatch, {0: 0.01, 1: 0.04, 2: 0.01})
+    keys = {**layers, "pipeline.microbatches": 1}
+    run(preflight(config(tmp_path, model, keys, steps=24, evaluate_every=24)))
+    (row,) = [row for row in metrics(tmp_path) if "slow_ranks" in row]
+    (entry,) = row["slow_ranks"]
+    assert (entry["rank"], entry["host"]) == (1, socket.gethostname())
+    assert entry["times"] > FACTOR
+    assert entry["ms"]["F"] >= 40
+    said = capsys.readouterr().out
+    assert said.count(f"penstock: warning: rank 1 on {socket.gethostname()} is ") == 1
+    assert "hosts, by the time of the slowest rank over its prediction:\n" in said
+    assert f"{entry['times']:.1f}"[:3] in said
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"cp": 2}])
+def test_peers_of_other_pipelines_are_compared(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
+    """Those of cp wait for each other within ops: both are slower than the other stage."""
+    made = tree(tmp_path)
+    made["model"]["config"] |= {"num_key_value_heads": 2}
+    made["train"] |= {"steps": 26, "evaluate_every": 26}
+    said = pool.run(4, dragged_second_pipeline, {**made, "parallel": parallel})
+    assert [each["error"] for each in said] == [""] * 4
+    (row,) = [row for row in metrics(tmp_path) if "slow_ranks" in row]
+    found = [(each["pipeline"], each["rank"]) for each in row["slow_ranks"]]
+    assert found == ([(0, 1), (1, 1)] if "cp" in parallel else [(1, 1)])
+    assert "rank 1 of pipeline 1 on " in said[0]["said"]
+
+
+def dragged_second_pipeline(made: dict[str, Any]) -> dict[str, Any]:
+    """Rank 1 of the second pipeline drags."""
+    TrainConfig.model_validate(made)
+    with pytest.MonkeyPatch.context() as patch:
+        last = dist.get_rank() == 3
+        dragging(patch, {0: 0.01, 1: 0.08 if last else 0.01})  # its head costs as much as three layers
+        return jobs_train.trained(made)
