@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from penstock import Pipeline
 from penstock.models.multiply_adds import Work
-from penstock.schedule import Schedule, build
-from penstock.train.config.sections import TrainConfig
+from penstock.runtime.step_report import OpSeconds
+from penstock.schedule import Op, Schedule, build
 from penstock.train.run import preflight, run
-from penstock.train.slow_ranks import FACTOR, IN_A_ROW, KINDS, Host, SlowRanks
+from penstock.train.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import QWEN3, config, metrics, tree
@@ -143,58 +142,80 @@ def test_the_line_and_the_listing_by_host() -> None:
 # ---- Whole runs
 
 
-def dragging(patch: pytest.MonkeyPatch, stages: dict[int, float]) -> None:
-    """Let a layer of these stages take so many seconds in each forward."""
-    original = Pipeline.__init__
+def timed(patch: pytest.MonkeyPatch, forwards: dict[int, float]) -> None:
+    """Let the forwards of these stages take so many seconds, and nothing else any, by the ranks' clocks."""
 
-    def dragged(pipe: Pipeline, *arguments: Any) -> None:
-        original(pipe, *arguments)
-        for stage, module in pipe.modules.items():
-            layer = next(each for name, each in module.named_modules() if name.endswith(".mlp"))
-            layer.register_forward_hook(lambda *_, stage=stage: time.sleep(stages.get(stage, 0.0)))
+    def of(cls: type[OpSeconds], program: Sequence[Op], times: Sequence[float]) -> OpSeconds:
+        return cls(forward=sum(forwards[op.stage] for op in program if op.kind == "F"))
 
-    patch.setattr(Pipeline, "__init__", dragged)
+    patch.setattr(OpSeconds, "of", classmethod(of))
 
 
-def test_a_rank_of_a_run_that_drags_is_named_in_log_metrics_and_summary(
+def test_a_slow_rank_of_a_run_is_named_in_log_metrics_and_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its layer sleeps for 40 ms; the others of the even stages for 10, far above what they compute."""
     model = {**QWEN3, "num_hidden_layers": 3}
     layers = {"pipeline.ranks": 3, "pipeline.layers_per_stage": [1, 1, 1], "pipeline.head_weight": None}
-    dragging(monkeypatch, {0: 0.01, 1: 0.04, 2: 0.01})
+    timed(monkeypatch, {0: 0.01, 1: 0.04, 2: 0.025})  # the last one has the head
     keys = {**layers, "pipeline.microbatches": 1}
     run(preflight(config(tmp_path, model, keys, steps=24, evaluate_every=24)))
     (row,) = [row for row in metrics(tmp_path) if "slow_ranks" in row]
+    assert row["step"] == IN_A_ROW + 2
     (entry,) = row["slow_ranks"]
     assert (entry["rank"], entry["host"]) == (1, socket.gethostname())
-    assert entry["times"] > FACTOR
-    assert entry["ms"]["F"] >= 40
+    assert entry["times"] > 3
+    assert entry["ms"] == {"F": 40}
     said = capsys.readouterr().out
     assert said.count(f"penstock: warning: rank 1 on {socket.gethostname()} is ") == 1
     assert "hosts, by the time of the slowest rank over its prediction:\n" in said
-    assert f"{entry['times']:.1f}"[:3] in said
+    assert f"  {entry['times']:.2f}  rank 1 on {socket.gethostname()}: F 40 ms (predicted " in said
+
+
+def test_seconds_of_ops_are_summed_by_their_kind() -> None:
+    program = [Op(0, "F", 0), Op(0, "F", 1), Op(0, "I", 0), Op(0, "W", 0), Op(0, "B", 1)]
+    times = [
+        0.0,
+        1.0,
+        9.0,
+        9.0,
+        2.0,
+        4.5,
+        9.0,
+        9.0,
+        5.0,
+        6.0,
+        9.0,
+        9.0,
+        6.0,
+        6.5,
+        9.0,
+        9.0,
+        7.0,
+        9.0,
+        9.0,
+        9.0,
+    ]
+    assert OpSeconds.of(program, times) == OpSeconds(3.5, 2.0, 1.0, 0.5)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"cp": 2}])
-def test_peers_of_other_pipelines_are_compared(pool: Pool, tmp_path: Path, parallel: dict[str, int]) -> None:
-    """Those of cp wait for each other within ops: both are slower than the other stage."""
+def test_a_slow_rank_of_another_pipeline_is_named(
+    pool: Pool, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    """Beside its peer with dp_replicate, beside the other stage with cp."""
     made = tree(tmp_path)
     made["model"]["config"] |= {"num_key_value_heads": 2}
     made["train"] |= {"steps": 26, "evaluate_every": 26}
-    said = pool.run(4, dragged_second_pipeline, {**made, "parallel": parallel})
+    said = pool.run(4, with_a_slow_rank, {**made, "parallel": parallel})
     assert [each["error"] for each in said] == [""] * 4
     (row,) = [row for row in metrics(tmp_path) if "slow_ranks" in row]
-    found = [(each["pipeline"], each["rank"]) for each in row["slow_ranks"]]
-    assert found == ([(0, 1), (1, 1)] if "cp" in parallel else [(1, 1)])
+    assert [(each["pipeline"], each["rank"]) for each in row["slow_ranks"]] == [(1, 1)]
     assert "rank 1 of pipeline 1 on " in said[0]["said"]
 
 
-def dragged_second_pipeline(made: dict[str, Any]) -> dict[str, Any]:
-    """Rank 1 of the second pipeline drags."""
-    TrainConfig.model_validate(made)
+def with_a_slow_rank(made: dict[str, Any]) -> dict[str, Any]:
+    """The last process is slow. The head costs as much as one and a half layers."""
     with pytest.MonkeyPatch.context() as patch:
-        last = dist.get_rank() == 3
-        dragging(patch, {0: 0.01, 1: 0.08 if last else 0.01})  # its head costs as much as three layers
+        timed(patch, {0: 0.01, 1: 0.05 if dist.get_rank() == 3 else 0.025})
         return jobs_train.trained(made)

@@ -109,7 +109,7 @@ def by_hand(made: TrainConfig) -> tuple[list[list[Any]], dict[str, torch.Tensor]
 def test_a_run_with_spikes_is_the_loop_by_hand(
     tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bit for bit, with dropout; then stopped at each checkpoint and resumed."""
+    """Bit for bit, with dropout; then resumed from a checkpoint."""
     made = spiky(tmp_path, then)
     kept, weights, left_out = by_hand(made)
     run(preflight(made))
@@ -132,11 +132,10 @@ def test_a_run_with_spikes_is_the_loop_by_hand(
             report([tmp_path / "out"]).read_text()
         )
     rows, last = exact(tmp_path), tensors(checkpoint(tmp_path, STEPS))
-    for step in range(EVERY, STEPS, EVERY):
-        run(preflight(made, str(checkpoint(tmp_path, step))))
-        assert exact(tmp_path) == rows
-        again = tensors(checkpoint(tmp_path, STEPS))
-        assert all(torch.equal(again[name], value) for name, value in last.items())
+    run(preflight(made, str(checkpoint(tmp_path, 3 * EVERY))))
+    assert exact(tmp_path) == rows
+    again = tensors(checkpoint(tmp_path, STEPS))
+    assert all(torch.equal(again[name], value) for name, value in last.items())
 
 
 def test_a_checkpoint_has_the_losses_and_the_rows_that_were_left_out(tmp_path: Path) -> None:
@@ -159,6 +158,7 @@ def alter_state(path: Path, **keys: Any) -> None:
     relist(path)
 
 
+@pytest.mark.sweep
 def test_optimizers_that_step_in_the_drain_leave_the_same_spikes_out(tmp_path: Path, pool: Pool) -> None:
     """Over two processes, of which the second one has stepped when the loss is known: that is undone."""
     for then in ("skip", "rewind"):
@@ -193,10 +193,10 @@ def test_all_ranks_of_a_mesh_do_the_same(
     alone = folder_of(tmp_path, "alone")
     run(preflight(TrainConfig.model_validate({**made, "output": {"folder": str(alone / "out")}})))
     assert any("skipped" in row for row in metrics(alone))
-    close = 0.3 if "tp" in parallel else 5e-3  # tp rounds otherwise, and Adam's first steps are signs
     for row, other in zip(found, exact(alone), strict=True):
         assert [row[0], *row[3:6]] == [other[0], *other[3:6]]
-        assert row == pytest.approx(other, rel=close)
+        if "tp" not in parallel:  # it rounds otherwise, and Adam's first steps are signs
+            assert row == pytest.approx(other, rel=5e-3)
 
 
 def test_accumulated_calls_are_judged_by_the_loss_of_all(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_accumulated_calls_are_judged_by_the_loss_of_all(tmp_path: Path) -> None
     assert_same_tensors(checkpoint(tmp_path / "False", STEPS), checkpoint(tmp_path / "True", STEPS))
 
 
-@pytest.mark.parametrize("packing", ["stream", "sequential"])
+@pytest.mark.parametrize("packing", ["stream", pytest.param("sequential", marks=pytest.mark.sweep)])
 def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packing: str) -> None:
     """The rows are numbered as those of the same run without spikes: row k of the stream is row k."""
     keys = {
@@ -235,9 +235,8 @@ def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packi
         [piece.ids.tolist() for piece in row] for row in next_rows.rows
     ]
     rows = exact(tmp_path)
-    for step in (EVERY, 2 * EVERY):
-        run(preflight(made, str(checkpoint(tmp_path, step))))
-        assert exact(tmp_path) == rows
+    run(preflight(made, str(checkpoint(tmp_path, EVERY))))
+    assert exact(tmp_path) == rows
 
 
 # ---- What is a spike, and what too many are
