@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,9 +114,9 @@ def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(
 # ---- As processes of their own
 
 
-def start(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", *launcher, "penstock", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
@@ -324,3 +324,41 @@ def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
     )
     assert err.count("penstock: ") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+
+
+@pytest.mark.sweep
+def test_a_killed_rank_costs_no_more_than_a_step_where_steps_are_kept_in_memory(tmp_path: Path) -> None:
+    """Before the first checkpoint, and from then on: nothing is on the disk until the last step."""
+    (tmp_path / "whole").mkdir()
+    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30})))[0] == 0
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    file = config_file(tmp_path, train={"steps": 30, "memory_checkpoint_every": 1})
+    process = start("train", file, "--restarts", "2", PENSTOCK_MEMORY=str(memory))
+    lost = []
+    for step, rank in ((3, "1"), (9, "0")):
+        while not any(row.get("loss") and row["step"] >= step for row in rows_so_far(tmp_path)):
+            assert process.poll() is None
+            time.sleep(0.01)
+        killed = ranks_of(process.pid)[rank]
+        os.kill(killed, signal.SIGKILL)
+        while alive(killed):
+            time.sleep(0.01)
+        lost.append(max(row["step"] for row in rows_so_far(tmp_path)))
+    code, out, err = finish(process)
+    assert code == 0, err
+    failures = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
+    assert [each["exit_code"] for each in failures] == [137, 137]
+    for failure, step in zip(failures, lost, strict=True):
+        assert step - 1 <= failure["checkpoint"] <= step + 1
+        assert f"going on from step {failure['checkpoint']}, which was in memory" in out
+    assert_same_tensors(checkpoint(tmp_path / "whole", 30), checkpoint(tmp_path, 30))
+    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 31))
+    assert list(memory.iterdir()) == []
+
+
+def rows_so_far(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, but for a line that is being written."""
+    file = folder / "out" / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]

@@ -87,7 +87,7 @@ def _random_states(pipe: SplitModel) -> dict[str, RandomState]:
     """By file, of the processes that host the same stages. Collective over these."""
     local = {"cpu": torch.get_rng_state()}
     if pipe.reductions.min(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
-        local["cuda"] = torch.cuda.get_rng_state(_gpu(pipe))
+        local["cuda"] = torch.cuda.get_rng_state(gpu_of(pipe))
     files, place = _random_files(pipe)
     states: dict[str, RandomState] = {file: {} for file in files}
     for kind, state in local.items():
@@ -111,10 +111,10 @@ def set_random_state(state: RandomState, pipe: SplitModel) -> None:
     if "cpu" in state:
         torch.set_rng_state(state["cpu"].clone())
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"].clone(), _gpu(pipe))
+        torch.cuda.set_rng_state(state["cuda"].clone(), gpu_of(pipe))
 
 
-def _gpu(pipe: SplitModel) -> torch.device:
+def gpu_of(pipe: SplitModel) -> torch.device:
     """The pipeline's, whatever is current; the current one where the pipeline is on none."""
     return pipe.device if pipe.device.type == "cuda" else torch.device("cuda")
 

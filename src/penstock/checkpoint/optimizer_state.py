@@ -112,13 +112,13 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
                 if not isinstance(value, Tensor):
                     state.numbers.setdefault(name, {})[part] = value
                     continue
-                for piece, tensor in _plain(part, value).items():
+                for piece, tensor in plain_parts(part, value).items():
                     whole = host_copy(tensor) if copied else full_tensor(tensor).detach().contiguous()
                     state.tensors[f"{piece}.{name}"] = whole
     return state
 
 
-def _plain(part: str, value: Tensor) -> dict[str, Tensor]:
+def plain_parts(part: str, value: Tensor) -> dict[str, Tensor]:
     """A part of a state as plain tensors: one in blocks, of torchao, is its codes and the blocks' scales."""
     if not _is_in_blocks(value):
         return {part: value}
@@ -264,7 +264,7 @@ class StoredState:
             for optimizer, group, entries, lr in found:
                 for parameter, entry in entries:
                     tensors = self._tensors(group, parameter, entry)
-                    state = {**entry.numbers, **_with_blocks(tensors, optimizer, parameter)}
+                    state = {**entry.numbers, **with_blocks(tensors, optimizer, parameter)}
                     optimizer.state.pop(parameter, None)
                     if state:
                         optimizer.state[parameter] = state
@@ -325,7 +325,7 @@ class StoredState:
         return tensors
 
 
-def _with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
+def with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
     """`tensors` with each part in blocks put together, in a buffer as `optimizer` makes it."""
     found = {}
     for part, value in tensors.items():

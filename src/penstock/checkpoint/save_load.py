@@ -150,7 +150,7 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
             content = json.loads((path / BASE).read_text(encoding="utf-8"))["config"]
         else:
             content = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        theirs = _comparable(type(config).from_dict(content).to_dict())
+        theirs = comparable(type(config).from_dict(content).to_dict())
         kind = content.get("model_type")
     except Exception as error:  # whatever a model's own code says to a damaged config
         raise CheckpointError(
@@ -158,17 +158,17 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
         ) from error
     if kind != config.model_type:
         raise unfit(path, f"model config model_type={kind}", f"the model has {config.model_type}")
-    ours = _comparable(type(config).from_dict(json.loads(config.to_json_string())).to_dict())
+    ours = comparable(type(config).from_dict(json.loads(config.to_json_string())).to_dict())
     for key in sorted(ours.keys() | theirs.keys()):
         if theirs.get(key) != ours.get(key):
             raise unfit(path, f"model config {key}={theirs.get(key)}", f"the model has {ours.get(key)}")
 
 
-def _comparable(config: Any) -> Any:
+def comparable(config: Any) -> Any:
     """Without incidental keys, in nested configs too."""
     if not isinstance(config, Mapping):
         return list(config) if isinstance(config, tuple) else config
-    return {key: _comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
+    return {key: comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
 
 
 class CheckpointWriter:

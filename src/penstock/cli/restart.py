@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from penstock.checkpoint.shards import newest_in
 from penstock.launch.restarts import Saved, keep_running
 from penstock.launch.start import Launcher, Server
 from penstock.train.checkpoints import NEWEST, newest_checkpoint, read_state
+from penstock.train.owner import last_run
 
 _SHARED = ("penstock", "torch", "transformers", "safetensors", "numpy", "rich", "peft")
 
@@ -50,18 +52,29 @@ class _GoesOn:
 
     def __init__(self, resume: str | None, output: Path) -> None:
         self.at, self._output = resume, output
-        self._before = self._newest()
+        self._before, self._in_memory_before = self._newest(), self._in_memory()
 
     def saved(self) -> Saved:
-        newest = self._newest()
+        newest, in_memory = self._newest(), self._in_memory()
         if newest is not None and newest != self._before:  # else it may be another run's
             self.at = NEWEST
+        if in_memory is not None and in_memory != self._in_memory_before:
+            self.at = NEWEST
+        on_disk = self._on_disk(newest)
+        return max(on_disk, in_memory) if in_memory and self.at == NEWEST else on_disk
+
+    def _on_disk(self, newest: tuple[Path, int] | None) -> Saved:
         path = None
         if self.at == NEWEST:
             path = newest[0] if newest is not None else None
         elif self.at is not None:
             path = Path(self.at).expanduser()
         return Saved() if path is None else Saved(read_state(path)["step"], path.stat().st_mtime)
+
+    def _in_memory(self) -> Saved | None:
+        run = last_run(self._output)
+        found = None if run is None else newest_in(run)
+        return None if found is None else Saved(*found)
 
     def _newest(self) -> tuple[Path, int] | None:
         path = newest_checkpoint(self._output).path

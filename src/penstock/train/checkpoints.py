@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,17 @@ def read_state(path: Path) -> dict[str, Any]:
     check_contents(path, STATE)
     try:
         state = read_json(path / STATE)
+    except UNREADABLE as error:
+        raise _unreadable(f"checkpoint {path}: {STATE}") from error
+    return checked_state(state, f"checkpoint {path}: {STATE}")
+
+
+def checked_state(state: dict[str, Any], name: str) -> dict[str, Any]:
+    """The state of `state_after`, with what older versions lack. name: of the checkpoint, for an error
+
+    Raises CheckpointError for a value that no run has.
+    """
+    try:
         found = {
             "step": state["step"],
             "run": state.get("run", UNNAMED),
@@ -112,12 +123,16 @@ def read_state(path: Path) -> dict[str, Any]:
         }
         wrong = [name for name, fits in _fitting(**found).items() if not fits]
     except UNREADABLE as error:
-        rule = "a run goes on from its step and config, and they cannot be read"
-        raise CheckpointError(f"checkpoint {path}: {STATE}", rule, _REMEDY) from error
+        raise _unreadable(name) from error
     if wrong:
-        value = f"checkpoint {path}: {STATE}: {wrong[0]}={found[wrong[0]]!r}"
+        value = f"{name}: {wrong[0]}={found[wrong[0]]!r}"
         raise CheckpointError(value, "no run has such a value", _REMEDY)
     return found
+
+
+def _unreadable(name: str) -> CheckpointError:
+    rule = "a run goes on from its step and config, and they cannot be read"
+    return CheckpointError(name, rule, _REMEDY)
 
 
 def _fitting(
@@ -156,7 +171,7 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        checkpoint: None for a fresh start
+        checkpoint: None for a fresh start; a run that goes on from memory may be past it
         is_newest: whether an older one may take its place
         done: the steps before, `skipped` of which changed no weight
         best: the best of their evaluations
@@ -164,6 +179,7 @@ class Start:
         notes: lines to show
         run: the identity of the run; None for a fresh start
         data: the place in the data, for `Data.at`
+        remembered: the run whose newest checkpoint may be in memory; None where none is looked for
     """
 
     checkpoint: Path | None = None
@@ -175,6 +191,7 @@ class Start:
     best: Best = NONE_YET
     run: str | None = None
     seen: Seen = NOTHING_SEEN
+    remembered: str | None = None
 
 
 def find_start(
@@ -198,14 +215,17 @@ def find_start(
     if resume is None:
         return Start()
     notes: list[str] = []
+    remembered = None
     if resume == NEWEST:
+        if config.train.memory_checkpoint_every is not None:
+            remembered = last_run(config.output.path)
         newest, torn, damaged = newest_checkpoint(
             config.output.path, before, lambda path: check_fits(path, model, tied_names(model), kinds)
         )
         notes = [f"penstock: warning: passed over {each}" for each in torn]
         if newest is None and not damaged and before is None:
             nothing = f"{config.output.path} holds no checkpoint of its last run: starting from the beginning"
-            return Start(notes=(*notes, nothing))
+            return Start(notes=(*notes, nothing), remembered=remembered)
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
             raise CheckpointError(
@@ -220,26 +240,37 @@ def find_start(
         if odd := not_finite(path):
             notes.append(f"penstock: warning: {odd}")
         check_fits(path, model, tied_names(model), kinds)
-    state = read_state(path)
+    start = start_after(config, read_state(path), f"the checkpoint {path}")
+    notes += [f"going on from {path}", *start.notes]
+    return replace(
+        start, checkpoint=path, is_newest=resume == NEWEST, notes=tuple(notes), remembered=remembered
+    )
+
+
+def start_after(config: TrainConfig, state: dict[str, Any], name: str) -> Start:
+    """The start from a state of `read_state`, with notes of what has changed since. name: for an error
+
+    Raises ConfigError where no step is left to do.
+    """
     if state["step"] >= config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}",
-            f"the checkpoint {path} is of step {state['step']}, so nothing is left to do",
+            f"{name} is of step {state['step']}, so nothing is left to do",
             f"Set train.steps above {state['step']}, or start without --resume",
         )
     stop, best = config.train.early_stop, state["best"]
     if stop is not None and (early := best.ends(stop)):
         raise ConfigError(
             f"train.early_stop.patience={stop.patience}",
-            f"the run of the checkpoint {path} ended early, after step {state['step']}: {early}",
+            f"the run of {name} ended early, after step {state['step']}: {early}",
             f"Set it above {best.since}, or leave early_stop out, to go on",
         )
     changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
-    notes += [f"going on from {path}", *(f"changed since then: {change}" for change in changed)]
+    notes = [f"changed since then: {change}" for change in changed]
     if mesh_change := _mesh_change(state["mesh"], mesh_of(config)):
         notes.append(mesh_change)
-    known = state["step"], state["skipped"], tuple(notes), state["data"], best
-    return Start(path, resume == NEWEST, *known, run=state["run"], seen=state["seen"])
+    known = {"done": state["step"], "skipped": state["skipped"], "data": state["data"]}
+    return Start(**known, notes=tuple(notes), best=best, run=state["run"], seen=state["seen"])
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:

@@ -7,6 +7,8 @@ for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is
                 meanwhile one thread makes the next batch, and one writes the row of the step before
                 after a spike of the loss the run may go back to its last checkpoint, and on with new rows
 save                                             every checkpoint_every, at the end; in the background
+keep in memory                                   every memory_checkpoint_every, but not at the end; meanwhile
+                                                 the next step begins, up to the gradient norm
 
 A signal to any process ends the run on all of them after the same step, with a checkpoint.
 """
@@ -22,13 +24,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
+from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
@@ -51,7 +54,7 @@ from penstock.train.rates import learning_rate
 from penstock.train.record import write_timeline
 from penstock.train.sizes import Size, calls_of
 from penstock.train.slow_ranks import SlowRanks
-from penstock.train.spikes import Spikes
+from penstock.train.spikes import Seen, Spikes
 from penstock.train.throughput import Throughput
 
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
@@ -77,6 +80,7 @@ class Run:
     start: Start
     owner: Owner | None
     stop: Stop
+    memory: MemoryCheckpoints | None = None
     slow_ranks: SlowRanks | None = None
 
 
@@ -132,6 +136,9 @@ def _train(run: Run) -> Outcome:
                 path = _save(run, step, skips.count, batch, best, spikes, last=bool(ended))
             if ended:
                 break
+            if run.memory is not None and _is_kept(run, step):
+                state = partial(_state, run, step, skips.count, batch, best, spikes.seen)
+                run.memory.save(step, state, log.under_way)
     run.writer.wait()
     return Outcome(step, path, run.pipe.timeline, fill, skips.count, ended, bool(stopped), spikes.seen)
 
@@ -205,7 +212,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
         batch = steps.batch()
     parts.end("data")
     size = run.data.sizes.at(step)
-    result, norm, rose = _gradients(run, batch, size, parts, spikes.limit)
+    result, norm, rose = _gradients(run, step, batch, size, parts, spikes.limit)
     if run.pipe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.pipe.device)  # a row has the most since the row before
     judged = {"loss": result.loss, "grad_norm": norm}
@@ -254,7 +261,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
 
 
 def _gradients(
-    run: Run, batch: Batch, size: Size, parts: Parts, largest: float
+    run: Run, number: int, batch: Batch, size: Size, parts: Parts, largest: float
 ) -> tuple[StepResult, float, bool]:
     """Run the pipeline's calls, and clip; the last one also steps where step_in_drain.
 
@@ -267,6 +274,7 @@ def _gradients(
     results = [step(call) for call in calls]
     before = sum(result.loss for result in results)
     if section.step_in_drain and math.isfinite(before):
+        _settle(run, number)
         most = largest - before
         results.append(step(last, optimizer=run.optimizers, max_norm=limit, max_loss=most))
         parts.end("step")
@@ -275,6 +283,7 @@ def _gradients(
     else:
         results.append(step(last))
         parts.end("step")
+        _settle(run, number)
         norm = pipe.clip_grad_norm_(limit)
         parts.end("clip")
     result = StepResult(
@@ -414,6 +423,8 @@ def _go_back(run: Run, step: int, batch: Batch, steps: Steps, skips: Skips, spik
     and what `load_checkpoint` and `Data.without` raise.
     """
     run.writer.wait()
+    if run.memory is not None:
+        run.memory.go_back()
     assert spikes.checkpoint is not None
     load_checkpoint(spikes.checkpoint, run.pipe, run.optimizers, learning_rates=False)
     state = read_state(spikes.checkpoint)
@@ -435,9 +446,7 @@ def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, spikes: S
     """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
     started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
-    name = None if run.owner is None else run.owner.run
-    data = run.data.state(step, batch.position)
-    state = state_after(step, name, run.config, skipped, data, best, spikes.seen)
+    state = _state(run, step, skipped, batch, best, spikes.seen)
     run.writer.save(
         path, run.optimizers, state, extra=partial(_save_tokenizer, run), then=partial(_prune, run, path)
     )
@@ -448,6 +457,24 @@ def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, spikes: S
         seconds = time.perf_counter() - started
         run.metrics.write({"step": step, "checkpoint": path.name, "seconds": seconds})
     return path
+
+
+def _state(run: Run, step: int, skipped: int, batch: Batch, best: Best, seen: Seen) -> dict[str, Any]:
+    """What a run goes on from after `step`, but for weights and the optimizers' state."""
+    name = None if run.owner is None else run.owner.run
+    return state_after(step, name, run.config, skipped, run.data.state(step, batch.position), best, seen)
+
+
+def _is_kept(run: Run, step: int) -> bool:
+    """Whether the state after `step` goes into memory."""
+    every = run.config.train.memory_checkpoint_every
+    return every is not None and step % every == 0
+
+
+def _settle(run: Run, step: int) -> None:
+    """Wait for what is being copied from the weights, which change next; before a save for all of it."""
+    if run.memory is not None:
+        run.memory.settle(exchanged=_is_kept(run, step))
 
 
 def _save_tokenizer(run: Run, folder: Path) -> None:

@@ -173,6 +173,11 @@ class Log:
         if self._metrics is not None:
             self._row = self._thread.submit(self._write, row, self._metrics)
 
+    @property
+    def under_way(self) -> Future[None] | None:
+        """The row that is being written, if any."""
+        return self._row
+
     def flush(self) -> None:
         """Return when every row is written. Raises OSError."""
         row, self._row = self._row, None

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig
 
 from penstock.batch.packing import refuse_packed
+from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from penstock.checkpoint.shards import remove_superseded
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
 from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
@@ -29,6 +31,7 @@ from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
 from penstock.models.weights.saved_adapter import check_base
 from penstock.parallel.axes import Axes
+from penstock.parallel.world import close_on_error
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
@@ -36,7 +39,14 @@ from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
-from penstock.train.checkpoints import NEWEST, Start, find_start, remove_unfinished
+from penstock.train.checkpoints import (
+    NEWEST,
+    Start,
+    checked_state,
+    find_start,
+    remove_unfinished,
+    start_after,
+)
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
@@ -46,7 +56,7 @@ from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
 from penstock.train.optimizer import make_optimizers, trained_by
 from penstock.train.outcome import Outcome, check_prompt, report_outcome
-from penstock.train.owner import Owner, new_run, owned
+from penstock.train.owner import Owner, last_run, new_run, owned
 from penstock.train.profile import profile_note
 from penstock.train.record import recorded
 from penstock.train.settings import (
@@ -245,7 +255,9 @@ def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
     owning: AbstractContextManager[Owner | None] = nullcontext()
     if is_first():
         _make_folder(output)
-        owning = owned(output, prepared.start.run or new_run(), partial(print, flush=True))
+        start = prepared.start  # of a run that was killed before its first checkpoint some may be in memory
+        run = start.run or start.remembered or new_run()
+        owning = owned(output, run, partial(print, flush=True))
     with owning as owner:
         if owner is not None:
             with suppress(OSError):  # it costs room alone
@@ -261,7 +273,9 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     auto = _balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
     pipe = replace(auto, common=common).build(prepared.model)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
-    prepared = _resumed(prepared, pipe, optimizers)
+    memory = _memory(config, pipe, optimizers, owner)
+    with close_on_error(memory) if memory else nullcontext():
+        prepared = _recalled(prepared, pipe, memory) or _resumed(prepared, pipe, optimizers)
     start = prepared.start
     _make_folder(output)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
@@ -274,14 +288,14 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     notes = *prepared.notes, profile_note(config.train, start.done), throughput.note
     record = recorded(config, owner, start.done, pipe.schedule.ranks, pipe.device, display.say)
     writer = CheckpointWriter(pipe, background=config.train.checkpoint_background)
-    with display, record as trackers, writer:
+    with display, record as trackers, writer, memory or nullcontext():
         for note in filter(None, notes):
             display.say(note)
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
         outcome = train(Run(
             config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start,
-            owner, stop, slow_ranks if metrics else None,
+            owner, stop, memory, slow_ranks if metrics else None,
         ))  # fmt: skip
         trackers.stopped = outcome.ended if outcome.stopped else ""
     if metrics:
@@ -292,12 +306,50 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     pipe.processes.gather(None)  # no rank leaves while process 0 still writes
     if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
         dist.barrier()  # nor does another pipeline
+    if memory is not None:
+        memory.remove()
     pipe.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     if outcome.stopped:
         record_stop(outcome.ended)
     return outcome
+
+
+def _memory(
+    config: TrainConfig, pipe: Pipeline, optimizers: Sequence[Optimizer], owner: Owner | None
+) -> MemoryCheckpoints | None:
+    """The in-memory checkpoints, if the config has some. Collective. What others left for ever is removed."""
+    remove_superseded(last_run)
+    if config.train.memory_checkpoint_every is None:
+        return None
+    run, timeout = None if owner is None else owner.run, config.pipeline.timeout_seconds
+    return MemoryCheckpoints(pipe, optimizers, run, config.output.path, timeout)
+
+
+def _recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints | None) -> Prepared | None:
+    """Put back what is in memory, where it is newer than the checkpoint of `prepared.start`. Collective.
+
+    The result starts there; None where there is nothing newer. Raises what `start_after` and `Data.at` raise.
+    """
+    config, start = prepared.config, prepared.start
+    if memory is None:
+        return None
+    if pipe._everyone.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
+        memory.forget()
+        return None
+    found = memory.recall(start.done)
+    if is_first():  # the display comes later
+        for each in found.passed:
+            print(f"penstock: warning: passed over {each}", flush=True)
+    if found.state is None:
+        return None
+    state = checked_state({**found.state, "run": memory.run}, f"the checkpoint in {memory.folder}")
+    newer = replace(start_after(config, state, "the checkpoint in memory"), checkpoint=start.checkpoint)
+    others = [note for note in prepared.notes if note not in start.notes]
+    where = f"going on from step {newer.done}, which was in memory ({memory.folder})"
+    notes = *others, where, *newer.notes
+    return replace(prepared, start=newer, notes=notes, data=_data_at(config, prepared.data, newer))
 
 
 def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
@@ -350,7 +402,7 @@ def _balanced(prepared: Prepared) -> AutoPipeline:
 def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     """Compare the pipeline with the whole model, as train.check says. Collective."""
     mode, folder, auto = prepared.config.train.check, prepared.start.checkpoint, prepared.auto
-    if mode == "off" or (mode == "auto" and folder is not None):
+    if mode == "off" or (mode == "auto" and prepared.start.done):
         return
     source = prepared.plan.source
     if folder is not None and source.adapter is None:

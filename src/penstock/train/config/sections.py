@@ -398,6 +398,9 @@ class TrainSection(Section):
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
+    # Every so many steps each rank's state is kept in its host's memory (/dev/shm), and with several hosts in
+    # another's too: a lost process then costs no more steps than these; null: never
+    memory_checkpoint_every: Count | None = None
     # seconds from SIGTERM, SIGUSR1 or Ctrl-C until a checkpoint is written and the run has ended; a second
     # signal ends it at once
     stop_seconds: Positive = 60.0
@@ -440,6 +443,15 @@ class TrainSection(Section):
                 rule = f"ramp has a phase until step {phase.until} after one until step {last}"
                 raise ValueError(f"{rule}; give the phases in their order, each with a later step")
             last = phase.until
+        return self
+
+    @model_validator(mode="after")
+    def memory_is_no_file(self) -> Self:
+        if self.memory_checkpoint_every is not None and self.check == "always":
+            raise ValueError(
+                "check=always compares a resumed run with the files of its checkpoint, and there are none in "
+                "memory; take check=auto, or leave memory_checkpoint_every out"
+            )
         return self
 
     @field_validator("check", mode="before")

@@ -1,0 +1,300 @@
+"""Shards of in-memory checkpoints: files in host memory, which outlives the process that wrote them.
+
+/dev/shm/penstock-<run>/        what one host has of one run; PENSTOCK_MEMORY is another folder in memory
+    host                        a name of this memory, drawn at random, and the run's output folder
+    rank-00001.0                a shard: the bytes of all tensors that rank 1 had after a step
+    rank-00001.0.whole          what it is of; written last, and under its name at once
+    rank-00001.1 ...            the shard before it: the two are written in turn
+
+A shard is whole where its description lies next to it, which goes before the bytes change: a process that is
+killed at any moment leaves a whole one. The description has a checksum of the bytes, and of itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError, ConfigError, RunError
+from penstock.models.weights.folder import UNREADABLE
+from penstock.reading import MIB, read_bytes
+
+_ROOT = "PENSTOCK_MEMORY"
+_WHOLE = ".whole"
+_HOST = "host"
+_PATIENCE = 10.0  # seconds for a process of the last attempt to end
+
+
+class Mark(NamedTuple):
+    """Shards of one mark, one of each rank, make a checkpoint.
+
+    attempt: drawn at each start of the run: after a restart a step may come again, from other weights
+    """
+
+    step: int
+    attempt: str
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A whole shard, by its description.
+
+    size: bytes; checksum: of them; content: whatever the writer said of them
+    written: seconds of time.time()
+    """
+
+    file: Path
+    rank: int
+    world: int
+    mark: Mark
+    size: int
+    checksum: int
+    content: Mapping[str, Any]
+    written: float = 0.0
+
+    def read(self) -> Tensor:
+        """The bytes. Raises CheckpointError where they are not what was written."""
+        found = self.mapped()
+        if found.numel() != self.size or checksum(found) != self.checksum:
+            rule = "its contents differ from what was written (checksum)"
+            raise CheckpointError(f"{self.file}, of step {self.mark.step}", rule, "An older one is taken")
+        return found
+
+    def mapped(self) -> Tensor:
+        """The bytes, mapped into memory; none where they cannot be read."""
+        with suppress(OSError, ValueError), self.file.open("rb") as opened:
+            # private, as torch takes no memory that may not be written to
+            mapped = mmap.mmap(opened.fileno(), self.size, mmap.MAP_PRIVATE)
+            return torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8)
+
+
+def checksum(data: Tensor) -> int:
+    """The sum of 64-bit words: it notices any change of one word, at the speed of memory."""
+    return int(data.view(torch.int64).sum())
+
+
+# ---- a host's memory
+
+
+def memory_root() -> Path:
+    """The folder in memory under which each run has its own."""
+    return Path(os.environ.get(_ROOT) or "/dev/shm")
+
+
+def folder_of(run: str) -> Path:
+    """Where this host keeps the shards of `run`."""
+    return memory_root() / f"penstock-{run}"
+
+
+class HostMemory:
+    """The folder of a run on this host, held open by this process. name: the same on all its processes"""
+
+    def __init__(self, run: str, output: Path) -> None:
+        """Raises ConfigError where nothing can be written there."""
+        self.folder = folder_of(run)
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            _create(self.folder / _HOST, {"name": secrets.token_hex(8), "output": str(output.absolute())})
+            self._lock = (self.folder / _HOST).open("rb")
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # `remove_superseded` sees that somebody is there
+            self.name: str = json.loads(self._lock.read())["name"]
+        except (OSError, ValueError) as error:
+            rule = f"no checkpoint can be kept there ({error})"
+            remedy = f"Name a folder in memory by {_ROOT}, or leave train.memory_checkpoint_every out"
+            raise ConfigError(f"memory at {self.folder.parent}", rule, remedy) from error
+
+    def forget(self, kept: Mark | None = None) -> None:
+        """Remove all shards but those of one mark."""
+        for shard in shards_in(self.folder):
+            if shard.mark != kept:
+                shard.file.with_name(shard.file.name + _WHOLE).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Give the memory back: the run has ended. Other processes of this host may do so too."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def remove_superseded(last_run: Any) -> None:
+    """Remove from this host what killed runs have left whose output folder is gone, or another run's by now.
+
+    last_run: function from an output folder to the run that owns it or was the last to do so, or None
+    """
+    for folder in memory_root().glob("penstock-*"):
+        with suppress(*UNREADABLE), (folder / _HOST).open("rb") as host:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            fcntl.flock(host, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where a process of that run lives
+            output = Path(json.loads(host.read())["output"])
+            owner, gone = last_run(output), output.parent.is_dir() and not output.exists()
+            if gone or (owner is not None and f"penstock-{owner}" != folder.name):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def shards_in(folder: Path) -> list[Shard]:
+    """The whole shards of a folder, as their descriptions say. What is damaged is not whole."""
+    found = []
+    for path in sorted(folder.glob(f"rank-*{_WHOLE}")):
+        with suppress(*UNREADABLE):
+            found.append(_described(path))
+    return found
+
+
+def newest_in(run: str) -> tuple[int, float] | None:
+    """Step and time of the newest checkpoint of `run` that is whole on this host alone; None without one."""
+    by_mark: dict[Mark, dict[int, Shard]] = {}
+    for shard in shards_in(folder_of(run)):
+        by_mark.setdefault(shard.mark, {})[shard.rank] = shard
+    whole = [
+        (mark.step, max(shard.written for shard in held.values()))
+        for mark, held in by_mark.items()
+        if is_whole(held, next(iter(held.values())).world)
+    ]
+    return max(whole, default=None)
+
+
+def is_whole(ranks: Iterable[int], world: int) -> bool:
+    """Whether each rank of `world` is among `ranks`."""
+    return set(ranks) >= set(range(world))
+
+
+def _described(path: Path) -> Shard:
+    """Raises one of UNREADABLE."""
+    check, _, text = read_bytes(path).partition(b" ")
+    if int(check, 16) != zlib.crc32(text):
+        raise ValueError("its checksum is another")
+    known = json.loads(text)
+    mark = Mark(known.pop("step"), known.pop("attempt"))
+    return Shard(file=path.with_suffix(""), mark=mark, written=path.stat().st_mtime, **known)
+
+
+def _create(file: Path, content: Any) -> None:
+    """Make a file with this content, unless another process has made it."""
+    fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    fresh.write_text(json.dumps(content), encoding="utf-8")
+    with suppress(FileExistsError):
+        os.link(fresh, file)
+    fresh.unlink()
+
+
+# ---- one rank's files
+
+
+class Slots:
+    """The two files of one rank's shards on this host. Only this process writes them."""
+
+    def __init__(self, memory: HostMemory, rank: int, world: int) -> None:
+        """Raises RunError where a process of an earlier attempt lives, and still may write them."""
+        self._folder, self._rank, self._world = memory.folder, rank, world
+        self._names = [f"rank-{rank:05d}.{number}" for number in (0, 1)]
+        self._mapped: dict[str, Tensor] = {}
+        self._lock = (self._folder / f"rank-{rank:05d}.lock").open("w")
+        self._take()
+
+    def _take(self) -> None:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if time.monotonic() > end:
+                    self._lock.close()
+                    rule = f"another process writes the checkpoints of rank {self._rank} there"
+                    remedy = "End what is left of the last attempt"
+                    raise RunError(str(self._folder), rule, remedy) from error
+                time.sleep(0.05)
+
+    def close(self) -> None:
+        self._mapped = {}
+        self._lock.close()
+
+    def begin(self, size: int) -> tuple[str, Tensor]:
+        """The name and the bytes of the next shard, in place of the older one. size: a multiple of 8
+
+        Raises ConfigError where the memory has too little room for both.
+        """
+        older, newer = sorted(self._names, key=self._written)
+        (self._folder / f"{older}{_WHOLE}").unlink(missing_ok=True)
+        self._reserve(older, size)
+        if not self._written(newer):
+            self._reserve(newer, size)
+        return older, self._mapped[older]
+
+    def _written(self, name: str) -> int:
+        """When a shard became whole; 0 where it is not."""
+        with suppress(FileNotFoundError):
+            return (self._folder / f"{name}{_WHOLE}").stat().st_mtime_ns
+        return 0
+
+    def _reserve(self, name: str, size: int) -> None:
+        """Have a file of `size` bytes. A write to memory that is not there would kill the process."""
+        if name in self._mapped and self._mapped[name].numel() == size:
+            return
+        file = self._folder / name
+        file.unlink(missing_ok=True)  # not cut: who reads the old one goes on to do so
+        with file.open("x+b") as opened:
+            try:
+                os.posix_fallocate(opened.fileno(), 0, size)
+            except OSError as error:
+                file.unlink()
+                raise self._no_room(size, error) from error
+            self._mapped[name] = torch.frombuffer(mmap.mmap(opened.fileno(), size), dtype=torch.uint8)
+
+    def _no_room(self, size: int, error: OSError) -> ConfigError:
+        root = self._folder.parent
+        others = [each.name for each in root.glob("penstock-*") if each != self._folder]
+        left = f"; {', '.join(sorted(others))} may be left of killed runs" if others else ""
+        return ConfigError(
+            "train.memory_checkpoint_every",
+            f"rank {self._rank} keeps two shards of {size / MIB:,.0f} MiB in {root}, which has "
+            f"{shutil.disk_usage(root).free / MIB:,.0f} MiB left ({error.strerror}){left}",
+            f"Give it more (docker run --shm-size=...), name another folder in memory by {_ROOT}, or leave "
+            "train.memory_checkpoint_every out",
+        )
+
+    def commit(self, name: str, mark: Mark, content: Mapping[str, Any], found: int | None = None) -> None:
+        """The bytes of `name` are complete: from now on they are a shard.
+
+        found: their checksum, where it is known
+        """
+        data = self._mapped[name]
+        known = {"rank": self._rank, "world": self._world, "step": mark.step, "attempt": mark.attempt}
+        sums = {"size": data.numel(), "checksum": checksum(data) if found is None else found}
+        text = json.dumps({**known, **sums, "content": content}).encode()
+        fresh = self._folder / f".{name}{_WHOLE}"
+        fresh.write_bytes(f"{zlib.crc32(text):08x} ".encode() + text)
+        os.replace(fresh, self._folder / f"{name}{_WHOLE}")
+
+
+def laid_out(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], int]:
+    """Where each tensor lies in a shard: (name, dtype, shape, first byte) of each, and the bytes in all."""
+    table, end = [], 0
+    for name, tensor in tensors.items():
+        table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])
+        end += -(-tensor.nbytes // 64) * 64
+    return table, max(end, 64)
+
+
+def views(data: Tensor, table: Iterable[list[Any]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that lie in `data`, by name."""
+    for name, kind, shape, begin in table:
+        dtype = getattr(torch, kind)
+        count = torch.Size(shape).numel() * dtype.itemsize
+        yield name, data[begin : begin + count].view(dtype).view(shape)
