@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -313,6 +314,19 @@ def test_a_lost_host_has_its_copies_on_the_next(pool: Pool, tmp_path: Path, keep
     assert "going on from step 4, which was in memory" in said
     assert_same_tensors(checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path, STEPS))
     assert [list(host.iterdir()) for host in hosts] == [[], []]
+
+
+def test_a_copy_that_was_cut_short_is_not_taken(pool: Pool, tmp_path: Path) -> None:
+    """It would end the start of each attempt alike, where its bytes could not be mapped to be sent."""
+    made, hosts = sections(tmp_path), [tmp_path / "a", tmp_path / "b"]
+    over(pool, made, hosts, 5)
+    shutil.rmtree(hosts[1])
+    (newest,) = (path for path in shards(hosts[0])[:2] if path.name.startswith("rank-00001"))
+    os.truncate(newest, 64)
+    errors, said = over(pool, made, hosts, None, NEWEST)
+    assert errors == {""}
+    assert "passed over step 4 in memory: rank 1: " in said
+    assert "going on from step 3, which was in memory" in said
 
 
 def test_where_both_copies_are_lost_the_disk_counts(pool: Pool, tmp_path: Path) -> None:

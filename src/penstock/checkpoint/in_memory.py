@@ -270,7 +270,8 @@ class MemoryCheckpoints:
     def _keep(self, job: _Job, copies: Sequence[Copy], moment: Time) -> None:
         """Copy what only an optimizer changes, complete the shard, and exchange it with the neighbours."""
         try:
-            torch._foreach_copy_([host for _, host in copies], [tensor for tensor, _ in copies])
+            if copies:
+                torch._foreach_copy_([host for _, host in copies], [tensor for tensor, _ in copies])
             stream.reach(moment)
             if job.after is not None:
                 wait([job.after])  # whoever asks for its result gets its error

@@ -58,10 +58,10 @@ class _GoesOn:
         newest, in_memory = self._newest(), self._in_memory()
         if newest is not None and newest != self._before:  # else it may be another run's
             self.at = NEWEST
-        if in_memory is not None and in_memory != self._in_memory_before:
-            self.at = NEWEST
-        on_disk = self._on_disk(newest)
-        return max(on_disk, in_memory) if in_memory and self.at == NEWEST else on_disk
+        if in_memory is None or in_memory == self._in_memory_before:
+            return self._on_disk(newest)
+        self.at = NEWEST
+        return max(self._on_disk(newest), in_memory)
 
     def _on_disk(self, newest: tuple[Path, int] | None) -> Saved:
         path = None
