@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,27 @@ def test_an_adapter_goes_on_from_memory(
     lose(made(tmp_path, 1), 4)
     assert "going on from step 3" in go_on(made(tmp_path, 1), capsys)
     assert_same_tensors(checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path, STEPS))
+
+
+@pytest.mark.parametrize("in_drain", [False, True])
+def test_no_weight_changes_before_it_is_copied(
+    memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_drain: bool
+) -> None:
+    """The thread begins late here, when all forwards and backwards of the next step are done."""
+    keys = {"train.step_in_drain": in_drain}
+    whole = undisturbed(tmp_path, QWEN3, keys)
+    made = config(tmp_path, QWEN3, keys, steps=STEPS, memory_checkpoint_every=1)
+    with pytest.MonkeyPatch.context() as patch:
+        keep = in_memory.MemoryCheckpoints._keep
+
+        def late(self: Any, *arguments: Any) -> None:
+            time.sleep(0.05)
+            keep(self, *arguments)
+
+        patch.setattr(in_memory.MemoryCheckpoints, "_keep", late)
+        lose(made, 4)
+    assert "going on from step 3" in go_on(made, capsys)
+    assert_same_tensors(whole, checkpoint(tmp_path, STEPS))
 
 
 def test_every_few_steps_are_kept_and_the_disk_counts_where_it_is_newer(

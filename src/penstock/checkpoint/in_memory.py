@@ -186,17 +186,15 @@ class MemoryCheckpoints:
         after: only of a step after this one
         """
         shards = {(shard.mark, shard.rank): shard for shard in shards_in(self.folder)}
-        mine = [[*mark, rank] for (mark, rank), shard in shards.items() if shard.world == self._world]
-        held: dict[Mark, dict[int, list[int]]] = {}  # of each rank the processes whose hosts have its shard
-        for process, offered in enumerate(self._everyone.gather(mine)):
-            for step, attempt, rank in offered:
-                held.setdefault(Mark(step, attempt), {}).setdefault(rank, []).append(process)
-        damaged, lost = list[str](), list[str]()
-        if other := [shard for shard in shards.values() if shard.world != self._world]:
-            newest = max(other, key=lambda shard: shard.mark)
-            lost.append(
-                f"step {newest.mark.step} in memory: it is of {newest.world} processes, not of {self._world}"
-            )
+        held = self._holders(shards)
+        damaged, lost = (
+            list[str](),
+            [
+                f"step {mark.step} in memory: it is of {shard.world} processes, not of {self._world}"
+                for (mark, rank), shard in shards.items()
+                if shard.world != self._world and rank == 0
+            ],
+        )
         for mark in sorted((mark for mark in held if mark.step > after), reverse=True):
             if not is_whole(held[mark], self._world):
                 rank = min(set(range(self._world)) - held[mark].keys())
@@ -211,6 +209,15 @@ class MemoryCheckpoints:
             return Recalled(self._put_back(shard), damaged)
         self.forget()
         return Recalled(None, damaged + lost)
+
+    def _holders(self, shards: Mapping[tuple[Mark, int], Shard]) -> dict[Mark, dict[int, list[int]]]:
+        """By mark and rank the processes on whose hosts that shard is. Collective. shards: of this host"""
+        mine = [[*mark, rank] for (mark, rank), shard in shards.items() if shard.world == self._world]
+        held: dict[Mark, dict[int, list[int]]] = {}
+        for process, offered in enumerate(self._everyone.gather(mine)):
+            for step, attempt, rank in offered:
+                held.setdefault(Mark(step, attempt), {}).setdefault(rank, []).append(process)
+        return held
 
     def forget(self, kept: Mark | None = None) -> None:
         """Remove all shards of this run but those of `kept`. Collective."""
