@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from penstock.models.multiply_adds import Work
 from penstock.runtime.step_report import OpSeconds
 from penstock.schedule import Op, Schedule, build
 from penstock.train.run import preflight, run
-from penstock.train.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks
+from penstock.train.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks, _medians_of_others
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import QWEN3, config, metrics, tree
@@ -137,6 +138,13 @@ def test_the_line_and_the_listing_by_host() -> None:
     (entry,) = cluster.run(40, {(1, 0): 1.5})
     assert "rank 0 of pipeline 1 on host-c is 1." in cluster.watch.words(entry)
     assert "times slower than its peers in the other pipelines, for" in cluster.watch.words(entry)
+
+
+def test_a_rank_is_no_peer_of_its_own() -> None:
+    nan = math.nan
+    values = np.array([[1.0, 4.0, 5.0], [2.0, nan, nan], [10.0, 4.0, nan]])
+    expected = [[6.0, 4.0, nan], [5.5, nan, nan], [1.5, 4.0, nan]]
+    np.testing.assert_array_equal(_medians_of_others(values), expected)
 
 
 # ---- Whole runs

@@ -32,7 +32,6 @@ from penstock.train.data.rows import Fill
 FACTOR = 1.3  # of the predicted seconds
 IN_A_ROW = 20  # steps
 KINDS = "FBIW"
-_BACKWARD = {"F": 1, "B": 2, "I": 1, "W": 1}  # forwards that an op of the kind takes, by multiply-adds
 _FIRST = 2  # steps of an attempt in which memory is touched and layers are compiled
 _HOSTS = 16  # shown at most, the slowest first
 
@@ -51,6 +50,8 @@ class Host(NamedTuple):
 class _Costs:
     """What the ops of each rank cost in a step of one schedule: (ranks, kinds), and how many they are.
 
+    In forwards, whatever the kind: only ops of one kind are compared.
+
     token, square: per token of the batch, and per squared length of a document
     """
 
@@ -67,9 +68,8 @@ class _Costs:
         for rank, program in enumerate(schedule.programs):
             for op in program:
                 kind, work = KINDS.index(op.kind), works[op.stage % depth]
-                share = _BACKWARD[op.kind] / schedule.microbatches
-                token[rank, kind] += share * work.token
-                square[rank, kind] += share * work.square
+                token[rank, kind] += work.token / schedule.microbatches
+                square[rank, kind] += work.square / schedule.microbatches
                 counts[rank, kind] += 1
         return cls(schedule, token, square, counts)
 
