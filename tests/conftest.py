@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import transformers
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support import remembered
+from support.faults import Row, summed
 from support.pool import Pool
 
 if "PENSTOCK_CACHE" not in os.environ:  # the workers of xdist have it of the process that started them
@@ -61,7 +65,14 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def row(record_property: Callable[[str, object], None]) -> Row:
+    """For a test of a fault: what its row of docs/faults.md shows."""
+    return Row(record_property)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", help="a file to write what tests of faults found; with -m fault")
     parser.addoption("--fast", action="store_true", help="only tests that are short and start no process")
     parser.addoption("--cases", type=int, default=1, help="of each test, with --fast")
 
@@ -91,3 +102,37 @@ def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         if not starts_processes and not marks:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return [item for each in cases.values() for item in each[:: -(-len(each) // most)]]
+
+
+# ---- The table of faults: from the marker of a test, over its report, to the file
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The report of a test has its fault, also where a worker of xdist runs it."""
+    if mark := item.get_closest_marker("fault"):
+        item.user_properties.append(("fault", json.dumps(mark.args)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("faults") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Faults(Path(config.getoption("faults"))))
+
+
+class Faults:
+    """Collects what the tests of faults say, and writes it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._found = file, list[dict[str, Any]]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        said = dict(report.user_properties)
+        if "fault" in said and (report.when == "call" or report.failed):
+            kind, where = json.loads(str(said["fault"]))
+            self._found.append({
+                "kind": kind, "where": where, "passed": report.passed,
+                "seconds": said.get("seconds", report.duration), "cause": said.get("cause", ""),
+                "lost": said.get("lost", ""),
+            })  # fmt: skip
+
+    def pytest_sessionfinish(self) -> None:
+        self._file.write_text(json.dumps(summed(self._found), indent=1) + "\n")

@@ -156,7 +156,7 @@ def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_file_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / OWNER).mkdir()
     assert last_run(tmp_path) is None
-    with pytest.raises(ConfigError, match=r"owner\.json cannot be written there \(Is a directory\)"):
+    with pytest.raises(ConfigError, match=r"owner\.json cannot be written there \(it is a folder"):
         taken(tmp_path)
 
 

@@ -27,6 +27,7 @@ from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, Hashed, readable, write_folder
 from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
+from penstock.reading import read_json
 from penstock.runtime.transport.groups import Processes
 
 STATE = "state.json"
@@ -153,7 +154,7 @@ def _no_json(found: str) -> CheckpointError:
 def read_state(path: Path) -> dict[str, Any]:
     """The loop's JSON of the checkpoint `path`. Raises CheckpointError where it cannot be read."""
     try:
-        return dict(json.loads((path / STATE).read_text(encoding="utf-8")))
+        return dict(read_json(path / STATE))
     except UNREADABLE as error:
         raise CheckpointError(
             f"checkpoint {path}: {STATE}", "it cannot be read", "Give a checkpoint that penstock wrote"

@@ -27,6 +27,7 @@ from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import UNREADABLE, Hashed
 from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.reading import LARGEST_JSON, read_json
 from penstock.runtime.sharded_weights import full_tensor, host_copy, shard_like
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -36,6 +37,7 @@ Group = dict[str, Any]
 
 # options of torch's optimizers that keep one more tensor of each parameter, and its name
 OPTIONAL_PARTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+_LARGEST = 4 * LARGEST_JSON  # bytes: it names each parameter three times
 _PIECES = ("codes", "scale")
 
 
@@ -211,7 +213,7 @@ class StoredState:
         description = file.with_suffix(".json")
         entries: dict[str, Entry] = {}
         if described := description.is_file():
-            content = json.loads(description.read_text(encoding="utf-8"))
+            content = read_json(description, _LARGEST)
             for group in content["groups"]:
                 dtypes = dict(zip(group["parameters"], group.get("dtypes", ()), strict=False))
                 for name in group["parameters"]:

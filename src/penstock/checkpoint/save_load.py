@@ -32,6 +32,7 @@ from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import BASE
 from penstock.pipeline.pipeline import Pipeline
+from penstock.reading import read_json
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.calls import calling
 from penstock.runtime.transport.distributed import in_background, patient
@@ -147,9 +148,9 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
     """
     try:
         if (path / BASE).is_file():  # of an adapter
-            content = json.loads((path / BASE).read_text(encoding="utf-8"))["config"]
+            content = read_json(path / BASE)["config"]
         else:
-            content = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            content = read_json(path / "config.json")
         theirs = comparable(type(config).from_dict(content).to_dict())
         kind = content.get("model_type")
     except Exception as error:  # whatever a model's own code says to a damaged config

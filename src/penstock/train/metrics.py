@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import parse_json
 
@@ -29,6 +31,17 @@ def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any
         yield name, tree
 
 
+@contextmanager
+def writable(path: Path) -> Iterator[None]:
+    """Raise RunError where the block cannot write `path`, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror or error})"
+        remedy = "Make room on that disk, and go on from the newest checkpoint with --resume"
+        raise RunError(f"{path}", rule, remedy) from error
+
+
 class Metrics:
     """metrics.jsonl: one JSON object a line, written as it happens.
 
@@ -37,19 +50,22 @@ class Metrics:
         run: the identity of the run, which each row has
         resumed_at: the step that a resumed run goes on from; later rows, which that run repeats, are dropped,
             and those of other runs. None starts the file anew.
+
+    Raises RunError where the file cannot be written, as on a full disk.
     """
 
     def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
-        kept = [] if resumed_at is None or not path.exists() else _rows_until(path, run, resumed_at)
-        fresh = path.with_name(f".{path.name}.new")
-        fresh.write_bytes(b"".join(kept))
-        os.replace(fresh, path)
+        with writable(path):
+            kept = [] if resumed_at is None or not path.exists() else _rows_until(path, run, resumed_at)
+            fresh = path.with_name(f".{path.name}.new")
+            fresh.write_bytes(b"".join(kept))
+            os.replace(fresh, path)
         self._path, self._run = path, run
 
     def write(self, row: Row) -> None:
-        """Append a row. Raises ValueError for a NaN, which JSON has no word for."""
+        """Append a row. Raises RunError; ValueError for a NaN, which JSON has no word for."""
         line = json.dumps({**row, "run": self._run}, allow_nan=False) + "\n"
-        with self._path.open("a", encoding="utf-8") as file:
+        with writable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
 
@@ -179,7 +195,7 @@ class Log:
         return self._row
 
     def flush(self) -> None:
-        """Return when every row is written. Raises OSError."""
+        """Return when every row is written. Raises RunError where one was not."""
         row, self._row = self._row, None
         if row is not None:
             row.result()

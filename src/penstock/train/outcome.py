@@ -15,6 +15,7 @@ from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.config.sections import OutputSection, TrainConfig
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.metrics import writable
 from penstock.train.model import positions
 from penstock.train.record import write_timeline
 from penstock.train.spikes import NOTHING_SEEN, Seen
@@ -64,7 +65,8 @@ def report_outcome(
         return
     predicted = simulate(schedule, Costs.measured(measured))
     picture = output / "timeline.svg"
-    render(measured, picture, predicted=predicted)
+    with writable(picture):
+        render(measured, picture, predicted=predicted)
     write_timeline(output, outcome.step, measured, predicted)
     print(f"checkpoint  {outcome.checkpoint}")
     print(f"metrics     {output / 'metrics.jsonl'}")

@@ -25,10 +25,12 @@ from typing import Any
 
 from penstock.errors import ConfigError, FolderInUseError, RunError
 from penstock.models.weights.folder import UNREADABLE
+from penstock.reading import open_regular, parse_json, read_bytes
 
 OWNER = "owner.json"
 BEAT = 2.0  # seconds between two touches
 PATIENCE = 20.0  # seconds without one after which an owner on another machine is taken for dead
+_LARGEST = 64 << 10  # bytes of the file
 _SETTLED = 0.2  # seconds after which no other that came at the same moment writes its own name
 
 Facts = dict[str, Any]
@@ -212,8 +214,8 @@ def _visible(pid: int) -> bool:
 
 def _seen(file: Path) -> tuple[bytes | None, int]:
     """What changes at a beat. The file is opened first: a network file system then asks the server."""
-    with suppress(OSError), file.open("rb") as opened:
-        return opened.read(), os.fstat(opened.fileno()).st_mtime_ns
+    with suppress(OSError), open_regular(file) as opened:
+        return opened.read(_LARGEST), os.fstat(opened.fileno()).st_mtime_ns
     return None, 0
 
 
@@ -226,7 +228,7 @@ def _text(facts: Facts) -> bytes:
 
 def _content(file: Path) -> bytes | None:
     try:
-        return file.read_bytes()
+        return read_bytes(file, _LARGEST)
     except FileNotFoundError:
         return None
 
@@ -234,7 +236,7 @@ def _content(file: Path) -> bytes | None:
 def _facts(content: bytes | None) -> Facts:
     """What the file says; nothing of one that a crash cut short."""
     try:
-        return dict(json.loads(content or b"{}"))
+        return dict(parse_json(content or b"{}"))
     except UNREADABLE:
         return {}
 

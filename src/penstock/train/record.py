@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import read_json
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
+from penstock.train.metrics import writable
 from penstock.train.owner import Owner, new_run
 from penstock.train.trackers import Trackers
 
@@ -65,7 +67,7 @@ def recorded(
         raise
     finally:
         run["starts"][-1]["end"] = {"at": _now(), "how": how, "why": why}
-        with suppress(OSError):  # the run has its own error, or all that it is for
+        with suppress(RunError):  # the run has its own error, or all that it is for
             write_json(file, run)
         trackers.finish(how)
 
@@ -109,13 +111,14 @@ def _now() -> str:
 
 
 def write_timeline(output: Path, step: int, measured: Timeline, predicted: Timeline | None = None) -> None:
-    """Write timeline.json. Raises OSError."""
+    """Write timeline.json. Raises RunError."""
     found = {"step": step, "measured": measured.to_data()}
     write_json(output / TIMELINE, found | ({} if predicted is None else {"predicted": predicted.to_data()}))
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write a file whole: a reader finds the old one or the new one. Raises OSError."""
+    """Write a file whole: a reader finds the old one or the new one. Raises RunError."""
     fresh = path.with_name(f".{path.name}.new")
-    fresh.write_text(json.dumps(data), encoding="utf-8")
-    os.replace(fresh, path)
+    with writable(path):
+        fresh.write_text(json.dumps(data), encoding="utf-8")
+        os.replace(fresh, path)

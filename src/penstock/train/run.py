@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -293,10 +293,11 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
             display.say(note)
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
-        outcome = train(Run(
-            config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer, start,
-            owner, stop, memory, slow_ranks if metrics else None,
-        ))  # fmt: skip
+        with _told_to_all(pipe):
+            outcome = train(Run(
+                config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer,
+                start, owner, stop, memory, slow_ranks if metrics else None,
+            ))  # fmt: skip
         trackers.stopped = outcome.ended if outcome.stopped else ""
     if metrics:
         schedule, count = pipe.schedule, outcome.timeline.microbatches
@@ -314,6 +315,17 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     if outcome.stopped:
         record_stop(outcome.ended)
     return outcome
+
+
+@contextmanager
+def _told_to_all(pipe: Pipeline) -> Iterator[None]:
+    """Leave a note of what this rank alone raises, as on a full disk: the others wait for it, and name it."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PeerError):
+            pipe._world.transport.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 def _memory(

@@ -7,7 +7,6 @@ why they are not ("failed ..."); a library's own words go to stderr.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.reading import parse_json, read_json
 from penstock.train.metrics import leaves
 from penstock.train.trackers import PATIENCE
 
@@ -202,10 +202,19 @@ def follow(path: Path, offset: int, tracker: Tracker, end: End) -> None:
             last = end.known.wait(_EVERY)
             *lines, rest = (rest + file.read()).split(b"\n")
             for line in lines:
-                row = json.loads(line)
-                tracker.log(row["step"], numbers(row))
+                if (row := _row(line)) is not None:
+                    tracker.log(row["step"], numbers(row))
             if last:
                 return
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """None for a line that the disk has changed: it costs one row, and not the tracker."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
 
 
 def main() -> None:
@@ -214,7 +223,7 @@ def main() -> None:
     os.dup2(2, 1)
     end = End()
     try:
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run = read_json(file)
         options = next(each for each in run["config"]["output"]["trackers"] if each["name"] == name)
         identity = Identity(run["id"], file.parent, run["config"], run["starts"][-1]["step"])
         tracker = _CLASSES[name](options, identity)

@@ -8,7 +8,6 @@ not count.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.models.weights.files import DTYPES
+from penstock.reading import LARGEST_JSON, parse_json
 
 _END = 2048  # bytes of each end of a weight
 
@@ -28,7 +28,7 @@ def fingerprint_of_files(files: Sequence[Path]) -> str:
     for path in files:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = parse_json(file.read(min(length, LARGEST_JSON)))
             for name, entry in header.items():
                 if name != "__metadata__":
                     begin, end = (8 + length + offset for offset in entry["data_offsets"])

@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
-from penstock.reading import check_regular
+from penstock.reading import check_regular, read_json
 from penstock.train.data.chat import Labels
 from penstock.train.data.encode import Block
 from penstock.train.data.packing import Numbers
@@ -253,7 +253,7 @@ def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike, tokens: str =
 
 def open_store(folder: Path) -> Store:
     """Map the files of a folder that `write_store` or `write_megatron` wrote."""
-    written = json.loads((folder / "facts.json").read_text())
+    written = read_json(folder / "facts.json")
     dtype, file = np.dtype(written.pop("dtype")), folder / written.pop("file")  # of Megatron an absolute path
     facts = Facts(**written)
     labels = folder / "labels"

@@ -1,0 +1,91 @@
+"""A rank is killed at each point of a run: the others end in seconds, and --resume trains the same weights.
+
+Faults of version 0.5.0, all survived there too: this is the matrix that keeps it so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.train.checkpoints import NEWEST
+from support.faults import (
+    Row,
+    assert_as_if_nothing_had_happened,
+    attempt,
+    rows,
+    steps_done,
+    tree,
+)
+from support.strikes import Strike
+
+pytestmark = pytest.mark.xdist_group("pool")
+
+# the rank, the point, the number of its calls; a part runs in the default suite
+KILLS = [
+    Strike(1, "the look for a checkpoint"),
+    Strike(0, "the taking of the folder"),
+    Strike(1, "the handshake"),
+    Strike(1, "the groups"),
+    Strike(0, "the build"),
+    Strike(1, "the writer's group"),
+    Strike(1, "a forward", 7),
+    Strike(0, "a backward", 8),
+    Strike(1, "the norm", 4),
+    Strike(0, "the optimizer", 5),
+    Strike(0, "a row of metrics", 6),
+    Strike(1, "an evaluation", 3),
+    Strike(0, "a save", 2),
+    Strike(0, "the folder of a commit", 2),
+    Strike(1, "the weights of a commit", 2),
+    Strike(1, "the moments of a commit", 2),
+    Strike(0, "the hashes of a commit", 2),
+    Strike(0, "the manifest of a commit", 2),
+    Strike(0, "the rename of a commit", 2),
+    Strike(0, "what follows a commit", 2),
+    Strike(0, "the removal of an older one"),
+]
+DEFAULT = ("a backward", "the rename of a commit")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = attempt(tree(folder))
+    assert list(ended.codes.values()) == [0, 0], ended.errors
+    assert list(rows(folder)) == [1, 2, 3, 4, 5, 6]
+    return folder
+
+
+def parameters(strikes: list[Strike]) -> list[object]:
+    def marks(strike: Strike) -> list[pytest.MarkDecorator]:
+        fault = pytest.mark.fault("a rank is killed, then --resume", strike.point)
+        return [fault] if strike.point in DEFAULT else [fault, pytest.mark.sweep]
+
+    return [pytest.param(strike, marks=marks(strike), id=strike.point) for strike in strikes]
+
+
+@pytest.mark.parametrize("strike", parameters(KILLS))
+def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
+    tmp_path: Path, undisturbed: Path, row: Row, strike: Strike
+) -> None:
+    made = tree(tmp_path)
+    killed = attempt(made, [strike])
+    assert not killed.hung
+    assert killed.codes[strike.rank] == -9, killed.said
+    error = killed.errors[1 - strike.rank]
+    assert error["kind"] in ("PeerLostError", "StalledPeerError", "RunError"), error
+    assert f"rank {strike.rank}" in error["text"]
+    done = steps_done(tmp_path)
+    resumed = attempt(made, resume=NEWEST)
+    assert list(resumed.codes.values()) == [0, 0], resumed.errors
+    assert_as_if_nothing_had_happened(tmp_path, undisturbed)
+    began = _began(resumed.said[0])
+    assert done - began <= 4  # a checkpoint every second step, which is written while the next two run
+    row.note(seconds=killed.seconds, cause=killed.cause, lost=max(0, done - began))
+
+
+def _began(said: str) -> int:
+    """The step that a resumed run went on from."""
+    return int(said.split("going on from ")[1].split("step-")[1][:8]) if "going on from" in said else 0

@@ -1,0 +1,183 @@
+"""Faults at a set place of a training run: the n-th call of a function on one rank.
+
+Strike(1, "the optimizer", 3)                     rank 1 is killed as it steps for the third time
+Strike(0, "the rename", deed="stop")              rank 0 is stopped as it is about to publish a checkpoint
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# where a run may be struck: the module, and what is called there
+POINTS = {
+    "the look for a checkpoint": ("penstock.train.run", "find_start"),
+    "the data": ("penstock.train.run", "load_data"),
+    "the taking of the folder": ("penstock.train.run", "owned"),
+    "the joining": ("penstock.parallel.mesh", "_await_all"),
+    "the handshake": ("penstock.parallel.world", "shake_hands"),
+    "the groups": ("penstock.parallel.world", "Groups"),
+    "the build": ("penstock.train.run", "make_optimizers"),
+    "the load of a checkpoint": ("penstock.train.run", "load_checkpoint"),
+    "the writer's group": ("penstock.train.run", "CheckpointWriter"),
+    "a forward": ("penstock.runtime.ops", "Ops.forward"),
+    "a backward": ("penstock.runtime.ops", "Ops.backward"),
+    "the norm": ("penstock.pipeline.pipeline", "Pipeline.clip_grad_norm_"),
+    "the optimizer": ("torch.optim.adamw", "AdamW.step"),
+    "the next step": ("penstock.train.loop", "seed_step"),
+    "a row of metrics": ("penstock.train.metrics", "Metrics.write"),
+    "an evaluation": ("penstock.pipeline.pipeline", "Pipeline.evaluate"),
+    "a save": ("penstock.train.loop", "_save"),
+    "the folder of a commit": ("penstock.models.weights.folder", "_prepare"),
+    "the weights of a commit": ("penstock.models.weights.saved", "SavedModel.write"),
+    "the moments of a commit": ("penstock.checkpoint.optimizer_state", "OptimizerState.write"),
+    "the hashes of a commit": ("penstock.models.weights.folder", "_describe"),
+    "the manifest of a commit": ("penstock.models.weights.folder", "_manifest"),
+    "the rename of a commit": ("penstock.models.weights.folder", "_publish"),
+    "what follows a commit": ("penstock.checkpoint.background", "follow"),
+    "the removal of an older one": ("penstock.train.checkpoints", "remove_folder"),
+}
+_ENVIRONMENT = "PENSTOCK_TEST_STRIKES"
+
+
+class Strike(NamedTuple):
+    """deed: what happens there, of `DEEDS`; number: what it needs, such as bytes"""
+
+    rank: int
+    point: str
+    nth: int = 1
+    deed: str = "kill"
+    number: int = 0
+
+
+def _kill(strike: Strike, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop(strike: Strike, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _terminate(strike: Strike, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(60)
+
+
+def _raise(strike: Strike, folder: Path) -> None:
+    raise ValueError("this rank gave up")
+
+
+def _leave(strike: Strike, folder: Path) -> None:
+    os._exit(0)
+
+
+def _fill(strike: Strike, folder: Path) -> None:
+    """No file of this process takes a byte beyond that `number` any more."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (strike.number, resource.RLIM_INFINITY))
+
+
+def _full(strike: Strike, folder: Path) -> None:
+    """metrics.jsonl is on a full disk."""
+    file = folder / "out" / "metrics.jsonl"
+    file.unlink()
+    file.symlink_to("/dev/full")
+
+
+def _fail(strike: Strike, folder: Path) -> None:
+    raise OSError(5, "Input/output error")
+
+
+DEEDS: dict[str, Callable[[Strike, Path], None]] = {
+    "kill": _kill, "stop": _stop, "terminate": _terminate, "raise": _raise, "leave": _leave, "fill": _fill,
+    "full": _full, "fail": _fail,
+}  # fmt: skip
+
+
+def arm(strikes: Sequence[Strike], rank: int, folder: Path) -> None:
+    """From now on the strikes of this rank come down in this process, each once."""
+    for strike in strikes:
+        if strike.rank != rank:
+            continue
+        module, _, names = POINTS[strike.point][0], "", POINTS[strike.point][1]
+        *owners, name = names.split(".")
+        owner = functools.reduce(getattr, owners, importlib.import_module(module))
+        _wrap(owner, name, strike, folder)
+
+
+def _wrap(owner: Any, name: str, strike: Strike, folder: Path) -> None:
+    called, calls = getattr(owner, name), 0
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == strike.nth:
+            note = {"time": time.time(), "point": strike.point}
+            (folder / f"struck-{strike.rank}").write_text(json.dumps(note))
+            DEEDS[strike.deed](strike, folder)
+        return called(*args, **kwargs)
+
+    for attribute in ("hooked", "__wrapped__"):
+        with suppress(AttributeError):
+            setattr(struck, attribute, getattr(called, attribute))
+    setattr(owner, name, struck)
+
+
+# ---- In the processes of a command: PYTHONPATH has tests/support/site, whose sitecustomize calls `arm_later`
+
+
+def environment(strikes: Sequence[Sequence[Strike]], folder: Path) -> dict[str, str]:
+    """What a command's environment needs for strikes: a list for each attempt."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests / "support" / "site"), str(tests), os.environ.get("PYTHONPATH", "")]
+    plan = json.dumps({"folder": str(folder), "strikes": strikes})
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _ENVIRONMENT: plan}
+
+
+def arm_later() -> None:
+    """Arm this process once it imports the training loop, and knows its rank by then."""
+    if _ENVIRONMENT in os.environ:
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder:
+    """Waits for the import of `penstock.train.run`, and arms the process after it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "penstock.train.run":
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            sys.modules[name] = module
+            _arm_of_attempt()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _arm_of_attempt() -> None:
+    if "RANK" not in os.environ:
+        return
+    plan, rank = json.loads(os.environ[_ENVIRONMENT]), int(os.environ["RANK"])
+    folder = Path(plan["folder"])
+    attempt = len(list(folder.glob(f"came-{rank}-*")))
+    (folder / f"came-{rank}-{attempt}").touch()
+    if attempt < len(plan["strikes"]):
+        arm([Strike(*each) for each in plan["strikes"][attempt]], rank, folder)
