@@ -17,6 +17,7 @@ from support.faults import (
     rows,
     steps_done,
     tree,
+    went_on_from,
 )
 from support.strikes import Strike
 
@@ -81,11 +82,6 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     resumed = attempt(made, resume=NEWEST)
     assert list(resumed.codes.values()) == [0, 0], resumed.errors
     assert_as_if_nothing_had_happened(tmp_path, undisturbed)
-    began = _began(resumed.said[0])
+    began = went_on_from(resumed.said[0])
     assert done - began <= 4  # a checkpoint every second step, which is written while the next two run
     row.note(seconds=killed.seconds, cause=killed.cause, lost=max(0, done - began))
-
-
-def _began(said: str) -> int:
-    """The step that a resumed run went on from."""
-    return int(said.split("going on from ")[1].split("step-")[1][:8]) if "going on from" in said else 0

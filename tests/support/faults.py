@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -43,7 +44,7 @@ def tree(folder: Path, *, ranks: int = 2, timeout: float = TIMEOUT, **sections: 
     made = tiny.tree(folder)
     made["train"] |= {"steps": STEPS, "checkpoint_every": 2}
     made["pipeline"] |= {"ranks": ranks, "timeout_seconds": timeout}
-    made["output"] |= {"keep": {"last": 2}}
+    made["output"] |= {"keep": {"last": 1}}
     for name, keys in sections.items():
         made.setdefault(name, {}).update(keys)
     return made
@@ -156,6 +157,7 @@ def _rank(made: Tree, rank: int, ranks: int, port: int, strikes: list[Strike], r
         run(preflight(TrainConfig.model_validate(made), resume))
     except Exception as error:
         words = {"kind": type(error).__name__, "text": str(error)}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)  # a strike may have set it
         (folder / f"rank-{rank}.json").write_text(json.dumps(words))
         launch.fail(error)
     launch.leave(0)
@@ -179,6 +181,11 @@ def steps_done(folder: Path) -> int:
             row = json.loads(line)
             last = max(last, row["step"] if "loss" in row else 0)
     return last
+
+
+def went_on_from(said: str) -> int:
+    """The step of the checkpoint that a resumed run went on from, by what it printed; 0 for none."""
+    return int(([0, *re.findall(r"going on from .*step-(\d+)", said)])[-1])
 
 
 def assert_as_if_nothing_had_happened(folder: Path, undisturbed: Path, steps: int = STEPS) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 import os
 import resource
 import signal
@@ -43,8 +44,8 @@ POINTS = {
     "the weights of a commit": ("penstock.models.weights.saved", "SavedModel.write"),
     "the moments of a commit": ("penstock.checkpoint.optimizer_state", "OptimizerState.write"),
     "the hashes of a commit": ("penstock.models.weights.folder", "_describe"),
-    "the manifest of a commit": ("penstock.models.weights.folder", "_manifest"),
-    "the rename of a commit": ("penstock.models.weights.folder", "_publish"),
+    "the manifest of a commit": ("penstock.models.weights.folder", "_publish"),
+    "the rename of a commit": ("pathlib", "Path.rename"),
     "what follows a commit": ("penstock.checkpoint.background", "follow"),
     "the removal of an older one": ("penstock.train.checkpoints", "remove_folder"),
 }
@@ -61,47 +62,74 @@ class Strike(NamedTuple):
     number: int = 0
 
 
-def _kill(strike: Strike, folder: Path) -> None:
+def _kill(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _stop(strike: Strike, folder: Path) -> None:
+def _stop(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _terminate(strike: Strike, folder: Path) -> None:
+def _terminate(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(60)
 
 
-def _raise(strike: Strike, folder: Path) -> None:
+def _raise(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     raise ValueError("this rank gave up")
 
 
-def _leave(strike: Strike, folder: Path) -> None:
+def _leave(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os._exit(0)
 
 
-def _fill(strike: Strike, folder: Path) -> None:
-    """No file of this process takes a byte beyond that `number` any more."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def _fill(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """No file of this process takes a byte beyond that `number` any more; Python ignores SIGXFSZ."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (strike.number, resource.RLIM_INFINITY))
 
 
-def _full(strike: Strike, folder: Path) -> None:
+def _full(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     """metrics.jsonl is on a full disk."""
     file = folder / "out" / "metrics.jsonl"
     file.unlink()
     file.symlink_to("/dev/full")
 
 
-def _fail(strike: Strike, folder: Path) -> None:
+def _fail(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     raise OSError(5, "Input/output error")
 
 
-DEEDS: dict[str, Callable[[Strike, Path], None]] = {
+def _turn_clock(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """From now on the wall clock of this process is wrong by `number` seconds."""
+    clock = time.time
+    time.time = lambda: clock() + strike.number
+
+
+def _spoil_gradient(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    gradients = [each.grad for each in given[0].parameters() if each.grad is not None]
+    gradients[0].view(-1)[0] = math.nan
+
+
+def _spoil_weight(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    weight = next(each for name, each in given[0].named_parameters() if "q_proj" in name)
+    weight.data.view(-1)[0] = math.nan
+
+
+def _spoil_message(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """Flip a bit of the first number of what this rank has received; with `number` 31 make it NaN."""
+    import torch  # late: `sitecustomize` imports this file in every process
+
+    received = given[2].tensors[0].detach().view(-1)
+    if strike.number == 31:
+        received[0] = math.nan
+    else:
+        received.view(torch.int32)[0] ^= 1 << strike.number
+
+
+DEEDS: dict[str, Callable[[Strike, Path, Sequence[Any]], None]] = {
     "kill": _kill, "stop": _stop, "terminate": _terminate, "raise": _raise, "leave": _leave, "fill": _fill,
-    "full": _full, "fail": _fail,
+    "full": _full, "fail": _fail, "clock": _turn_clock, "gradient": _spoil_gradient, "weight": _spoil_weight,
+    "message": _spoil_message,
 }  # fmt: skip
 
 
@@ -125,7 +153,7 @@ def _wrap(owner: Any, name: str, strike: Strike, folder: Path) -> None:
         if calls == strike.nth:
             note = {"time": time.time(), "point": strike.point}
             (folder / f"struck-{strike.rank}").write_text(json.dumps(note))
-            DEEDS[strike.deed](strike, folder)
+            DEEDS[strike.deed](strike, folder, args)
         return called(*args, **kwargs)
 
     for attribute in ("hooked", "__wrapped__"):

@@ -160,6 +160,8 @@ class Watch:
                 cut_off = self._store.gone and waiting.seconds > self.timeout
                 over = time.monotonic() - began < self._period / 2  # torch has given up
                 if stuck or cut_off or over or waiting.seconds > limit.total_seconds():
+                    if not (stuck or self._store.gone):  # the limit may be the timeout itself, as in start-up
+                        stuck = self._ceased(self._everyone, self._periods)
                     raise self._stalled(waiting, stuck) from cause
                 if any(self._pulse.still(process) > seconds for process in self._others(self._everyone)):
                     raise self._lost(waiting) from cause  # one that knew of a failure has ended
