@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.optimizer_state import StoredState, unfit
 from penstock.checkpoint.save_load import check_config
-from penstock.errors import CheckpointError, ConfigError, UnfitError
+from penstock.errors import CheckpointError, ConfigError, RunError, UnfitError
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
     UNREADABLE,
@@ -60,9 +60,38 @@ def checkpoint_folder(output: Path, step: int) -> Path:
 def checkpoints_in(output: Path) -> Iterator[tuple[int, Path]]:
     """Step and path of each folder that has the very name of a checkpoint, in no order."""
     for path in (output / "checkpoints").glob("step-*"):
-        named = re.fullmatch(r"step-([0-9]{8,})", path.name)
-        if named and path == checkpoint_folder(output, int(named[1])) and path.is_dir():
-            yield int(named[1]), path
+        if (step := _step_of(path)) is not None and path.is_dir():
+            yield step, path
+
+
+def _candidates(output: Path) -> list[tuple[int, Path]]:
+    """Step and path of each folder that a run may go on from, the highest step first.
+
+    Where a replacement was killed between its two renames, the older folder is whole under its hidden name.
+    """
+    hidden = [(_step_of(path), path) for path in displaced(output / "checkpoints", "step-*") if path.is_dir()]
+    found = [*checkpoints_in(output), *((step, path) for step, path in hidden if step is not None)]
+    return sorted(found, reverse=True)
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of which a folder is a checkpoint, by its name or by that before it was hidden, or None."""
+    name = target_of(path).name if path.name.startswith(".") else path.name
+    named = re.fullmatch(r"step-([0-9]{8,})", name)
+    return int(named[1]) if named and name == f"step-{int(named[1]):08d}" else None
+
+
+def check_unchanged(output: Path, start: Start) -> None:
+    """Raise RunError where checkpoints have come since `find_start` looked, and this run goes on from older.
+
+    The owner calls it: another run may have ended between that look and the taking of the folder.
+    """
+    if start.found is None:
+        return
+    come = sorted(path for _, path in checkpoints_in(output) if path not in start.found)
+    if come:
+        rule = "another run wrote it while this one started, which would go on from an older one"
+        raise RunError(f"checkpoint {come[-1]}", rule, "Start this run again with --resume")
 
 
 def state_after(
@@ -180,6 +209,7 @@ class Start:
         run: the identity of the run; None for a fresh start
         data: the place in the data, for `Data.at`
         remembered: the run whose newest checkpoint may be in memory; None where none is looked for
+        found: the checkpoints that were there; None where the newest was not asked for
     """
 
     checkpoint: Path | None = None
@@ -192,6 +222,7 @@ class Start:
     run: str | None = None
     seen: Seen = NOTHING_SEEN
     remembered: str | None = None
+    found: frozenset[Path] | None = None
 
 
 def find_start(
@@ -215,8 +246,9 @@ def find_start(
     if resume is None:
         return Start()
     notes: list[str] = []
-    remembered = None
+    remembered, found = None, None
     if resume == NEWEST:
+        found = frozenset(path for _, path in checkpoints_in(config.output.path))
         if config.train.memory_checkpoint_every is not None:
             remembered = last_run(config.output.path)
         newest, torn, damaged = newest_checkpoint(
@@ -225,7 +257,7 @@ def find_start(
         notes = [f"penstock: warning: passed over {each}" for each in torn]
         if newest is None and not damaged and before is None:
             nothing = f"{config.output.path} holds no checkpoint of its last run: starting from the beginning"
-            return Start(notes=(*notes, nothing), remembered=remembered)
+            return Start(notes=(*notes, nothing), remembered=remembered, found=found)
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
             raise CheckpointError(
@@ -243,7 +275,12 @@ def find_start(
     start = start_after(config, read_state(path), f"the checkpoint {path}")
     notes += [f"going on from {path}", *start.notes]
     return replace(
-        start, checkpoint=path, is_newest=resume == NEWEST, notes=tuple(notes), remembered=remembered
+        start,
+        checkpoint=path,
+        is_newest=resume == NEWEST,
+        notes=tuple(notes),
+        remembered=remembered,
+        found=found,
     )
 
 
@@ -317,8 +354,9 @@ def newest_checkpoint(
         for path in reversed(displaced(folder, "step-*"))
     ]
     wanted, damaged = last_run(output), False
-    for step, path in sorted(checkpoints_in(output), reverse=True):
-        if before is not None and step >= int(before.name.removeprefix("step-")):
+    limit = None if before is None else _step_of(before)
+    for step, path in _candidates(output):
+        if limit is not None and step >= limit:
             continue
         try:
             check_lengths(path)

@@ -42,6 +42,7 @@ from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import (
     NEWEST,
     Start,
+    check_unchanged,
     checked_state,
     find_start,
     remove_unfinished,
@@ -249,7 +250,8 @@ def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
     Args:
         stop: what signals ask of this process; None ignores them
 
-    Raises FolderInUseError, on the first process, where another run writes into the output folder.
+    Raises FolderInUseError, on the first process, where another run writes into the output folder; RunError
+    where one has written a checkpoint there since the preflight.
     """
     output = prepared.config.output.path
     owning: AbstractContextManager[Owner | None] = nullcontext()
@@ -260,6 +262,7 @@ def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
         owning = owned(output, run, partial(print, flush=True))
     with owning as owner:
         if owner is not None:
+            check_unchanged(output, prepared.start)
             with suppress(OSError):  # it costs room alone
                 remove_unfinished(output)
         return _run(prepared, owner, stop or Stop())
