@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import transformers
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support import remembered
-from support.faults import Row, summed
+from support.faults import Row, results
 from support.pool import Pool
 
 if "PENSTOCK_CACHE" not in os.environ:  # the workers of xdist have it of the process that started them
@@ -110,7 +111,8 @@ def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The report of a test has its fault, also where a worker of xdist runs it."""
     if mark := item.get_closest_marker("fault"):
-        item.user_properties.append(("fault", json.dumps(mark.args)))
+        place = item.session.items.index(item)
+        item.user_properties.append(("fault", json.dumps([*mark.args, place])))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,17 +124,18 @@ class Faults:
     """Collects what the tests of faults say, and writes it."""
 
     def __init__(self, file: Path) -> None:
-        self._file, self._found = file, list[dict[str, Any]]()
+        self._file, self._found, self._began = file, list[dict[str, Any]](), time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         said = dict(report.user_properties)
         if "fault" in said and (report.when == "call" or report.failed):
-            kind, where = json.loads(str(said["fault"]))
+            kind, where, place = json.loads(str(said["fault"]))
             self._found.append({
-                "kind": kind, "where": where, "passed": report.passed,
+                "place": place, "kind": kind, "where": where, "passed": report.passed,
                 "seconds": said.get("seconds", report.duration), "cause": said.get("cause", ""),
                 "lost": said.get("lost", ""),
             })  # fmt: skip
 
     def pytest_sessionfinish(self) -> None:
-        self._file.write_text(json.dumps(summed(self._found), indent=1) + "\n")
+        found = results(self._found, time.monotonic() - self._began)
+        self._file.write_text(json.dumps(found, indent=1) + "\n")

@@ -170,6 +170,24 @@ MUTANTS = [
     Mutant("train/spikes.py", "Seen(losses, (", "Seen(self.seen.losses, (", "train/test_spikes.py"),
     Mutant("train/slow_ranks.py", "known[at + (at >= place)]", "known[at]", "train/test_slow_ranks.py"),
     Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_spikes.py"),
+    Mutant(
+        "train/checkpoints.py",
+        "hidden = [(_step_of(path), path) for",
+        "hidden = [(None, path) for",
+        "train/test_checkpoints.py train/test_protocol.py",
+    ),
+    Mutant(
+        "train/run.py",
+        "            check_unchanged(output, prepared.start)\n",
+        "",
+        "train/test_checkpoints.py",
+    ),
+    Mutant(
+        "train/metrics.py",
+        "        with writable(self._path), self",
+        "        with self",
+        "train/test_metrics.py",
+    ),
     Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),

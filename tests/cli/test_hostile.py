@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from support.command import Command
+from support.faults import Row, named_cause
 from support.tiny import QWEN3, config_file
 
 MORE = 500 * 2**20  # bytes that a refusal may take beyond what a dry run of a small model takes
@@ -52,6 +53,7 @@ def schedule(folder: Path) -> list[str]:
     return ["schedule", "verify", str(folder / "s.csv")]
 
 
+HOSTILE = "hostile input, with y on stdin and 6 GiB of addresses"  # in the table of faults
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 60))
 CASES: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a model's code": (with_code, "model.trust_remote_code=true"),
@@ -111,8 +113,11 @@ def usual(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("case", CASES)
-def test_a_process_that_refuses_it_stays_small(tmp_path: Path, usual: int, case: str) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.fault(HOSTILE, case)) for case in CASES],
+)
+def test_a_process_that_refuses_it_stays_small(tmp_path: Path, usual: int, row: Row, case: str) -> None:
     make, message = CASES[case]
     ended = in_its_own_process(tmp_path, *make(tmp_path))
     assert ended.code == 2
@@ -120,3 +125,4 @@ def test_a_process_that_refuses_it_stays_small(tmp_path: Path, usual: int, case:
     assert "Traceback" not in ended.error
     assert ended.peak < usual + MORE
     assert not (tmp_path / "ran").exists()
+    row.note(cause=named_cause(ended.error.removeprefix("penstock: error: ")))

@@ -25,14 +25,6 @@ from support.strikes import Strike
 pytestmark = pytest.mark.xdist_group("pool")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ended = attempt(tree(folder))
-    assert list(ended.codes.values()) == [0, 0], ended.errors
-    return folder
-
-
 def goes_on(folder: Path, undisturbed: Path) -> int:
     """Resume, and compare with the undisturbed run. Returns the steps that were done again."""
     done = steps_done(folder)
@@ -132,7 +124,7 @@ SPOILT = {
             id=each,
             marks=[
                 pytest.mark.fault("a number is spoilt in memory", each),
-                *([pytest.mark.sweep] if "gradient" not in each else []),
+                pytest.mark.sweep,
             ],
         )
         for each in SPOILT

@@ -11,10 +11,11 @@ import pytest
 
 from penstock.train.checkpoints import NEWEST
 from support.faults import (
+    HOST,
+    TIMEOUT,
     Row,
     assert_as_if_nothing_had_happened,
     attempt,
-    rows,
     steps_done,
     tree,
     went_on_from,
@@ -47,16 +48,8 @@ KILLS = [
     Strike(0, "what follows a commit", 2),
     Strike(0, "the removal of an older one"),
 ]
-DEFAULT = ("a backward", "the rename of a commit")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    ended = attempt(tree(folder))
-    assert list(ended.codes.values()) == [0, 0], ended.errors
-    assert list(rows(folder)) == [1, 2, 3, 4, 5, 6]
-    return folder
+START_UP = KILLS[:6]  # nothing says there that a rank is gone: its peers wait, until a launcher ends them
+DEFAULT = ("the rename of a commit",)
 
 
 def parameters(strikes: list[Strike]) -> list[object]:
@@ -71,7 +64,7 @@ def parameters(strikes: list[Strike]) -> list[object]:
 def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Path, row: Row, strike: Strike
 ) -> None:
-    made = tree(tmp_path)
+    made = tree(tmp_path, timeout=4.0 if strike in START_UP else TIMEOUT)
     killed = attempt(made, [strike])
     assert not killed.hung
     assert killed.codes[strike.rank] == -9, killed.said
@@ -85,3 +78,20 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     began = went_on_from(resumed.said[0])
     assert done - began <= 4  # a checkpoint every second step, which is written while the next two run
     row.note(seconds=killed.seconds, cause=killed.cause, lost=max(0, done - began))
+
+
+@pytest.mark.sweep
+@pytest.mark.fault("a rank is killed, then --resume", "the load of a checkpoint, in a restart")
+def test_a_rank_that_is_killed_in_a_restart_costs_nothing_more(
+    tmp_path: Path, undisturbed: Path, row: Row
+) -> None:
+    made = tree(tmp_path)
+    attempt(made, [Strike(1, "a forward", 9)])
+    again = attempt(made, [Strike(1, "the load of a checkpoint")], NEWEST)
+    assert not again.hung
+    assert again.codes[1] == -9
+    assert f"rank 1 on {HOST}" in again.errors[0]["text"]
+    resumed = attempt(made, resume=NEWEST)
+    assert list(resumed.codes.values()) == [0, 0], resumed.errors
+    assert_as_if_nothing_had_happened(tmp_path, undisturbed)
+    row.note(seconds=again.seconds, cause=again.cause, lost=0)

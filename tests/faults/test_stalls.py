@@ -62,10 +62,8 @@ def test_a_rank_that_stands_still_is_named_in_time(
 
 @pytest.mark.fault("a rank stands still, timeout 2 s", "the load of a checkpoint, in a restart")
 def test_a_rank_that_stands_still_in_a_restart_is_named_and_the_next_one_goes_on(
-    tmp_path: Path, row: Row
+    tmp_path: Path, undisturbed: Path, row: Row
 ) -> None:
-    (tmp_path / "whole").mkdir()
-    attempt(tree(tmp_path / "whole"))
     attempt(tree(tmp_path), [Strike(1, "a forward", 9)])
     again = attempt(
         tree(tmp_path, timeout=TIMEOUT), [Strike(1, "the load of a checkpoint", deed="stop")], NEWEST
@@ -74,19 +72,17 @@ def test_a_rank_that_stands_still_in_a_restart_is_named_and_the_next_one_goes_on
     assert_named(again, 1)
     assert again.seconds < TIMEOUT + 5
     assert list(attempt(tree(tmp_path), resume=NEWEST).codes.values()) == [0, 0]
-    assert_as_if_nothing_had_happened(tmp_path, tmp_path / "whole")
+    assert_as_if_nothing_had_happened(tmp_path, undisturbed)
     row.note(seconds=again.seconds, cause=again.cause, lost=0)
 
 
 @pytest.mark.fault("clocks differ", "by an hour, over a whole run")
-def test_clocks_that_differ_change_nothing(tmp_path: Path, row: Row) -> None:
+def test_clocks_that_differ_change_nothing(tmp_path: Path, undisturbed: Path, row: Row) -> None:
     """0.5.0: a clock 20 s behind blamed a healthy rank: notes were judged by the wall clock in them."""
-    (tmp_path / "whole").mkdir()
-    attempt(tree(tmp_path / "whole"))
     strike = Strike(1, "the look for a checkpoint", deed="clock", number=3600)
     ended = attempt(tree(tmp_path, timeout=TIMEOUT), [strike])
     assert list(ended.codes.values()) == [0, 0], ended.errors
-    assert_as_if_nothing_had_happened(tmp_path, tmp_path / "whole")
+    assert_as_if_nothing_had_happened(tmp_path, undisturbed)
     row.note(cause="nothing to name", lost=0)
 
 

@@ -224,6 +224,7 @@ def launch_in(folder: str, command: list[str]) -> None:
         (signal.SIGKILL, -9, ""),
     ],
 )
+@pytest.mark.fault("the whole job is ended", "Ctrl-C, SIGTERM, SIGKILL of the launcher")
 def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
     text = """
 open(f"started-{rank}", "w").write(str(os.getpid()))

@@ -114,6 +114,7 @@ def spoiled_norm() -> tuple[float, str, str]:
     return norm, named, found
 
 
+@pytest.mark.fault("a number is spoilt in memory", "a gradient of one rank, in a loop of your own")
 def test_the_rank_whose_gradient_is_not_finite_is_named_on_all(pool: Pool) -> None:
     """0.5.0: the summary gave the number of the rank that was the first to say so."""
     for norm, named, found in pool.run(2, spoiled_norm):

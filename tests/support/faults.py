@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -210,16 +211,24 @@ class Row:
         self._note("lost", lost)
 
 
+def results(found: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """What docs/faults.py reads: the rows, and of what they are."""
+    return {
+        "penstock": version("penstock"), "torch": version("torch"), "machine": f"{os.cpu_count()} CPU cores",
+        "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds), "rows": summed(found),
+    }  # fmt: skip
+
+
 def summed(found: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row of the table for each fault, in the order in which they came, of the tests' notes."""
     table: dict[tuple[str, str], dict[str, Any]] = {}
-    for each in found:
+    for each in sorted(found, key=lambda each: int(each["place"])):
         empty = {"tried": 0, "survived": 0, "seconds": None, "cause": "", "lost": ""}
         row = table.setdefault((each["kind"], each["where"]), empty)
         row["tried"] += 1
         row["survived"] += each["passed"]
         seconds = [s for s in (row["seconds"], each["seconds"]) if s is not None and math.isfinite(s)]
-        row["seconds"] = max(seconds, default=None)
+        row["seconds"] = round(max(seconds), 1) if seconds else None
         row["cause"] = row["cause"] or each["cause"]
         row["lost"] = max(row["lost"], each["lost"], key=lambda lost: -1 if lost == "" else lost)
     return [{"kind": kind, "where": where, **row} for (kind, where), row in table.items()]

@@ -213,7 +213,7 @@ def _step(state: State, index: int, rank: int, bug: str) -> State | None:
 
 def _written(content: Content, name: str, rank: int) -> Content:
     parts = tuple(name if each == rank else part for each, part in enumerate(content.parts))
-    return content._replace(parts=parts)  # type: ignore[arg-type]
+    return content._replace(parts=parts)
 
 
 def _items(table: dict) -> tuple:  # type: ignore[type-arg]

@@ -49,7 +49,7 @@ POINTS = {
     "what follows a commit": ("penstock.checkpoint.background", "follow"),
     "the removal of an older one": ("penstock.train.checkpoints", "remove_folder"),
 }
-_ENVIRONMENT = "PENSTOCK_TEST_STRIKES"
+_ENVIRONMENT, AT_STEP = "PENSTOCK_TEST_STRIKES", "PENSTOCK_TEST_KILLS"
 
 
 class Strike(NamedTuple):
@@ -73,6 +73,12 @@ def _stop(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
 def _terminate(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(60)
+
+
+def _lose_machine(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """The launcher of this rank goes too."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _raise(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
@@ -129,7 +135,7 @@ def _spoil_message(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
 DEEDS: dict[str, Callable[[Strike, Path, Sequence[Any]], None]] = {
     "kill": _kill, "stop": _stop, "terminate": _terminate, "raise": _raise, "leave": _leave, "fill": _fill,
     "full": _full, "fail": _fail, "clock": _turn_clock, "gradient": _spoil_gradient, "weight": _spoil_weight,
-    "message": _spoil_message,
+    "message": _spoil_message, "machine": _lose_machine,
 }  # fmt: skip
 
 
@@ -138,10 +144,14 @@ def arm(strikes: Sequence[Strike], rank: int, folder: Path) -> None:
     for strike in strikes:
         if strike.rank != rank:
             continue
-        module, _, names = POINTS[strike.point][0], "", POINTS[strike.point][1]
-        *owners, name = names.split(".")
-        owner = functools.reduce(getattr, owners, importlib.import_module(module))
-        _wrap(owner, name, strike, folder)
+        _wrap(*_place(strike.point), strike, folder)
+
+
+def _place(point: str) -> tuple[Any, str]:
+    """What holds the function that is called there, and its name."""
+    module, names = POINTS[point]
+    *owners, name = names.split(".")
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name
 
 
 def _wrap(owner: Any, name: str, strike: Strike, folder: Path) -> None:
@@ -174,18 +184,18 @@ def environment(strikes: Sequence[Sequence[Strike]], folder: Path) -> dict[str, 
 
 
 def arm_later() -> None:
-    """Arm this process once it imports the training loop, and knows its rank by then."""
+    """Arm this process as it begins a run, if it is a rank of one by then."""
     if _ENVIRONMENT in os.environ:
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Waits for the import of `penstock.train.run`, and arms the process after it."""
+    """Waits for the import of `penstock.train.run`, whose `preflight` then arms the process."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "penstock.train.run":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.loader is not None
@@ -193,19 +203,60 @@ class _Finder:
 
         def exec_module(module: Any) -> None:
             execute(module)
-            sys.modules[name] = module
-            _arm_of_attempt()
+            module.preflight = _arming(module.preflight)  # which a rank calls once it knows its number
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
+def _arming(preflight: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _arm_of_attempt()
+        return preflight(*args, **kwargs)
+
+    return call
+
+
 def _arm_of_attempt() -> None:
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ:  # the command itself looks at the config too
         return
     plan, rank = json.loads(os.environ[_ENVIRONMENT]), int(os.environ["RANK"])
+    if AT_STEP in os.environ:
+        _kill_at_steps(rank)
     folder = Path(plan["folder"])
     attempt = len(list(folder.glob(f"came-{rank}-*")))
     (folder / f"came-{rank}-{attempt}").touch()
     if attempt < len(plan["strikes"]):
         arm([Strike(*each) for each in plan["strikes"][attempt]], rank, folder)
+
+
+def _kill_at_steps(rank: int) -> None:
+    """The soak's kills: each once over all attempts, in the step and at the place that the plan has."""
+    from penstock.train import loop
+
+    plan, due = json.loads(os.environ[AT_STEP]), ""
+    step_of, folder = loop._step, Path(plan["folder"])
+
+    def step(run: Any, number: int, *args: Any) -> Any:
+        nonlocal due
+        struck, point = plan["kills"].get(str(number), (None, ""))
+        mark = folder / f"killed-{number}"
+        if struck == rank and not mark.exists():
+            mark.touch()
+            due = point
+        return step_of(run, number, *args)
+
+    def watched(owner: Any, name: str, point: str) -> None:
+        called = getattr(owner, name)
+
+        @functools.wraps(called)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if due == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return called(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    loop._step = step  # type: ignore[assignment]
+    for point in {point for _, point in plan["kills"].values()}:
+        watched(*_place(point), point)

@@ -116,6 +116,7 @@ def test_other_runs_checkpoints_are_neither_removed_nor_resumed_from(tmp_path: P
     assert newest_checkpoint(tmp_path).path == checkpoint_folder(tmp_path, 4)
 
 
+@pytest.mark.fault("two jobs and one output folder", "a fresh run is killed where an older run was")
 def test_a_killed_fresh_run_starts_again_where_an_older_run_was(
     tmp_path: Path, two_checkpoints: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_killed_fresh_run_starts_again_where_an_older_run_was(
 @pytest.mark.parametrize(
     "name", ["step-old", "step-00000009.bak", "step-9", "step-000000009", "step-00000009"]
 )
+@pytest.mark.fault("foreign names in the output folder", "step-old, step-00000009.bak and the like")
 def test_only_a_checkpoint_s_own_name_counts(tmp_path: Path, two_checkpoints: Path, name: str) -> None:
     """0.5.0: whatever began with `step-` was a checkpoint, and the last by its letters was resumed from."""
     shutil.copytree(two_checkpoints / "out", tmp_path / "out")
@@ -205,6 +207,30 @@ def test_a_killed_replacement_is_removed_once_the_new_one_is_there(tmp_path: Pat
     assert left(tmp_path) == [2, 3]
 
 
+def test_a_run_goes_on_from_the_older_folder_of_a_killed_replacement(tmp_path: Path) -> None:
+    """0.5.0: it started from an older one, or from the beginning: what had been moved out of the way, whole,
+    counted for nothing. The next checkpoint of that step then removed it."""
+    replaced = write(tmp_path, 1, 2).rename(tmp_path / "checkpoints" / ".step-00000002.replaced-0a1b2c3d")
+    assert newest_checkpoint(tmp_path).path == replaced
+    assert newest_checkpoint(tmp_path, before=replaced).path == checkpoint_folder(tmp_path, 1)
+    (replaced / "state.json").unlink()
+    assert newest_checkpoint(tmp_path).path == checkpoint_folder(tmp_path, 1)
+    (tmp_path / "checkpoints" / ".step-old.replaced-0a1b2c3d").mkdir()  # nobody's
+    assert newest_checkpoint(tmp_path).path == checkpoint_folder(tmp_path, 1)
+
+
+def test_a_run_does_not_go_on_from_older_than_what_came_while_it_started(
+    tmp_path: Path, two_checkpoints: Path
+) -> None:
+    """0.5.0: a run that another one overtook between its look and its first write trained steps anew."""
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    prepared = preflight(config(tmp_path, steps=4), NEWEST)
+    write(tmp_path / "out", 3)
+    with pytest.raises(RunError, match="step-00000003: another run wrote it while this one started"):
+        run(prepared)
+    assert left(tmp_path / "out") == [1, 2, 3]
+
+
 def kept(folder: Path, **keep: Any) -> TrainConfig:
     return config(folder, keys={"output.keep": keep}, steps=6, checkpoint_every=1)
 
@@ -251,6 +277,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("name", "value"), VALUES)
+@pytest.mark.fault("a checkpoint's files change", "values of state.json out of range")
 def test_a_value_that_no_run_has_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     """0.5.0: a step of -5 was gone on from, and 1.5 was step 1."""
     state: dict[str, Any] = {
@@ -281,6 +308,7 @@ def test_a_changed_byte_of_the_state_is_noticed_before_it_is_used(tmp_path: Path
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
+@pytest.mark.fault("a checkpoint's files change", "deep JSON, endless numbers, names too long")
 def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     tmp_path: Path, two_checkpoints: Path, case: str
 ) -> None:
@@ -297,6 +325,7 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     assert prepared.notes[0].startswith(f"penstock: warning: passed over checkpoint {last}")
 
 
+@pytest.mark.fault("a disk fails", "as a checkpoint is read")
 def test_a_disk_that_fails_while_tensors_are_read_costs_one_checkpoint(
     tmp_path: Path, two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -390,6 +419,7 @@ def test_the_owner_of_a_folder_clears_what_killed_runs_left(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("what", ["weight", "optimizer"])
+@pytest.mark.fault("a number is spoilt in memory", "a weight or a moment, as a checkpoint is written")
 def test_a_checkpoint_with_values_that_are_not_finite_is_marked_and_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, what: str
 ) -> None:

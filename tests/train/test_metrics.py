@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.errors import RunError
 from penstock.train.metrics import Bar, Display, Lines, Metrics, make_display
 
 
@@ -43,12 +44,29 @@ def test_a_resumed_run_drops_the_rows_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [b'{"step": 1, "x": "\xff"}', b"[" * 100_000, b"\x00\xff", b'{"step": "1"}', b"[1]"]
 )
+@pytest.mark.fault("a checkpoint's files change", "bad bytes in metrics.jsonl")
 def test_a_bad_byte_costs_its_own_row(tmp_path: Path, bad: bytes) -> None:
     """0.5.0: `--resume` ended with UnicodeDecodeError, as the file was read as one text."""
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + bad + b'\n{"step": 2}')  # nor has the last line an end
     Metrics(path, "a", resumed_at=2).write({"step": 3})
     assert written(path) == [0, 2, 3]
+
+
+def test_a_full_disk_is_a_typed_error(tmp_path: Path) -> None:
+    """0.5.0: OSError with a traceback: nothing caught what a row of metrics raises."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, "a")
+    path.unlink()
+    path.symlink_to("/dev/full")
+    with pytest.raises(
+        RunError, match=r"it cannot be written \(No space left on device\)\. Make room"
+    ) as caught:
+        metrics.write({"step": 1})
+    assert caught.value.value == str(path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RunError, match=r"it cannot be written \(Is a directory"):
+        Metrics(tmp_path / "folder", "a")
 
 
 def test_a_nan_is_no_metric(tmp_path: Path) -> None:

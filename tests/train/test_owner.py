@@ -70,6 +70,7 @@ with owned(Path(sys.argv[1]), "first", print):
 """
 
 
+@pytest.mark.fault("two jobs and one output folder", "one lives, then it is killed")
 def test_a_killed_run_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
     """0.5.0: two jobs wrote one folder, mixed their rows of metrics and removed each other's checkpoints."""
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
@@ -83,6 +84,7 @@ def test_a_killed_run_is_replaced_and_a_live_one_is_not(tmp_path: Path) -> None:
         assert taken(tmp_path) == [f"{tmp_path}: taken over from {who}, which did not end and is gone"]
 
 
+@pytest.mark.fault("two jobs and one output folder", "another process has the number of the owner")
 def test_another_process_of_the_same_number_is_not_taken_for_alive(tmp_path: Path) -> None:
     write(tmp_path)
     assert "that process lives" in refusal(tmp_path)
@@ -91,6 +93,7 @@ def test_another_process_of_the_same_number_is_not_taken_for_alive(tmp_path: Pat
 
 
 @pytest.mark.parametrize("how", ["elsewhere", "unknown", "torn"])
+@pytest.mark.fault("two jobs and one output folder", "the owner is on another machine, with another clock")
 def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -107,6 +110,7 @@ def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
     assert "is gone" in taken(tmp_path, beat=0.02, patience=0.1)[0]
 
 
+@pytest.mark.fault("two jobs and one output folder", "several come at once")
 def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> None:
     for ended in (None, True, False):
         if ended is not None:
@@ -132,6 +136,7 @@ def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> Non
         assert sorted(found) == ["owned", "refused", "refused", "refused"]
 
 
+@pytest.mark.fault("two jobs and one output folder", "the owner stands still, and another takes over")
 def test_a_run_that_stood_still_ends_where_another_has_taken_over(tmp_path: Path) -> None:
     """It was stopped for longer than its heartbeat was waited for; on its return it writes nothing more."""
     with owned(tmp_path, "first", print, beat=0.02) as mine:

@@ -52,6 +52,7 @@ SEEDS = 10
 
 
 @pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.fault("two jobs and one output folder", "every interleaving of a model, two killed")
 def test_no_interleaving_loses_a_whole_checkpoint_or_reads_a_half_one(beginning: str) -> None:
     """0.5.0: nobody owned the folder: two jobs wrote it, and removed each other's checkpoints."""
     assert explore(BEGINNINGS[beginning], crashes=2) > 10_000
@@ -77,7 +78,8 @@ class Process(threading.Thread):
     def __init__(self, scheduler: Scheduler, job: str, rank: int, work: Callable[[], None]) -> None:
         super().__init__(name=f"{job}{rank}", daemon=True)
         self.job, self.rank, self.killed, self.ended = job, rank, False, False
-        self.step, self.ready = "start", (lambda: True)
+        self.step = "start"
+        self.ready: Callable[[], bool] = lambda: True
         self._turn, self.scheduler, self._work = threading.Semaphore(0), scheduler, work
         self.error: BaseException | None = None
 
@@ -275,6 +277,11 @@ def _part(to: Path, job: str, rank: int, step: int) -> None:
         (to / "state.json").write_text(state)
 
 
+def _parts(to: Path, step: int) -> None:
+    for rank in range(RANKS):
+        _part(to, "0", rank, step)
+
+
 def assert_whole(path: Path | None) -> None:
     """A checkpoint whose parts are what was written, all by one job."""
     assert path is not None
@@ -294,11 +301,7 @@ def play(tmp_path: Path, in_turns: None) -> Play:
     def play(seed: int, *, jobs: str = "AB", crashes: int = 2, again: bool = False) -> Scheduler:
         output = tmp_path / f"{seed}-{again}"
         for step in (1, 2)[: 1 + again]:
-            write_folder(
-                checkpoint_folder(output, step),
-                lambda to, step=step: [_part(to, "0", rank, step) for rank in range(RANKS)] and None,
-                OneProcess(),
-            )
+            write_folder(checkpoint_folder(output, step), partial(_parts, step=step), OneProcess())
         (output / OWNER).write_text('{"run": "run", "ended": true}')
         scheduler = Scheduler(output, random.Random(seed), crashes)
         for job in jobs:
@@ -336,8 +339,9 @@ def test_the_real_functions_keep_to_the_protocol(play: Play, again: bool) -> Non
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("again", [False, True], ids=BEGINNINGS)
+@pytest.mark.fault("two jobs and one output folder", "280 orders of the real functions, two killed")
 def test_the_real_functions_keep_to_the_protocol_in_many_orders(play: Play, again: bool) -> None:
-    for seed in range(SEEDS, 30 * SEEDS):
+    for seed in range(SEEDS, 15 * SEEDS):
         play(seed, again=again)
 
 

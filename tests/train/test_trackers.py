@@ -21,7 +21,7 @@ from penstock.train import trackers as module
 from penstock.train.config.load import load_config
 from penstock.train.metrics import Row
 from penstock.train.run import preflight, run
-from penstock.train.tracker_process import numbers
+from penstock.train.tracker_process import _row, numbers
 from penstock.train.trackers import (
     AnyTracker,
     MlflowSection,
@@ -307,3 +307,10 @@ def test_a_wrong_section_is_refused(tmp_path: Path, value: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         load_config(file, [f"output.trackers={value}"])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [b"\x00\xff", b"[" * 100_000, b"[1]", b'{"loss": 1}', b""])
+def test_a_bad_line_costs_its_own_row(bad: bytes) -> None:
+    """0.5.0: it ended the tracker, with all rows after it: each line was read as our own."""
+    assert _row(bad) is None
+    assert _row(b'{"step": 1}') == {"step": 1}

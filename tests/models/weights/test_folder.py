@@ -18,6 +18,7 @@ from penstock.errors import CheckpointError, RunError
 from penstock.models.weights.folder import (
     MANIFEST,
     check_lengths,
+    displaced,
     read_manifest,
     remove_folder,
     unfinished,
@@ -141,6 +142,44 @@ def test_a_failure_on_one_process_fails_all_and_keeps_the_old_folder(tmp_path: P
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_a_process_that_loses_another_leaves_the_folder_to_the_first_one(tmp_path: Path) -> None:
+    """0.5.0: where a process was killed as the first one published, the others removed the files that had
+    just got their name; the first one then removed the older, whole folder."""
+    calls: list[Any] = []
+
+    class Second:
+        index, count = 1, 2
+
+        def gather(self, value: Any) -> list[Any]:
+            calls.append(value)
+            if len(calls) == 6:  # of `publish the folder`: the first one may be at it
+                raise RunError("process 2", "it is gone", "See why")
+            return [value, value]
+
+    with pytest.raises(RunError, match="it is gone"):
+        write_folder(tmp_path / "checkpoint", write_two, Second())
+    (hidden,) = unfinished(tmp_path, "checkpoint")
+    assert len(list(hidden.iterdir())) == 2
+
+
+def test_an_older_folder_stays_until_the_new_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / "checkpoint", Path.rename
+    write_folder(target, write_two, OneProcess())
+
+    def losing(path: Path, to: Path) -> Path:
+        if to == target:
+            next(f for f in path.iterdir() if f.is_file() and f.name != MANIFEST).unlink()
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", losing)
+        write_folder(target, write_two, OneProcess())
+    (older,) = displaced(tmp_path, "checkpoint")
+    check_folder(older)
+
+
 def test_a_crash_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         write_two(folder)
@@ -245,6 +284,7 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
     assert caught.value.remedy
 
 
+@pytest.mark.fault("a checkpoint's files change", "each byte of the manifest, six ways")
 def test_one_changed_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     """0.5.0: nothing hashed it, so that a changed entry blamed a file, and a changed key nothing at all."""
     write_folder(tmp_path / "checkpoint", write_two, OneProcess())
@@ -277,6 +317,7 @@ def test_one_changed_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
         ('{"a": {"size": 1, "sha256": "abc"}}', "sha256='abc'"),
     ],
 )
+@pytest.mark.fault("a checkpoint's files change", "manifests that penstock never wrote")
 def test_a_manifest_that_penstock_never_wrote_is_refused(tmp_path: Path, files: str, found: str) -> None:
     """0.5.0: it passed: a manifest was whatever had `files`, of no file, of one twice, of files elsewhere."""
     files = files.replace("SHA", "0" * 64)

@@ -13,7 +13,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import pytest
 
 from penstock.schedule import Schedule, build
 from support import jobs_stalls
+from support.faults import Row, named_cause
 from support.jobs_stalls import MICROBATCHES, Case
 from support.pool import alive
 
@@ -51,9 +52,25 @@ WORSE = {
     "makes the writer's group": ("stop", "writer", 2),
 }
 HOST = socket.gethostname()
+# by name, in the table of faults
+WHERE = {
+    "cut off": "it is cut off from the store (a proxy) and from its channels: a partition",
+    "on another node": "it is killed on another machine, which held the store",
+    "exits": "its process exits between steps",
+    "does not come": "it does not come to the start",
+    "joins": "it stops as it joins",
+    "shakes hands": "it stops in the handshake",
+    "makes groups": "it stops as groups are made",
+    "makes the writer's group": "it stops as the writer's group is made",
+}
 TIMEOUT = 4.0
 LATER = 8.0  # in start-up ranks are further apart
 SPARE = 6.0  # seconds, beyond the deadline, for ranks to write what they know and end
+
+
+def faults(kind: str, names: Iterable[str]) -> list[Any]:
+    """The names as parameters, each with its row in the table of faults."""
+    return [pytest.param(name, marks=pytest.mark.fault(kind, WHERE.get(name, name))) for name in names]
 
 
 @dataclass(frozen=True)
@@ -109,8 +126,8 @@ def outcome(case: Case) -> Outcome:
     return Outcome(case, int(case.op[0]) if case.op[0].isdecimal() else 1, "", errors)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], name: str) -> None:
+@pytest.mark.parametrize("name", faults("one of three or four ranks, in an op", CASES))
+def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], row: Row, name: str) -> None:
     found = outcomes[name]
     pids = [int(file.read_text()) for file in Path(found.case.folder).glob("rank-*.pid")]
     assert len(pids) == found.case.ranks
@@ -119,7 +136,9 @@ def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], name: str) -> None
     began = float(struck.read_text()) if struck.exists() else found.errors[found.culprit]["time"]
     assert len(found.survivors) == found.case.ranks - 1
     waited = TIMEOUT if found.case.deed == "stop" else 0  # else their connections tell them
-    assert max(words["time"] for words in found.survivors.values()) - began < waited + SPARE
+    seconds = max(words["time"] for words in found.survivors.values()) - began
+    assert seconds < waited + SPARE
+    row.note(seconds=seconds, cause=named_cause(found.survivors[min(found.survivors)]["text"]))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,8 +227,10 @@ def test_the_timelines_fit_together(outcomes: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", WORSE)
-def test_every_rank_ends_within_the_timeout_and_five_seconds(worse: dict[str, Outcome], name: str) -> None:
+@pytest.mark.parametrize("name", faults("a rank is away, timeout 8 s", WORSE))
+def test_every_rank_ends_within_the_timeout_and_five_seconds(
+    worse: dict[str, Outcome], row: Row, name: str
+) -> None:
     """0.5.0: hangs of minutes. A rank that was cut off sat in a call to the store, which has no time limit;
     and the group of a checkpoint's writer was made with a time limit of an hour."""
     found, (deed, _, ranks) = worse[name], WORSE[name]
@@ -217,7 +238,9 @@ def test_every_rank_ends_within_the_timeout_and_five_seconds(worse: dict[str, Ou
     ending = found.errors if deed == "cut" else found.survivors
     assert len(ending) == ranks - (deed != "cut")
     waited = 0 if deed in ("exit", "node") else LATER
-    assert max(words["time"] for words in ending.values()) - began < waited + 5
+    seconds = max(words["time"] for words in ending.values()) - began
+    assert seconds < waited + 5
+    row.note(seconds=seconds, cause=named_cause(ending[min(ending)]["text"]))
 
 
 @pytest.mark.sweep

@@ -7,6 +7,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from threading import Event
 from unittest.mock import ANY, Mock, call
 
@@ -187,6 +188,21 @@ def test_a_rank_of_another_pipeline_whose_notes_have_ceased_is_named(
     time.sleep(TIMEOUT)
     monkeypatch.setattr(health, "_CEASED", 3)
     assert f": process 3 on {HOST} has been silent" in str(watches[2].error(TIMED_OUT))
+
+
+def test_a_wait_whose_limit_is_the_timeout_names_who_is_silent(store: Store) -> None:
+    """0.5.0: "some rank has been silent", as ranks met: a rank counted as silent once it had been so for
+    longer than the timeout, and by then the wait was over."""
+    waiting, stopped = Watch(store, 0, 2, TIMEOUT), Watch(store, 1, 2, TIMEOUT)
+    stopped.close()
+
+    def late(limit: timedelta) -> None:
+        time.sleep(limit.total_seconds())
+        raise TIMED_OUT
+
+    with pytest.raises(StalledPeerError, match=f"rank 1 on {HOST} has been silent"):
+        waiting.wait_patiently("the meeting", late, timedelta(seconds=TIMEOUT))
+    waiting.close()
 
 
 def test_notes_of_a_machine_whose_clock_is_wrong_count_as_others(

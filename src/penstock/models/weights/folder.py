@@ -101,7 +101,8 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
 
         together(processes, "publish the folder", publish)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if processes.index == 0:  # it alone knows that it does not publish the folder at this moment
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -280,7 +281,7 @@ def _publish(temporary: Path, target: Path, files: Mapping[str, Entry]) -> None:
             aside.rename(target)
         raise
     _flush(target.parent)
-    if os.path.lexists(aside):
+    if os.path.lexists(aside) and looks_whole(target):  # else the older one still counts
         remove_hidden(aside)
 
 
