@@ -7,7 +7,7 @@ STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib
 # keep the bytecode of the source, whatever the environment says: the tests start many processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel bench gpu docs docs-pages pictures clean
+.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel faults soak bench gpu docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -61,6 +61,13 @@ sweep: env .venv/liger  ## The whole equivalence matrix over real processes: som
 parallel: env  ## The pipeline beside every other axis, on eight processes: some minutes
 	$(BIN)/pytest -m parallel --timeout 600
 
+faults: env  ## Strike runs at set places and write docs/faults.md; five minutes on two quiet cores
+	$(BIN)/pytest -m fault --faults tests/faults/results.json --numprocesses 2 --dist loadgroup
+	$(BIN)/python docs/faults.py
+
+soak: env  ## 5,000 steps with a rank killed every 200, compared with an undisturbed run; some ten minutes
+	$(BIN)/python tests/soak.py
+
 bench: env  ## Measure penstock and others into benchmarks/results/; an hour and a half, quiet
 	$(BIN)/python -m benchmarks
 
@@ -72,6 +79,7 @@ docs: env  ## Write the pages that come from the source, then build the site int
 	$(BIN)/python docs/schedules.py
 	$(BIN)/python docs/architecture.py
 	$(BIN)/python docs/api.py
+	$(BIN)/python docs/faults.py
 	$(BIN)/python -m benchmarks.page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

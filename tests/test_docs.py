@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -35,6 +36,7 @@ def _load(name: str) -> ModuleType:
 
 PAGE = _load("schedules")
 CONFIG = _load("config")
+FAULTS = _load("faults")
 FORMULAS = PAGE.FORMULAS
 
 
@@ -44,6 +46,19 @@ def test_the_page_is_what_the_builders_say() -> None:
 
 def test_the_reference_of_the_config_is_what_the_models_say() -> None:
     assert CONFIG.PAGE.read_text(encoding="utf-8") == CONFIG.page(), "run: make docs"
+
+
+def test_the_table_of_faults_is_what_was_found() -> None:
+    assert FAULTS.PAGE.read_text(encoding="utf-8") == FAULTS.page(), "run: make docs"
+
+
+def test_the_table_has_no_fault_that_no_test_tries() -> None:
+    """And of those that were not survived only the one that the page explains."""
+    rows = json.loads(FAULTS.RESULTS.read_text(encoding="utf-8"))["rows"]
+    source = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "tests").rglob("test_*.py")))
+    assert [row["kind"] for row in rows if row["kind"] not in source] == []
+    lost = [row["where"] for row in rows if row["survived"] < row["tried"]]
+    assert lost == ["a bit of a message flips"]
 
 
 def test_every_key_of_the_config_is_in_its_reference_with_a_meaning() -> None:
