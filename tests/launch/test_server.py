@@ -54,6 +54,7 @@ def test_where_an_import_has_begun_a_thread_each_rank_begins_anew(
     assert capfd.readouterr().out == "('0', '0', False, ['--word'])\n"
 
 
+@pytest.mark.fault("a run starts again by itself", "the server of spare ranks is killed")
 def test_a_server_that_was_killed_is_named_and_the_next_attempt_has_another(
     command: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,6 +72,7 @@ def wait_for_rows(folder: Path, count: int) -> None:
     raise TimeoutError((folder / "said-0").read_text() + (folder / "said-1").read_text())
 
 
+@pytest.mark.fault("a machine is lost", "two agents of torchrun: a rank is killed, and both start again")
 def test_a_run_survives_a_rank_whose_failure_one_agent_alone_counts(tmp_path: Path) -> None:
     """0.5.0: the agents counted restarts differently, and the ranks of the next attempt never met.
 
@@ -91,6 +92,7 @@ def test_a_run_survives_a_rank_whose_failure_one_agent_alone_counts(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["the agent of the store", "the other agent"])
+@pytest.mark.fault("a machine is lost", "two agents of torchrun: one of them alone is killed")
 def test_all_ranks_end_with_an_agent(tmp_path: Path, number: int) -> None:
     """0.5.0: its rank trained on, and nobody would have ended it."""
     with agents(tmp_path, "--max-restarts=0") as started:

@@ -48,6 +48,7 @@ def made(folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.fault("the whole job is ended", "SIGTERM, SIGUSR1, Ctrl-C of a rank: a checkpoint first")
 def test_all_ranks_save_after_the_step_in_which_one_was_asked_to_stop(
     tmp_path: Path, pool: Pool, number: signal.Signals
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_run_in_one_process_is_asked_to_stop_as_well(tmp_path: Path, pool: Poo
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.sweep)])
+@pytest.mark.fault("a machine is lost", "the run goes on with fewer processes, or more")
 def test_a_run_goes_on_with_another_number_of_processes_and_says_so(
     tmp_path: Path, pool: Pool, before: int, now: int
 ) -> None:
