@@ -39,7 +39,8 @@ def page() -> str:
     survived, tried = (sum(row[name] for row in rows) for name in ("survived", "tried"))
     about = (
         f"{survived:,} of {tried:,} faults were survived, in {found['seconds']:.0f} s: {found['machine']}, "
-        f"penstock {found['penstock']}, torch {found['torch']}, {found['date']}. A run that hangs is not survived.\n"
+        f"penstock {found['penstock']}, torch {found['torch']}, {found['date']}. "
+        "A run that hangs is not survived.\n"
     )
     return HEAD + about + "".join(_sections(rows)) + LIMITS
 
