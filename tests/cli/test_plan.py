@@ -114,6 +114,16 @@ def test_a_dry_run_reads_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "text: not read" in " ".join(out.split())
 
 
+def test_layers_per_stage_choose_the_number_of_stages(tmp_path: Path, penstock: Command) -> None:
+    keys = ("pipeline.ranks=2", "pipeline.layers_per_stage=1", "model.config.num_hidden_layers=4")
+    code, out, _ = penstock("train", config_file(tmp_path), *keys, "--dry-run")
+    assert code == 0
+    assert "4 stages" in " ".join(out.split())
+    code, _, err = penstock("train", config_file(tmp_path), *keys, "pipeline.ranks=3", "--dry-run")
+    assert code == 2
+    assert "layers_per_stage=1: 4 layers make 4 stages of it, and the schedule takes multiples of 3" in err
+
+
 def test_a_folder_of_another_model_is_refused_from_its_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:

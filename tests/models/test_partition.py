@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.balanced_split import LayerCosts, Memory, balanced_split
-from penstock.models.partition import even_split, partition, to_layout
+from penstock.models.partition import even_split, partition, stages_of_size, to_layout
 from penstock.schedule.layout import parse_layout
 
 
@@ -60,6 +60,7 @@ def test_every_layer_once_in_order_and_none_empty(layers: int, stages: int, firs
     [
         (61, 32, {"layout": "Et*3|(tt|)*29|L"}, [3, *[2] * 29, 0, 0]),
         (4, 3, {"layout": "t|tt|t"}, [1, 2, 1]),
+        (4, 3, {"layout": [["embedding"], ["decoder"] * 3, ["decoder", "loss"]]}, [0, 3, 1]),
         (10, 3, {"layers_per_stage": 4}, [4, 3, 3]),
         (32, 4, {"layers_per_stage": 8}, [8, 8, 8, 8]),  # the most for each: embedding and head do not count
         (4, 3, {"layers_per_stage": [0, 4, 0]}, [0, 4, 0]),
@@ -105,6 +106,28 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
 def test_descriptions_that_do_not_fit(layers: int, stages: int, said: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
         partition(layers, stages, **said)
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "ranks", "group", "each"), [(4, 32, 4, 1, 2), (3, 10, 2, 1, 2), (5, 10, 2, 2, None),
+                                                   (2, 8, 2, 2, 2), (9, 8, 1, 1, 1), (2, 10, 4, 1, None)]
+)  # fmt: skip
+def test_a_size_makes_stages_for_each_rank(
+    size: int, layers: int, ranks: int, group: int, each: int | None
+) -> None:
+    if each is not None:
+        assert stages_of_size(size, layers, ranks, group) == each
+        assert max(counts(partition(layers, each * ranks, layers_per_stage=size))) <= size
+        return
+    with pytest.raises(PartitionError, match=r"multiples of 4. Give 3 \(4 stages\)$"):
+        stages_of_size(size, layers, ranks, group)
+
+
+def test_a_size_that_nothing_fits() -> None:
+    with pytest.raises(PartitionError, match=r"4 stages of it, .* multiples of 6. Use at most 4 stages"):
+        stages_of_size(1, 4, 6)
+    with pytest.raises(ConfigError, match="Give 1 or more"):
+        stages_of_size(0, 4, 2)
 
 
 def test_to_layout() -> None:

@@ -88,12 +88,49 @@ def test_every_family_runs_from_a_stage_of_the_embedding_alone(family: str) -> N
         (2, {"layers_per_stage": 2}, [2, 2]),
         (4, {"layers_per_stage": [1, 0, 3, 0]}, [1, 0, 3, 0]),
         (3, {"modules_per_stage": NAMES}, [0, 1, 3]),
+        (3, {"layout": [["embedding"], [], ["decoder"] * 4 + ["loss"]]}, [0, 0, 4]),
     ],
 )
 def test_each_way_to_say_it_is_exact(ranks: int, options: dict[str, Any], counts: list[int]) -> None:
     auto = exact("llama", ranks, **options)
     stages = auto.build_plan(tiny_config("llama")).stages
     assert [len(stage.layers) for stage in stages] == counts
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "size", "counts"),
+    [
+        ("1f1b", 2, 1, [1, 1, 1, 1]),
+        ({"schedule": "1F1B", "zero_bubble": True}, 2, 1, [1, 1, 1, 1]),
+        ("1f1b", 2, 2, [2, 2]),
+        ("looped_bfs", 1, 2, [2, 2]),
+        ("hanayo", 1, 1, [1, 1, 1, 1]),  # two waves
+    ],
+)
+def test_a_number_of_layers_chooses_the_number_of_stages(
+    schedule: Any, ranks: int, size: int, counts: list[int]
+) -> None:
+    auto = exact("llama", ranks, schedule=schedule, layers_per_stage=size)
+    plan = auto.build_plan(tiny_config("llama"))
+    assert [len(stage.layers) for stage in plan.stages] == counts
+    more = auto.schedules(plan.schedule)(6)
+    assert (more.microbatches, more.placement) == (6, plan.schedule.placement)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "size", "message"),
+    [
+        ("1f1b", 3, 1, "4 stages of it, and the schedule takes multiples of 3. Use at most 4 stages"),
+        ("hanayo", 2, 2, r"multiples of 4. Give 1 \(4 stages\)"),
+        ("gpipe", 2, 1, "the schedule has 2. Give 2 or 3"),  # one stage a rank
+        ("zb_v", 2, 2, "the schedule has 4. Give 1"),  # two
+        ({"schedule": "1f1b", "num_stages_per_rank": 1}, 2, 1, "the schedule has 2. Give 2 or 3"),  # given
+    ],
+)
+def test_a_number_that_no_number_of_stages_fits(schedule: Any, ranks: int, size: int, message: str) -> None:
+    auto = AutoPipeline(ranks=ranks, microbatches=2, schedule=schedule, layers_per_stage=size)
+    with pytest.raises(PartitionError, match=message):
+        auto.build_plan(tiny_config("llama"))
 
 
 @pytest.mark.parametrize(("layout", "ranks", "kinds"), [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PartitionError
-from penstock.schedule.layout import LIMIT, Layout, parse_layout
+from penstock.schedule.layout import LIMIT, Layout, parse_layout, read_layout
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,53 @@ def test_layers_are_counted_along_the_stages() -> None:
     assert layout.layers == (range(3), range(3, 3), range(3, 5), range(5, 5))
     assert layout.prediction_layers == 2
     assert Layout.of([3, 0, 2, 0]) == parse_layout("Et*3||tt|L")
+
+
+# --- lists, a stage each
+
+# of Megatron-LM's tests/unit_tests/pipeline_parallel/test_pipeline_layout.py: 8 layers on 2 or 4 ranks
+MEGATRON = [
+    ([["embedding"], ["decoder"], ["decoder"] * 2, ["decoder"], [], ["decoder"], ["decoder"],
+      ["decoder"] * 2 + ["mtp"] + ["loss"]], ("E", "t", "tt", "t", "", "t", "t", "ttmL")),
+    ([["embedding"] + ["decoder"] * 4, ["decoder"] * 4 + ["loss"]], ("Etttt", "ttttL")),
+    ([["embedding"], ["decoder"], ["decoder"] * 2, ["decoder"], [], ["decoder"], ["decoder"],
+      ["decoder"] * 2 + ["loss"]], ("E", "t", "tt", "t", "", "t", "t", "ttL")),
+    ("E|t*3|(t|)*5mL", ("E", "ttt", "t", "t", "t", "t", "t", "mL")),
+    ("E|t*3|(t|)*4tm|L", ("E", "ttt", "t", "t", "t", "t", "tm", "L")),
+    ("E|t*3|(t|)*3tt|m|L", ("E", "ttt", "t", "t", "t", "tt", "m", "L")),
+    # of the comments of its parser
+    ("Ettt|(tt|)*29,m|L", ("Ettt", *["tt"] * 29, "m", "L")),
+    ([["embedding", "decoder"], ["decoder", "decoder", "decoder", "loss"]], ("Et", "tttL")),
+    ([[" Embedding", "DECODER "], ("loss",)], ("Et", "L")),  # it strips names and takes any case
+    ([["E", "t"], ["t", "L"]], ("Et", "tL")),  # and its config page has the letters as well
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "stages"), MEGATRON)
+def test_layouts_of_megatron(given: str | list[list[str]], stages: tuple[str, ...]) -> None:
+    assert read_layout(given).stages == stages
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"layout=\[\]: it has a list for each stage"),
+        (["embedding", "decoder"], r"stage 0: 'embedding': a stage is a list of names. Write \[embedding\]"),
+        ([["embedding"], ["decodr", "loss"]], "stage 1, entry 0: 'decodr'.* Did you mean decoder"),
+        ([["embedding", "encoder"]], "entry 1: 'encoder': a stage holds embedding, decoder, mtp, loss"),
+        ([["|"]], "entry 0"),
+        ([["embedding", 3]], "entry 1: 3: a stage holds"),
+        ([[["embedding", "decoder"], ["decoder"]], [["decoder"], ["loss"]]],
+         "list within a stage: .* stage 0 of every rank, then stage 1"),
+        ([["decoder", "embedding"], ["loss"]], "stage 0, entry 1: 'embedding': expected E, the embed"),
+        ([["embedding", "mtp"], ["decoder", "loss"]], "stage 1, entry 0: 'decoder': a layer after m"),
+        ([["embedding", "loss", "loss"]], "stage 0, entry 2: 'loss': a second L"),
+        ([["embedding", "loss"], ["decoder"]], r"stage 0: \['embedding', 'loss'\]: .*after L, the head"),
+    ],
+)  # fmt: skip
+def test_lists_are_refused_where_they_are_wrong(given: list[list[str]], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        read_layout(given)
 
 
 # --- a layout as a tree, expanded in the plainest way ---

@@ -139,6 +139,7 @@ def test_parallel_keys_reach_the_library(tmp_path: Path) -> None:
             {"first_stage_layers": 0, "last_stage_layers": 3},
             {"first_stage_layers": 0, "last_stage_layers": 3},
         ),
+        ({"layout": [["embedding"], ["loss"]]}, {"layout": (("embedding",), ("loss",))}),
         ({"modules_per_stage": [["a", "b"], ["c"]]}, {"modules_per_stage": (("a", "b"), ("c",))}),
     ],
 )

@@ -4,7 +4,7 @@ A split is a list with one `range` of layers for each stage; stages may be empty
 one of several descriptions:
 
     evenly (default)        embedding and head count as layers        E t t | t t t | t t L
-    layout                  a string of penstock.schedule.layout      "Ett|ttt|ttL"
+    layout                  as penstock.schedule.layout reads it      "Ett|ttt|ttL"
     layers_per_stage        a number for each stage, or the most for any
     first/last_stage_layers these two, and the rest evenly
     balance                 what each layer costs: the slowest rank becomes as fast as possible
@@ -18,14 +18,14 @@ from collections.abc import Sequence
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.balanced_split import Holders, LayerCosts, as_layer_costs, balanced_split, ranges
-from penstock.schedule.layout import Layout, parse_layout
+from penstock.schedule.layout import Layout, read_layout
 
 
 def partition(
     layers: int,
     stages: int,
     *,
-    layout: str | None = None,
+    layout: str | Sequence[Sequence[str]] | None = None,
     layers_per_stage: int | Sequence[int] | None = None,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
@@ -37,8 +37,8 @@ def partition(
     """Split `layers` layers over `stages` stages by one description at most; evenly without any.
 
     The descriptions are AutoPipeline's options; `balance` also looks at `holders`, the ranks that hold each
-    stage. A single number of `layers_per_stage` makes
-    ceil(layers / number) stages of even size, in which embedding and head do not count.
+    stage. A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which
+    embedding and head do not count; `stages_of_size` says how many on a rank.
 
     Raises:
         PartitionError: the description does not fit the model or the schedule.
@@ -117,8 +117,9 @@ def to_layout(split: Sequence[range]) -> str:
     return str(Layout.of([len(layers) for layers in split]))
 
 
-def _from_layout(text: str, layers: int, stages: int) -> list[range]:
-    layout = parse_layout(text)
+def _from_layout(given: str | Sequence[Sequence[str]], layers: int, stages: int) -> list[range]:
+    layout = read_layout(given)
+    text = given if isinstance(given, str) else str(layout)
     value = f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}"
     if layout.prediction_layers:
         rule = "it places multi-token-prediction layers (m), and models of transformers come without any"
@@ -150,14 +151,41 @@ def _from_size(size: int, layers: int, stages: int) -> list[range]:
     made = -(-layers // size)
     if made != stages:
         fitting = [k for k in range(1, layers + 1) if -(-layers // k) == stages]
-        options = " or ".join(map(str, fitting[:5])) + (" ..." if len(fitting) > 5 else "")
-        remedy = f"Give {options}" if fitting else "Give a number for each stage"
+        remedy = f"Give {_some(fitting)}" if fitting else "Give a number for each stage"
         raise PartitionError(
             value,
             f"{layers} layers make {_count(made, 'stage')} of it, and the schedule has {stages}",
             f"{remedy}, or change ranks or stages per rank",
         )
     return even_split(layers, stages, 0, 0)
+
+
+def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
+    """The stages that each of `ranks` ranks has, if a stage holds `size` of `layers` layers at most.
+
+    group: the stages of a rank come in multiples of it
+
+    Raises PartitionError where no such number of stages divides by the ranks; it names the sizes that fit.
+    """
+    if size < 1:
+        rule = "a stage of that many layers never ends"
+        raise ConfigError(f"layers_per_stage={size}", rule, "Give 1 or more")
+    made, step = -(-layers // size), ranks * group
+    if made % step:
+        counts = ((k, -(-layers // k)) for k in range(1, layers + 1))
+        fitting = [f"{k} ({count} stages)" for k, count in counts if count % step == 0]
+        otherwise = f"Use at most {layers} stages, or a number for each stage"
+        raise PartitionError(
+            f"layers_per_stage={size}",
+            f"{layers} layers make {_count(made, 'stage')} of it, and the schedule takes multiples of {step}",
+            f"Give {_some(fitting)}" if fitting else otherwise,
+        )
+    return made // ranks
+
+
+def _some(options: Sequence[object]) -> str:
+    """5 or 6 or 7 or 8 or 9 ..."""
+    return " or ".join(map(str, options[:5])) + (" ..." if len(options) > 5 else "")
 
 
 def _with_ends(

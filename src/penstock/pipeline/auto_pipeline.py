@@ -27,7 +27,7 @@ from penstock.models.huggingface.head import check_for_liger
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.multiply_adds import multiply_adds
-from penstock.models.partition import check_enough, check_one_description, partition
+from penstock.models.partition import check_enough, check_one_description, partition, stages_of_size
 from penstock.models.quantized import Quantize
 from penstock.models.source import ModelLike, open_source
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
@@ -60,8 +60,9 @@ from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Proof, Schedule, verify
+from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
-from penstock.schedule.layout import parse_layout
+from penstock.schedule.layout import read_layout
 from penstock.schedule.ops import collector_paused
 from penstock.schedule.recompute import Places, first_in_flight
 
@@ -80,8 +81,10 @@ class AutoPipeline(Options):
         head_weight: number of layers that the head counts as, in an even division of layers
         sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
             model's positions allow if that is less
-        layout: a layout string such as ``Ett|(ttt|)*2tL`` (penstock.schedule.layout)
-        layers_per_stage: number of layers of each stage; a single number is the most for all
+        layout: a layout string such as ``Ett|(ttt|)*2tL``, or a list of Megatron's names for each stage
+            (penstock.schedule.layout)
+        layers_per_stage: number of layers of each stage. A single number is the most for all, and chooses how
+            many stages a rank has, where the schedule takes several and does not say how many
         first_stage_layers: number of layers of the first stage; the other stages share the rest evenly
         last_stage_layers: number of layers of the last stage; the other stages share the rest evenly
         modules_per_stage: names of each stage's modules
@@ -105,7 +108,7 @@ class AutoPipeline(Options):
     embedding_weight: int | None = None
     head_weight: int | None = None
     sequence_length: int | None = None
-    layout: str | None = None
+    layout: str | Sequence[Sequence[str]] | None = None
     layers_per_stage: int | Sequence[int] | None = None
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -135,7 +138,7 @@ class AutoPipeline(Options):
             module_fqns_per_stage=self.module_fqns_per_stage,
         )
         if self.layout is not None:
-            parse_layout(self.layout)  # before any file is read
+            read_layout(self.layout)  # before any file is read
         schedule = self.chosen_schedule()
         verify(schedule)
         source = open_source(
@@ -163,13 +166,28 @@ class AutoPipeline(Options):
                 "more than hidden states crosses its edges, in messages that carry their shapes",
                 "Take exchange='channels'",
             )
+        schedule = self._in_stages_of_size(chain.count, schedule)
         stages = plan_stages(source.model, chain, schedule, self._ranges(source.model, chain, schedule))
-        schedule = without_weight_gradients(schedule, frozen_stages(source.model, stages))
+        whole, schedule = schedule, without_weight_gradients(schedule, frozen_stages(source.model, stages))
         plan = BuildPlan(schedule, verify(schedule), stages, source, chain, routed)
-        return self._within_memory(plan) if self.axes is None or self.axes.resolved else plan
+        return self._within_memory(plan, whole) if self.axes is None or self.axes.resolved else plan
 
-    def _within_memory(self, plan: BuildPlan) -> BuildPlan:
+    def _in_stages_of_size(self, layers: int, schedule: Schedule) -> Schedule:
+        """`schedule` with as many stages a rank as one number of `layers_per_stage` makes, if that is open.
+
+        Raises PartitionError for a number that does not fit; ConfigError where the schedule cannot have them.
+        """
+        size, option = self.layers_per_stage, open_stages(self.schedule)
+        if not isinstance(size, int) or option is None:
+            return schedule
+        name, count = option
+        wanted = stages_of_size(size, layers, schedule.ranks, count) // count
+        return replace(self, schedule=with_option(self.schedule, name, wanted)).chosen_schedule()
+
+    def _within_memory(self, plan: BuildPlan, schedule: Schedule) -> BuildPlan:
         """`plan`, or where its default split exceeds the memory limit, the fastest split that keeps it.
+
+        schedule: that of the plan, with the weight gradients of frozen stages
 
         Raises ConfigError for a memory limit that is too small.
         """
@@ -180,7 +198,7 @@ class AutoPipeline(Options):
             limited = self._limited_split(account)
             if limited is None:
                 raise
-            model, schedule = plan.source.model, self.chosen_schedule()
+            model = plan.source.model
             stages = plan_stages(model, plan.chain, schedule, limited)
             schedule = without_weight_gradients(schedule, frozen_stages(model, stages))
             plan = replace(plan, schedule=schedule, proof=verify(schedule), stages=stages)

@@ -50,7 +50,7 @@ def names_per_stage(
     stages: int,
     *,
     layers: str | None = None,
-    layout: str | None = None,
+    layout: str | Sequence[Sequence[str]] | None = None,
     layers_per_stage: int | Sequence[int] | None = None,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,

@@ -84,6 +84,8 @@ _ALIASES = {
     "zerobubblev": "zb_v",
 }
 _SPELT = {re.sub(r"[^a-z0-9]", "", name): name for name in MAKERS} | _ALIASES
+# the options that choose how many stages a rank has, and how many stages each of them counts
+_STAGES = {"stages_per_rank": 1, "waves": 2}
 _OPTION_ALIASES = {
     "num_stages_per_rank": "stages_per_rank",
     "microbatch_group_size_per_vp_stage": "microbatch_group_size",
@@ -286,8 +288,31 @@ def chosen_schedule(choice: ScheduleLike, ranks: int | None, microbatches: int |
     return config.build(ranks, microbatches)
 
 
+def open_stages(choice: ScheduleLike) -> tuple[str, int] | None:
+    """The option of `choice` that says how many stages a rank has, where `choice` leaves it out.
+
+    Returns its name and how many stages it counts; None where it is given or fixed. Raises ConfigError.
+    """
+    if isinstance(choice, Schedule | ScheduleConfig):
+        return None
+    name = schedule_config(choice).schedule
+    given = {} if isinstance(choice, str) else choice
+    named = {_OPTION_ALIASES.get(option, option) for option in given}
+    known = inspect.signature(MAKERS[name]).parameters
+    return next(((o, count) for o, count in _STAGES.items() if o in known and o not in named), None)
+
+
+def with_option(choice: ScheduleLike, option: str, value: int) -> dict[str, Any]:
+    """`choice`, a name or a mapping, with one option more."""
+    assert isinstance(choice, str | Mapping)
+    return {**({"schedule": choice} if isinstance(choice, str) else choice), option: value}
+
+
 def with_microbatches(choice: ScheduleLike, chosen: Schedule, microbatches: int) -> Schedule:
-    """The schedule that `choice` is for another number of microbatches than `chosen`. Raises ConfigError."""
+    """The schedule that `choice` is for another number of microbatches than `chosen`. Raises ConfigError.
+
+    It has the stages of `chosen`, also where `choice` leaves their number open.
+    """
     config = None if isinstance(choice, Schedule) else schedule_config(choice)
     if config is None or config.schedule == "file":
         raise ConfigError(
@@ -295,4 +320,7 @@ def with_microbatches(choice: ScheduleLike, chosen: Schedule, microbatches: int)
             f"schedule {chosen.name!r} was given as it is, for {chosen.microbatches}",
             f"Give {chosen.microbatches}, or take a schedule by its name, which is made for any number",
         )
+    if (option := open_stages(choice)) is not None:
+        name, count = option
+        config = schedule_config(with_option(choice, name, chosen.stages // chosen.ranks // count))
     return config.build(chosen.ranks, microbatches)

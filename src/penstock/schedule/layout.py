@@ -1,4 +1,4 @@
-"""Layout strings: the layers of each stage, in Megatron's notation.
+"""Layouts: the layers of each stage, in Megatron's notation, as a string or as lists of names.
 
     E    the embedding                     |       ends a stage
     t    one decoder layer                 (..)*n  the group n times; groups may stand in groups
@@ -9,6 +9,10 @@
 head. Stages are numbered in the order of the data. ``E`` comes first and ``L`` last; either may be left out
 and is then added there. A stage may be empty: ``t||t``.
 
+As lists, one for each stage, of the same symbols or of Megatron's names for them:
+``[["embedding", "decoder"], ["decoder", "decoder", "loss"]]`` is ``Et|ttL``. They stand in the order of the
+data: with several stages a rank, stage 0 of every rank, then stage 1 of every rank, as Megatron has it.
+
     layout = item {item}
     item   = (symbol | "(" item {item} ")") ["*" number]
     symbol = "E" | "t" | "m" | "L" | "|"
@@ -17,8 +21,10 @@ and is then added there. A stage may be empty: ``t||t``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
@@ -35,6 +41,7 @@ _MEANING = {
     "L": "the head",
     "|": "the end of a stage",
 }
+_NAMES = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _IGNORED = frozenset(", \t\r\n")
 _DIGITS = frozenset("0123456789")
 
@@ -121,7 +128,57 @@ def parse_layout(text: str) -> Layout:
     Raises PartitionError, which points at the character.
     """
     symbols = _Parser(text).symbols()
-    _check_order(text, symbols)
+    _check_order(symbols, partial(_error, text))
+    return _layout(symbols)
+
+
+def read_layout(layout: str | Sequence[Sequence[str]]) -> Layout:
+    """Read a layout string, or the lists that the top of this module shows.
+
+    Raises PartitionError, which points at the character, or names stage and entry.
+    """
+    return parse_layout(layout) if isinstance(layout, str) else _from_lists(layout)
+
+
+def _from_lists(stages: Sequence[Sequence[str]]) -> Layout:
+    symbols, shown = list[_Symbol](), list[str]()  # and how an error shows each
+
+    def wrong(at: int, rule: str, remedy: str) -> PartitionError:
+        return PartitionError(f"layout, {shown[at]}", rule, remedy)
+
+    if not stages:
+        remedy = "Write [[embedding, decoder, loss]]"
+        raise PartitionError("layout=[]", "it has a list for each stage", remedy)
+    for number, stage in enumerate(stages):
+        if isinstance(stage, str) or not isinstance(stage, Sequence):
+            rule, remedy = "a stage is a list of names", f"Write [{stage}], or the whole layout as a string"
+            raise PartitionError(f"layout, stage {number}: {stage!r}", rule, remedy)
+        if number:
+            shown.append(f"stage {number - 1}: {stages[number - 1]}")
+            symbols.append(_Symbol("|", len(symbols)))
+        for entry, name in enumerate(stage):
+            shown.append(f"stage {number}, entry {entry}: {name!r}")
+            symbols.append(_Symbol(_symbol(name, partial(wrong, len(symbols))), len(symbols)))
+    _check_order(symbols, wrong)
+    return _layout(symbols)
+
+
+def _symbol(name: object, wrong: Callable[[str, str], PartitionError]) -> str:
+    """The symbol of a name in a list. wrong: makes the error of a rule and a remedy"""
+    known = ", ".join(_NAMES)
+    if isinstance(name, Sequence) and not isinstance(name, str):
+        rule = "a list within a stage: Megatron's layouts list the stages one after the other"
+        raise wrong(rule, "Write stage 0 of every rank, then stage 1 of every rank, one list a stage")
+    plain = name.strip() if isinstance(name, str) else ""
+    found = plain if plain in _MEANING and plain != "|" else _NAMES.get(plain.lower())
+    if found is None:
+        near = get_close_matches(plain.lower(), _NAMES, n=1)
+        remedy = f"Did you mean {near[0]}?" if near else "Take one of these"
+        raise wrong(f"a stage holds {known}, or their letters E, t, m, L", remedy)
+    return found
+
+
+def _layout(symbols: Sequence[_Symbol]) -> Layout:
     written = "".join(symbol.name for symbol in symbols)
     written = written if written.startswith("E") else f"E{written}"
     return Layout(tuple((written if written.endswith("L") else f"{written}L").split("|")))
@@ -218,20 +275,20 @@ class _Parser:
 _SYMBOLS = "E, t, m, L, | or ("
 
 
-def _check_order(text: str, symbols: Sequence[_Symbol]) -> None:
-    """E first, then layers, then multi-token-prediction layers, L last."""
+def _check_order(symbols: Sequence[_Symbol], error: Callable[[int, str, str], PartitionError]) -> None:
+    """E first, then layers, then multi-token-prediction layers, L last. error: of a place, rule and remedy"""
     seen = ""
     for index, (name, at) in enumerate(symbols):
         if name in seen and name in "EL":
-            raise _error(text, at, f"a second {name}", f"A model has {_MEANING[name]} once: take one away")
+            raise error(at, f"a second {name}", f"A model has {_MEANING[name]} once: take one away")
         if name == "E" and index:
-            raise _error(text, at, "expected E, the embedding, before all else", "Move it to the front")
+            raise error(at, "expected E, the embedding, before all else", "Move it to the front")
         if seen.endswith("L"):
             rule = f"{_MEANING[name]} after L, the head, and nothing is expected there"
-            raise _error(text, at, rule, "Move L to the end")
+            raise error(at, rule, "Move L to the end")
         if name == "t" and "m" in seen:
             rule = "a layer after m, and the multi-token-prediction layers are expected after all others"
-            raise _error(text, at, rule, "Move m behind the last t")
+            raise error(at, rule, "Move m behind the last t")
         if name not in seen or name == "L":
             seen += name
 

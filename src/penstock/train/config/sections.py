@@ -22,6 +22,7 @@ from penstock.train.config.values import (
     Count,
     Dtype,
     LayersPerStage,
+    Layout,
     Natural,
     NotNegative,
     Patterns,
@@ -221,8 +222,10 @@ class PipelineSection(Section):
     # one of the next keys, or by both weights, or by both first and last:
     embedding_weight: Natural | None = None  # evenly, where the embedding counts as so many layers
     head_weight: Natural | None = None  # evenly, where the head counts as so many layers
-    layout: str | None = None  # such as Ett|(ttt|)*2tL, see penstock.schedule.layout
-    layers_per_stage: LayersPerStage = None  # a list, one for each stage, or the most for any stage
+    # such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage; see penstock.schedule.layout
+    layout: Layout = None
+    # a list, one for each stage; or the most for any, which also chooses how many stages a rank has
+    layers_per_stage: LayersPerStage = None
     first_stage_layers: Natural | None = None  # the rest evenly; 0: the embedding alone
     last_stage_layers: Natural | None = None  # 0: the head alone
     modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names

@@ -18,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PartitionError
+from penstock.schedule.layout import read_layout
 
 
 class Section(BaseModel):
@@ -29,10 +30,10 @@ class Section(BaseModel):
 
 @contextmanager
 def as_finding() -> Iterator[None]:
-    """Turn a ConfigError into a ValueError "rule; remedy", the only exception that pydantic collects."""
+    """Turn such an error into a ValueError "rule; remedy", the only exception that pydantic collects."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, PartitionError) as error:
         raise ValueError(f"{error.value}: {error.rule}; {error.remedy}") from error
 
 
@@ -87,6 +88,18 @@ def _bytes(value: object) -> object:
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 
+def _layout(value: object) -> object:
+    """A layout, checked here, as a union's complaints would hide what is wrong with it."""
+    if value is None:
+        return None
+    if not isinstance(value, str | list | tuple):
+        raise ValueError(f"{value!r} is no layout; write Ett|ttL, or a list of names for each stage")
+    with as_finding():
+        read_layout(value)
+    return value if isinstance(value, str) else tuple(tuple(stage) for stage in value)
+
+
+Layout = Annotated[str | tuple[tuple[str, ...], ...] | None, BeforeValidator(_layout)]
 LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
 InFlight = Annotated[int | tuple[int, ...] | None, BeforeValidator(_in_flight)]
 Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
-from penstock.schedule.choose import chosen_schedule
+from penstock.schedule.choose import chosen_schedule, open_stages
 from penstock.train.metrics import Row, standing
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
@@ -84,6 +84,8 @@ class RecordedRun:
         try:
             section = self.config["pipeline"]
             ranks = self.starts[-1]["ranks"] if self.starts else section["ranks"]
+            if isinstance(section.get("layers_per_stage"), int) and open_stages(section["schedule"]):
+                raise ValueError("the model's layers, unknown here, choose the number of stages")
             schedule = chosen_schedule(section["schedule"], ranks, section["microbatches"])
             why = "A prediction: the run has recorded no step yet. Every forward takes 1, every backward 2."
             return {"predicted": simulate(schedule)}, why
