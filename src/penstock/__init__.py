@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.batch.microbatches import split_batch
     from penstock.batch.padding import Padding
     from penstock.batch.payload import TensorSpec
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
@@ -44,6 +45,7 @@ __all__ = [
     "load_checkpoint",
     "register_chain",
     "save_checkpoint",
+    "split_batch",
 ]
 
 _HOMES = {
@@ -64,6 +66,7 @@ _HOMES = {
     "load_checkpoint": "penstock.checkpoint.save_load",
     "register_chain": "penstock.models.tracing.probe",
     "save_checkpoint": "penstock.checkpoint.save_load",
+    "split_batch": "penstock.batch.microbatches",
 }
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from penstock.batch.loss import MeanOverRows, NextToken
+from penstock.batch.loss import MeanOverRows, NextToken, total_of
 from penstock.errors import BatchError, ModelError
 
 
@@ -40,3 +40,16 @@ def test_a_mean_is_weighted_by_its_rows() -> None:
     assert float(loss.total(torch.full((5,), 2.0), {})) == 10.0
     with pytest.raises(ModelError, match="one number"):
         MeanOverRows(lambda output, microbatch: output, lambda microbatch: 5).total(torch.zeros(5), {})
+
+
+def test_a_function_of_three_arguments_is_given_the_number() -> None:
+    def third(output: torch.Tensor, microbatch: object, number: int) -> torch.Tensor:
+        return output.mean() * number
+
+    def second(output: torch.Tensor, microbatch: object, scale: float = 1.0) -> torch.Tensor:
+        return output.mean() * scale
+
+    output = torch.full((5,), 2.0)
+    assert float(total_of(MeanOverRows(third, lambda microbatch: 5), output, {}, 3)) == 30.0
+    assert float(total_of(MeanOverRows(second, lambda microbatch: 5), output, {}, 3)) == 10.0
+    assert float(total_of(MeanOverRows(torch.dot, lambda microbatch: 1), output, output, 3)) == 20.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.batch.microbatches import batch_rows, checksum, fingerprint, split
+from penstock.batch.microbatches import batch_rows, checksum, fingerprint, split, split_batch
 from penstock.errors import BatchError
 
 
@@ -99,3 +99,29 @@ def test_a_checksum_of_much_data_takes_a_part_of_it_from_everywhere() -> None:
         other[part] += 1
         assert checksum(other) != checksum(values)
     assert checksum(torch.zeros(0)) == 0
+
+
+def test_a_batch_is_split_as_a_step_splits_it() -> None:
+    batch = {"x": torch.arange(7), "table": torch.arange(3)}
+    pieces = split_batch(batch, 3, sharding={"table": None})
+    assert [piece["x"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert all(len(piece["table"]) == 3 for piece in pieces)
+    assert [len(piece["x"]) for piece in split_batch({"x": torch.arange(6)}, 3, even=True)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "message"),
+    [
+        (
+            {"x": torch.arange(7)},
+            3,
+            "of 7 rows in 3 microbatches: they are to be of one size",
+        ),
+        ({"x": torch.arange(7)}, 0, "microbatches=0"),
+        ({"x": torch.arange(2)}, 3, "a batch of 2 rows"),
+        ({"x": [1, 2, 3]}, 3, "x given as list"),
+    ],
+)
+def test_a_batch_that_is_not_split(batch: dict[str, object], count: int, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        split_batch(batch, count, even=True)

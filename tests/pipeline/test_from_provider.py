@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import Checkpointing, Pipeline, StageInfo
+from penstock import Checkpointing, Pipeline, StageInfo, split_batch
 from penstock.errors import BatchError, ConfigError, ModelError
 from support.own_chain import Piece, squares, x_batch
 from support.reference import gradients_of
@@ -49,6 +49,31 @@ def test_a_loss_that_is_no_number_is_no_harmless_batch() -> None:
     pipe = pipeline(Piece, loss_fn=lambda output, microbatch: output)
     with pytest.raises(ModelError, match="loss_fn returns one number"):
         pipe.step(x_batch())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+def test_a_loss_may_look_up_targets_by_the_microbatchs_number(schedule: str) -> None:
+    """As d9d's loss handler does, which splits the targets itself."""
+    batch = x_batch()
+    targets = {"y": torch.arange(float(len(batch["x"])))}
+    parts = split_batch(targets, 4)
+
+    def by_number(output: Tensor, microbatch: object, number: int) -> Tensor:
+        loss: Tensor = (output.mean(-1) - parts[number]["y"]).square().mean()
+        return loss
+
+    def by_entry(output: Tensor, microbatch: Any) -> Tensor:
+        loss: Tensor = (output.mean(-1) - microbatch["y"]).square().mean()
+        return loss
+
+    ranks = {"schedule": schedule, "microbatches": 4}
+    pipe, other = pipeline(Piece, loss_fn=by_number, **ranks), pipeline(Piece, loss_fn=by_entry, **ranks)
+    wanted = other.step(batch | targets).loss
+    assert pipe.step(batch).loss == wanted
+    assert pipe.evaluate(batch).loss == pytest.approx(wanted)
+    for own, reference in zip(pipe.modules.values(), other.modules.values(), strict=True):
+        torch.testing.assert_close(gradients_of(own), gradients_of(reference), rtol=0, atol=0)
+    pipe.close()
 
 
 def test_a_loss_without_a_graph_is_refused() -> None:

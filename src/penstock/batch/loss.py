@@ -8,6 +8,7 @@ differentiated. The gradients need no second pass, also if microbatches differ i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,11 @@ VALID_ITEMS = f"{INNER}valid_items"  # the entry of a context shard: the weight 
 
 
 class Loss(Protocol):
-    """A loss that is summed over items, such as tokens or rows."""
+    """A loss that is summed over items, such as tokens or rows.
+
+    Where it has a true attribute `takes_number`, `total` is given a third argument: the number of the
+    microbatch in the step, from 0 on.
+    """
 
     def weight(self, microbatch: Microbatch) -> int:
         """How many items of the microbatch count."""
@@ -156,16 +161,20 @@ def check_tokens(name: str, tokens: Tensor, count: int, rule: str) -> None:
 
 
 class MeanOverRows:
-    """A plain function of (output, microbatch) that returns the mean over the microbatch's rows."""
+    """A plain function of (output, microbatch) that returns the mean over the microbatch's rows.
 
-    def __init__(self, function: Callable[[Any, Microbatch], Tensor], rows: Callable[[Microbatch], int]):
+    One of (output, microbatch, number) is also given the microbatch's number in the step, from 0 on.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], rows: Callable[[Microbatch], int]):
         self._function, self._rows = function, rows
+        self.takes_number = _required(function) == _WITH_NUMBER
 
     def weight(self, microbatch: Microbatch) -> int:
         return self._rows(microbatch)
 
-    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        mean = self._function(output, microbatch)
+    def total(self, output: Any, microbatch: Microbatch, *number: int) -> Tensor:
+        mean = self._function(output, microbatch, *number)
         if mean.dim() != 0:
             raise ModelError(
                 f"a loss of shape {list(mean.shape)}",
@@ -175,7 +184,26 @@ class MeanOverRows:
         return mean * self._rows(microbatch)
 
 
-LossLike = Loss | Callable[[Any, Microbatch], Tensor] | None
+_WITH_NUMBER = 3  # output, microbatch and number
+
+
+def _required(function: Callable[..., Tensor]) -> int:
+    """How many arguments by position a call has to give."""
+    try:
+        parameters = signature(function).parameters.values()
+    except ValueError:  # of some builtins
+        return 0
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in positional and each.default is Parameter.empty for each in parameters)
+
+
+def total_of(loss: Loss, output: Any, microbatch: Microbatch, number: int) -> Tensor:
+    """The loss's total of a microbatch, which is given its number where it `takes_number`."""
+    more = (number,) if getattr(loss, "takes_number", False) else ()
+    return loss.total(output, microbatch, *more)
+
+
+LossLike = Loss | Callable[[Any, Microbatch], Tensor] | Callable[[Any, Microbatch, int], Tensor] | None
 
 
 def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:

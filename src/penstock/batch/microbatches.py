@@ -66,6 +66,36 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
     return [{name: each[number] for name, each in parts.items()} for number in range(count)]
 
 
+def split_batch(
+    batch: Batch, microbatches: int, *, sharding: Sharding | None = None, even: bool = False
+) -> list[Microbatch]:
+    """Split a batch into microbatches as `Pipeline.step` does, before any padding.
+
+    What is split once with the same number belongs to the same microbatches: a loss_fn that takes the
+    microbatch's number may look its targets up in such a list.
+
+    Args:
+        sharding: by entry, how it is split: along a dimension (0 if not named), not at all (None), or by a
+            function of (entry, number of microbatches)
+        even: whether microbatches must be of one size. Else the first ones have one row more where the rows
+            do not divide.
+
+    Raises BatchError.
+    """
+    sharding = sharding or {}
+    if microbatches < 1:
+        raise BatchError(f"microbatches={microbatches}", "a batch becomes one microbatch or more", "Give 1")
+    check_entries(batch, sharding)
+    rows = check_rows(batch, microbatches, sharding)
+    if even and rows % microbatches:
+        raise BatchError(
+            f"a batch of {rows} rows in {microbatches} microbatches",
+            "they are to be of one size",
+            f"Give a multiple of {microbatches} rows, or even=False",
+        )
+    return split(batch, microbatches, sharding)
+
+
 def check_rows(batch: Batch, count: int, sharding: Sharding) -> int:
     """The rows of a batch that is to become `count` microbatches. Raises BatchError for too few."""
     rows = batch_rows(batch, sharding)

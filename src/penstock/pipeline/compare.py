@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from penstock.batch.loss import Loss
+from penstock.batch.loss import Loss, total_of
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, DifferenceError
@@ -208,7 +208,7 @@ def whole_backward(
     weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
     device = next(model.parameters()).device
     total = 0.0
-    for microbatch in microbatches:
+    for number, microbatch in enumerate(microbatches):
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         with autocasting(autocast, device):
             if isinstance(model, PreTrainedModel):
@@ -216,7 +216,7 @@ def whole_backward(
                 output = outcome(model, model(**inputs, use_cache=False))
             else:
                 output = ProvidedCall(model)((), microbatch)
-            share = loss.total(output, microbatch) / weight
+            share = total_of(loss, output, microbatch, number) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
     for parameter in model.parameters():

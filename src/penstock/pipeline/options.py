@@ -48,9 +48,10 @@ class Options:
             that axis of `mesh`
         schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
         loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
-            ignored); a function of (output, microbatch) that returns the mean over the microbatch's rows;
-            or an object with `weight` and `total` (penstock.batch.loss.Loss). The output is that of the
-            last stage: for a transformers model, its logits.
+            ignored); a function of (output, microbatch), or of these and the microbatch's number in the step,
+            that returns the mean over the microbatch's rows; or an object with `weight` and `total`
+            (penstock.batch.loss.Loss). The output is that of the last stage: for a transformers model, its
+            logits.
         chunked_loss: whether the next-token loss of large logits (more than 256 MiB in float32) runs the head
             on a block of the vocabulary at a time, so that they are never whole. It takes the head's product
             once more, in the backward. Heads that are no plain linear layer, and those on a mesh with other

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import Loss, MeanOverRows, NextToken
+from penstock.batch.loss import Loss, MeanOverRows, NextToken, total_of
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
@@ -321,7 +321,7 @@ def _with_loss(collect: Collect, loss: Loss, microbatches: Sequence[Microbatch])
     """A function that returns the loss and what `collect` returns. `_take_loss_out` separates them."""
 
     def both(output: Any, number: int) -> tuple[Tensor, Any]:
-        return loss.total(output, microbatches[number]), collect(output, number)
+        return total_of(loss, output, microbatches[number], number), collect(output, number)
 
     return both
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.head_logits import whole
-from penstock.batch.loss import Loss
+from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.batch.shapes import EdgeShapes, check
@@ -161,7 +161,7 @@ class Ops:
             if step.collect is not None:
                 self.results[number] = step.collect(whole(output), number)
             else:
-                self.totals.append(self._loss.total(output, step.microbatches[number]))
+                self.totals.append(total_of(self._loss, output, step.microbatches[number], number))
         return None
 
     # ---- backward

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from penstock.batch.loss import Loss
+from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
@@ -145,7 +145,8 @@ class Stage:
         """The last stage's forward. Returns the microbatch's total loss, detached. Raises ModelError."""
         inputs = () if received is None else leaves(received)
         with self._run(number, microbatch, split, recompute) as tape:
-            total = loss.total(self._call(_value(inputs, received), microbatch), microbatch)
+            output = self._call(_value(inputs, received), microbatch)
+            total = total_of(loss, output, microbatch, number)
         if not total.requires_grad:
             raise ModelError(
                 f"a loss of stage {self.index} that depends on no trained weight",
