@@ -67,6 +67,15 @@ def test_wrong_options_end_in_one_line(run: Run, options: tuple[str, str]) -> No
     assert options[1] in err
 
 
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 4), (3, 2), (2, 6)])
+def test_1f1b_by_hand_has_the_gradients_of_the_library(pool: Pool, ranks: int, microbatches: int) -> None:
+    pool.run(ranks, jobs_edges.from_scratch, microbatches)
+
+
+def test_1f1b_by_hand_has_under_120_lines() -> None:
+    assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) < 120
+
+
 def test_a_model_of_ones_own_learns(run: Run) -> None:
     code, out, err = run("own_model.py", "--ranks", "3")
     assert (code, err) == (0, "")

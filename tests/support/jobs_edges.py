@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import Pipeline
@@ -385,6 +387,33 @@ def own_model(ranks: int, schedules: Sequence[str]) -> None:
             assert pipe.step(microbatches).loss == pytest.approx(float(loss.detach()), rel=1e-12)
             assert_every_gradient(pipe.modules.values(), gradients_of(whole), 1e-10)
             pipe.close()
+
+
+def from_scratch(microbatches: int) -> None:
+    """examples/from_scratch.py has the loss and the gradients of the library's step; a rank of each."""
+    own = example("from_scratch")
+    own.MICROBATCHES, rank, ranks = microbatches, dist.get_rank(), dist.get_world_size()
+    with in_float64():
+        x, y = own.batch(step=3)
+        assert x.dtype == torch.float64
+        stage = own.Stage(own.make_stage(rank, ranks), rank, ranks, x, y)
+        loss = stage.step()
+        assert (stage.most_live, stage.live) == (min(ranks - rank, microbatches), {})
+        pipe = Pipeline.from_provider(
+            lambda info: own.make_stage(info.stage, info.stages), schedule="1f1b", ranks=ranks,
+            microbatches=microbatches, timeout=30,
+            loss_fn=lambda output, microbatch: F.mse_loss(output, microbatch["y"]),
+        )  # fmt: skip
+        result = pipe.step({"input": x, "y": y})
+        assert pipe.proof.peak_live[rank] == stage.most_live
+        if rank == ranks - 1:
+            assert loss == pytest.approx(result.loss, rel=1e-12)
+        (module,) = pipe.modules.values()
+        wanted = gradients_of(module)
+        assert len(wanted) == 2 * len(own.own_layers(rank, ranks))
+        assert all(gradient.any() for gradient in wanted.values())
+        assert_gradients(gradients_of(stage.module), wanted, 1e-10)
+        pipe.close()
 
 
 class TooLong(Single):
