@@ -82,6 +82,7 @@ FORMS = (
     Form("", "optimizer: {groups: [{match: norm, weight_decay: 0.1}]}", "norms decay too"),
     Form("", "pipeline: {shapes: padded, padding: {buckets: [64, 128]}}",
          "each microbatch as long as the first of these that holds the longest row of its step"),
+    Form("", "data: {kind: dummy, sequence_length: 8000}", "1,000 made-up documents of random tokens"),
     Form("pipeline", "schedule: zb_v", "by its name, in any spelling; [schedules.md](schedules.md) has all"),
     Form("pipeline", "schedule: {schedule: 1f1b, stages_per_rank: 2}", "with options, see below"),
     Form("pipeline", "schedule: {schedule: file, path: best.json}",

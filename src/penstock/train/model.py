@@ -18,6 +18,9 @@ from penstock.train.config.sections import ModelSection
 # keys of older config.json files that transformers still reads, and one that no config.json has
 _MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")
 
+# keys that a model reads from its config.json, though its config class does not list them
+_READ_ALL_THE_SAME = {"qwen3_moe": ("head_dim",)}
+
 
 def named_model(section: ModelSection) -> ModelLike:
     """A folder whose weights are to be read, or a config. Reads no weight. Raises ConfigError, ModelError."""
@@ -52,7 +55,7 @@ def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
             _suggest(model_type, CONFIG_MAPPING_NAMES, "Take the model_type of some config.json"),
         ) from None
     kind = type(known).__name__
-    names = {*known.to_dict(), *known.attribute_map, *_MORE_KEYS}
+    names = {*known.to_dict(), *known.attribute_map, *_MORE_KEYS, *_READ_ALL_THE_SAME.get(model_type, ())}
     for key, value in keys.items():
         if key not in names:
             remedy = _suggest(key, names, f"See the keys of {kind} in transformers")

@@ -167,7 +167,7 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
 
 def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
     """A line for each thing that the run needs and this machine lacks, or that was not looked at."""
-    for path in (source.path for source in config.data.sources):
+    for path in (source.path for source in config.data.sources if source.kind != "dummy"):
         if not Path(path).expanduser().exists():
             yield f"data.path={path}: not on this machine, so not checked"
         else:

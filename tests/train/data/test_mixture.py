@@ -327,3 +327,53 @@ def test_a_step_of_cut_rows_in_which_no_token_counts_is_refused_before_the_run(t
     streamed = {"streaming": {}, "validation": {"path": path, "kind": "tokens"}}
     said = refused(config({"ramp": ramp}, path=path, kind="tokens", **streamed))
     assert said.startswith("train.ramp with sequence_length, and data.streaming: the loss counts some tokens")
+
+
+# ---- made-up tokens
+
+
+def dummy(folder: Path, **data: Any) -> Data:
+    data = {"kind": "dummy", "packing": "stream", "sequence_length": 16, "cache": str(folder), **data}
+    made = TrainConfig.model_validate({
+        "model": {"config": QWEN3}, "data": data, "train": {"batch_size": 4, "steps": 5},
+    })  # fmt: skip
+    assert TrainConfig.model_validate(made.model_dump()) == made
+    return load(made, 256)
+
+
+def test_made_up_tokens_need_neither_files_nor_a_tokenizer(tmp_path: Path) -> None:
+    data = dummy(tmp_path)
+    assert len(data.rows) + len(data.held_out) == 1000
+    batch = data.batch(1)
+    assert isinstance(batch.content, dict)
+    assert batch.content["input_ids"].shape == (4, 16)
+    assert len(set(batch.content["input_ids"].flatten().tolist())) > 16
+    assert torch.equal(batch.content["input_ids"], batch.content["labels"])
+    again = dummy(tmp_path / "other").batch(1).content
+    other = dummy(tmp_path, dummy={"seed": 1}).batch(1).content
+    assert isinstance(again, dict)
+    assert isinstance(other, dict)
+    assert torch.equal(again["input_ids"], batch.content["input_ids"])
+    assert not torch.equal(other["input_ids"], batch.content["input_ids"])  # in the same cache
+
+
+def test_made_up_tokens_are_packed_mixed_and_streamed(tmp_path: Path) -> None:
+    packed = dummy(tmp_path, packing="sequential", dummy={"tokens": 5, "value": 7}).batch(1)
+    assert isinstance(packed.content, list)
+    assert bool((packed.content[0]["input_ids"] == 7).all())
+    assert packed.content[0]["position_ids"][0].tolist() == [0, 1, 2, 3, 4] * 3
+    validation = {"path": "held out", "dummy": {"documents": 20, "tokens": 16}}
+    mixture = [{"path": "a", "weight": 1}, {"path": "b", "weight": 1, "dummy": {"tokens": 16, "value": 3}}]
+    streamed = dummy(tmp_path, streaming={"buffer": 2}, validation=validation, mixture=mixture).batch(1)
+    assert isinstance(streamed.content, dict)
+    ids = streamed.content["input_ids"]
+    assert 0 < int((ids == 3).all(1).sum()) < len(ids)
+
+
+def test_made_up_tokens_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"token id 300 .* ids 0 to 255"):
+        dummy(tmp_path, dummy={"value": 300})
+    with pytest.raises(ValueError, match=r"data.dummy with data.kind=text reads files"):
+        dummy(tmp_path, kind="text", path="x", dummy={"seed": 1})
+    with pytest.raises(ValueError, match="tokens"):
+        dummy(tmp_path, dummy={"tokens": 1})

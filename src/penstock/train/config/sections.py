@@ -65,13 +65,26 @@ class ModelSection(Section):
         return self
 
 
+class DummySection(Section):
+    """Made-up tokens, to measure with: no file is read, and no tokenizer is needed."""
+
+    documents: Count = 1000  # how many there are
+    tokens: Annotated[int, Field(ge=2)] | None = None  # of each; null: data.sequence_length
+    value: Natural | None = None  # the id of every token; null: random ids
+    vocabulary: Count = 256  # of random ids: from 0 to this, which is left out
+    seed: Natural = 0  # of random ids
+
+
 class RecordSection(Section):
     """What files hold: text, chats or tokens."""
 
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
     # tokens where a record has input_ids. chat: messages, prompts with completions, or instructions, and
-    # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset
-    kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "megatron"] = "auto"
+    # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. dummy: made up
+    kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "megatron", "dummy"] = (
+        "auto"
+    )
+    dummy: DummySection | None = None  # only with kind: dummy
     text_field: str = "text"  # of a JSONL line or a dataset's row
     # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
     # or messages; instruction: instruction, input and output; auto: by the fields it has
@@ -145,6 +158,10 @@ class DataSection(RecordSection):
         def completed(source: Any) -> Any:
             return shared | source if isinstance(source, dict) else source
 
+        if any(isinstance(source, dict) and source.get("kind") == "dummy" for source in sources):
+            shared["dummy"] = {"tokens": keys.get("sequence_length", 128)} | (keys.get("dummy") or {})
+            keys = {"tokenizer": "bytes"} | ({} if keys.get("mixture") else {"path": "dummy"}) | keys
+            keys |= {"dummy": shared["dummy"]}
         if len(sources) > 1:
             keys = keys | {"mixture": [completed(source) for source in sources[1:]]}
         return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
@@ -162,6 +179,12 @@ class DataSection(RecordSection):
                 "the weights of data.mixture sum to 0, so that no row is taken; "
                 "give one of them a weight above 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def dummy_is_of_its_kind(self) -> Self:
+        if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
+            raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
         return self
 
     @model_validator(mode="after")

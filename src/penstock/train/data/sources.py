@@ -18,12 +18,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from penstock.errors import DataError
 from penstock.reading import MIB, check_regular, json_at, open_regular, size
-from penstock.train.config.sections import SourceSection
+from penstock.train.config.sections import DummySection, SourceSection
 
 Columns = Callable[[list[str]], list[str]]
-Format = Literal["text", "jsonl", "parquet", "dataset", "megatron"]
+Format = Literal["text", "jsonl", "parquet", "dataset", "megatron", "dummy"]
 TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1000  # rows of a dataset that are read at once
@@ -54,6 +56,8 @@ class Source:
 
     def records(self, first: int = 0) -> Iterator[Record]:
         """The records from number `first` on, in a fixed order. Raises DataError."""
+        if self.format == "dummy":
+            return _made_up(self.section.dummy or DummySection(), first)
         return islice((record for file in self.files for record in self._read(file)), first, None)
 
     def _read(self, file: Path) -> Iterator[Record]:
@@ -82,7 +86,9 @@ class Source:
         return sum(file.stat().st_size for file in self.contents())
 
     def digest(self) -> str:
-        """Of the bytes of all files, in their order."""
+        """Of the bytes of all files, in their order; of made-up tokens, of what they follow from."""
+        if self.format == "dummy":
+            return hashlib.blake2b(repr(self.section.dummy).encode(), digest_size=16).hexdigest()
         whole = hashlib.blake2b(digest_size=16)
         for file in self.contents():
             with _reading(file), open_regular(file) as opened:
@@ -92,6 +98,8 @@ class Source:
 
 def open_source(section: SourceSection) -> Source:
     """Find the files. Raises DataError for what is missing, and for a kind that they are not."""
+    if section.kind == "dummy":
+        return Source(section, (), "dummy")
     path = Path(section.path).expanduser()
     if section.kind == "megatron" or (section.kind == "auto" and path.suffix in (".bin", ".idx")):
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -153,6 +161,18 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
             "Fix the patterns, or give another folder",
         )
     return tuple(path / name for name in chosen)
+
+
+def _made_up(section: DummySection, first: int) -> Iterator[Record]:
+    """A record's tokens follow from its number, so that a reader may begin anywhere."""
+    assert section.tokens is not None
+    for number in range(first, section.documents):
+        ids = np.full(section.tokens, section.value or 0)
+        if section.value is None:
+            ids = np.random.default_rng((section.seed, number)).integers(
+                section.vocabulary, size=section.tokens
+            )
+        yield Record(f"dummy record {number}", {TOKENS[0]: ids})
 
 
 # ---- Reading one file
