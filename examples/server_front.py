@@ -86,7 +86,7 @@ class Front(ThreadingHTTPServer):
             self._current = self._queue.get(timeout=IDLE)
         return self._current
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._closed = True
         self.shutdown()
