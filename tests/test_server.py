@@ -416,6 +416,7 @@ def test_clients_that_go_away_are_forgotten(shared: Served) -> None:
     for cut in (1, 20, 150, -10):  # within its headers, and its body
         with socket.create_connection(("127.0.0.1", shared.port)) as connection:
             connection.sendall(post("forward", GOOD)[:cut])
+    assert shared.send(post("forward", GOOD, length=str(len(GOOD) + 5))) == b""
     with socket.create_connection(("127.0.0.1", shared.port)) as connection:  # while it waits
         connection.sendall(post("forward", GOOD))
     assert shared.loss() == loss
