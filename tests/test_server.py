@@ -629,7 +629,7 @@ def started(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
         yield process, Client(found[0], (folder / "server-token").read_text(), timeout=60)
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
