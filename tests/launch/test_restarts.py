@@ -16,12 +16,17 @@ Story = list[tuple[Ended, int]]  # of each attempt: how it ended, and the step o
 
 
 class Told(Launcher):
-    """What `keep_running` did where attempts end as a story has it. signal: that comes in the first wait"""
+    """What `keep_running` did where attempts end as a story has it.
 
-    def __init__(self, story: Story, allowed: int, folder: Path, signal: int = 0) -> None:
+    signal: that comes in the first wait; last: step of the run
+    """
+
+    def __init__(
+        self, story: Story, allowed: int, folder: Path, signal: int = 0, last: int | None = None
+    ) -> None:
         self.commands: list[list[str]] = []
         self.waits: list[float] = []
-        self._step, self._signal, self._endings = 0, signal, iter(story)
+        self._step, self._signal, self._last, self._endings = 0, signal, last, iter(story)
         self.code = keep_running(self, 2, lambda number: [f"attempt {number}"], allowed, self._newest, folder)
         assert next(self._endings, None) is None, "all attempts were made"
 
@@ -35,7 +40,7 @@ class Told(Launcher):
         return self._signal
 
     def _newest(self) -> Saved:
-        return Saved(self._step, 0.0)
+        return Saved(self._step, 0.0, self._step == self._last)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -60,6 +65,17 @@ def test_a_run_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_waits_grow_until_there_is_a_new_checkpoint(tmp_path: Path) -> None:
     story = [*[(KILLED, 0)] * 8, (KILLED, 4), (KILLED, 4), (Ended(0), 4)]
     assert Told(story, 8, tmp_path).waits == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+
+
+def test_a_failure_after_the_last_checkpoint_ends_a_run_that_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was started again, refused as there was no step left to do, and counted as failed."""
+    told = Told([(KILLED, 9)], 3, tmp_path, last=9)
+    assert (told.code, told.waits) == (0, [])
+    said = "penstock: all 9 steps are done and saved; then rank 1 was killed"
+    assert said in capsys.readouterr().err
+    assert [row["checkpoint"] for row in rows(tmp_path)] == [9]
 
 
 def test_failures_in_one_place_are_given_up_with_both_causes(

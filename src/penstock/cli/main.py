@@ -101,9 +101,10 @@ def train(
 
                     overrides, _ = _sort_arguments(arguments or [], resume)
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
-                    output, seconds = settings.output.path, settings.train.stop_seconds
+                    output, section = settings.output.path, settings.train
                     raise typer.Exit(start_ranks(
-                        server, ranks, config, overrides, checkpoint, output, restarts, seconds,
+                        server, ranks, config, overrides, checkpoint, output, restarts, section.steps,
+                        section.stop_seconds,
                     ))  # fmt: skip
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1

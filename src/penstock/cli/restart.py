@@ -22,6 +22,7 @@ def start_ranks(
     resume: str | None,
     output: Path,
     restarts: int,
+    steps: int,
     stop_seconds: float,
 ) -> int:
     """Run `penstock train` on each of `ranks` ranks. Returns the exit code.
@@ -30,11 +31,12 @@ def start_ranks(
         config, overrides, resume: as the command got them
         output: the run's folder
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
+        steps: of the whole run
         stop_seconds: that ranks have to save after a signal
     """
     # what the check of the run has used here, its ranks will use too
     server.follow(_SHARED)
-    goes_on = _GoesOn(resume, output)
+    goes_on = _GoesOn(resume, output, steps)
 
     def command(attempt: int) -> list[str]:
         resumed = [] if goes_on.at is None else ["--resume", *([] if goes_on.at == NEWEST else [goes_on.at])]
@@ -50,8 +52,8 @@ def start_ranks(
 class _GoesOn:
     """What the next attempt goes on from: the newest checkpoint of an attempt, else what the first had."""
 
-    def __init__(self, resume: str | None, output: Path) -> None:
-        self.at, self._output = resume, output
+    def __init__(self, resume: str | None, output: Path, steps: int) -> None:
+        self.at, self._output, self._steps = resume, output, steps
         self._before, self._in_memory_before = self._newest(), self._in_memory()
 
     def saved(self) -> Saved:
@@ -69,7 +71,10 @@ class _GoesOn:
             path = newest[0] if newest is not None else None
         elif self.at is not None:
             path = Path(self.at).expanduser()
-        return Saved() if path is None else Saved(read_state(path)["step"], path.stat().st_mtime)
+        if path is None:
+            return Saved()
+        step = read_state(path)["step"]
+        return Saved(step, path.stat().st_mtime, last=step >= self._steps)
 
     def _in_memory(self) -> Saved | None:
         run = last_run(self._output)

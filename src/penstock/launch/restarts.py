@@ -27,10 +27,14 @@ _LONGEST = 60.0  # seconds to wait before a restart; the first one comes after o
 
 
 class Saved(NamedTuple):
-    """The newest checkpoint. at: when it was written, in seconds of time.time()"""
+    """The newest checkpoint.
+
+    at: when it was written, in seconds of time.time(); last: whether it is of the run's last step
+    """
 
     step: int = 0
     at: float = 0.0
+    last: bool = False
 
 
 def keep_running(
@@ -51,7 +55,7 @@ def keep_running(
         newest: looks for the newest checkpoint; Saved() where there is none
         folder: of the run: has run.json, and gets restarts.jsonl
 
-    Returns: the exit code of the last attempt
+    Returns: the exit code of the last attempt; 0 where one failed after the run's last checkpoint
     """
     began, lost, causes = time.time(), [0.0, 0.0, 0.0], list[str]()
     number, saved = 0, newest()
@@ -64,7 +68,7 @@ def keep_running(
         causes = [*(causes if saved.step == before.step else ()), ended.cause]
         again = 0.0 if ended.code == STOPPED else time.time() - max(saved.at, started + start_up)
         given_up, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
-        found = [start_up, max(0.0, again), 0.0 if over or given_up else wait]
+        found = [start_up, max(0.0, again), 0.0 if over or given_up or saved.last else wait]
         if not over or (ended.cause and ended.asked):
             _note(folder, number, ended, saved, found)
         if over:
@@ -72,6 +76,9 @@ def keep_running(
                 lost[0] += start_up
                 print(_account(number, lost, time.time() - began), file=sys.stderr)
             return ended.code
+        if saved.last:
+            print(f"penstock: all {saved.step} steps are done and saved; then {ended.cause}", file=sys.stderr)
+            return 0
         if given_up:
             print(_hopeless(causes, saved), file=sys.stderr)
             return ended.code
