@@ -30,7 +30,6 @@ from penstock.models.weights import hashes
 from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
-from support.covering import every
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 from support.pool import Pool
@@ -53,7 +52,8 @@ def mesh() -> tuple[Pipeline, list[Optimizer]]:
     return pipe, optimizers
 
 
-@pytest.mark.parametrize(("ranks", "family"), every(2, [(3, "llama"), (4, "mixtral")]))
+@pytest.mark.sweep
+@pytest.mark.parametrize(("ranks", "family"), [(3, "llama"), (4, "mixtral")])
 def test_processes_go_on_where_others_were(pool: Pool, tmp_path: Path, ranks: int, family: str) -> None:
     path = tmp_path / "checkpoint"
     before = pool.run(ranks, begin, ranks, "zb_v", family, str(path))

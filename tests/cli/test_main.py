@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -106,6 +107,7 @@ def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
         reports.append(penstock("train", config_file(tmp_path)))
+    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-signals"]
     remedy = "Start it with 2 processes, or set pipeline.ranks=3"
     text = f"pipeline.ranks=2: each rank is one process, and the world has 3. {remedy}\n"
     assert reports == [(2, "", f"penstock: error: rank 0: {text}"), (2, "", "")]

@@ -40,9 +40,8 @@ def test_every_config_is_tested() -> None:
     assert all(re.match(r"# .*\n", file.read_text()) for file in FOLDER.glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "name", [name if "qwen3_8b" in name else pytest.param(name, marks=pytest.mark.sweep) for name in PLANNED]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", PLANNED)
 def test_a_config_is_planned_at_its_own_size(name: str) -> None:
     billions, processes, layers = PLANNED[name]
     config = load_config(FOLDER / f"{name}.yaml")

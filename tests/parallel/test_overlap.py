@@ -107,7 +107,7 @@ def failing(schedule: Any, where: str) -> dict[str, Any]:
 PAIRED = {"schedule": "1f1b", "paired": True}
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe_v", *later((PAIRED,))], ids=str)
+@pytest.mark.parametrize("schedule", later(("dualpipe_v",), (PAIRED,)), ids=str)
 def test_a_recomputed_mixture_as_one_process(pool: Pool, schedule: Any) -> None:
     pool.run(4, recomputed_mixture, schedule)
 

@@ -364,7 +364,8 @@ def test_where_both_copies_are_lost_the_disk_counts(pool: Pool, tmp_path: Path) 
     assert f"going on from {checkpoint(tmp_path, 4)}" in said
 
 
-@pytest.mark.parametrize("hosts", [pytest.param("aaaa", marks=pytest.mark.sweep), "aabb"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("hosts", ["aaaa", "aabb"])
 def test_a_mesh_with_sharded_weights_goes_on_from_memory(pool: Pool, tmp_path: Path, hosts: str) -> None:
     memories = [tmp_path / name for name in hosts]
     assert over(pool, sections(tmp_path / "whole", None, dp_shard=2), memories)[0] == {""}

@@ -247,13 +247,15 @@ def _reported_once() -> Iterator[Stop]:
 
     Yields what signals ask of this process, if it is a rank.
     """
-    stop = launch.follow_parent()
-    try:
-        yield stop
-    except Exception as error:
-        if launch.under_torchrun() and os.environ.get("LOCAL_RANK", "0") != "0":
-            launch.fail(error, quiet=True)
-        raise
+    is_rank = launch.under_torchrun()
+    stop = Stop(os.getppid() if is_rank else None)
+    with stop if is_rank else nullcontext():
+        try:
+            yield stop
+        except Exception as error:
+            if is_rank and os.environ.get("LOCAL_RANK", "0") != "0":
+                launch.fail(error, quiet=True)
+            raise
 
 
 def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str | None]:

@@ -155,17 +155,14 @@ def _end_soon(number: int) -> None:
     os._exit(128 + number)
 
 
-def follow_parent() -> Stop:
+def follow_parent() -> None:
     """In a rank: listen to signals from now on. Call it from the main thread, as it handles them.
 
     When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
     to notice the failure itself and to report what it did last. When the launcher is gone it ends.
-
-    Returns: what they ask for
     """
-    if not under_torchrun():
-        return Stop()
-    return Stop(os.getppid()).__enter__()
+    if under_torchrun():
+        Stop(os.getppid()).__enter__()
 
 
 def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:

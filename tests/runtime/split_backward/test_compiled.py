@@ -60,6 +60,7 @@ def test_gradients_are_exact_and_put_off(family: str, schedule: str) -> None:
     assert compiled[1:] == [compiled[0]] * 2, "nothing is compiled after the first step"
 
 
+@pytest.mark.sweep
 def test_layers_of_a_kind_share_what_is_compiled() -> None:
     found = []
     for layers in (2, 6):
