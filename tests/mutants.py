@@ -183,10 +183,10 @@ MUTANTS = [
         "train/test_checkpoints.py",
     ),
     Mutant(
-        "train/metrics.py",
+        "train/records/metrics.py",
         "        with writable(self._path), self",
         "        with self",
-        "train/test_metrics.py",
+        "train/records/test_metrics.py",
     ),
     Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
@@ -272,12 +272,12 @@ MUTANTS = [
         "parallel/test_precision.py",
     ),
     # ---- optimizers by torchao
-    Mutant("train/low_bit.py", "{name} {done}", "{done}", "train/test_low_bit.py"),
+    Mutant("train/optimizers/low_bit.py", "{name} {done}", "{done}", "train/optimizers/test_low_bit.py"),
     Mutant(
         "checkpoint/optimizer_state.py",
         "            getattr(found[name], piece).copy_(value)\n",
         "            pass\n",
-        "train/test_low_bit.py",
+        "train/optimizers/test_low_bit.py",
     ),
     Mutant(OPS, "comes_first and before is None", "False", "runtime/test_memory.py"),
     Mutant(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from penstock.cli.plan import memory
 from penstock.train.checkpoints import NEWEST
-from penstock.train.optimizer import AdamWSection, make_optimizers
+from penstock.train.optimizers.optimizer import AdamWSection, make_optimizers
 from penstock.train.run import preflight, run
 from support.families import pipeline, ragged_batch, tiny_model
 from support.tiny import assert_same_tensors, checkpoint, metrics, tensors

@@ -23,7 +23,7 @@ from penstock.train import loop
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.metrics import Display
+from penstock.train.records.metrics import Display
 from penstock.train.run import _check_split, preflight, run
 from support.families import tiny_config
 from support.tiny import QWEN3, config

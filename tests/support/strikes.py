@@ -37,7 +37,7 @@ POINTS = {
     "the norm": ("penstock.pipeline.pipeline", "Pipeline.clip_grad_norm_"),
     "the optimizer": ("torch.optim.adamw", "AdamW.step"),
     "the next step": ("penstock.train.loop", "seed_step"),
-    "a row of metrics": ("penstock.train.metrics", "Metrics.write"),
+    "a row of metrics": ("penstock.train.records.metrics", "Metrics.write"),
     "an evaluation": ("penstock.pipeline.pipeline", "Pipeline.evaluate"),
     "a save": ("penstock.train.loop", "_save"),
     "the folder of a commit": ("penstock.models.weights.folder", "_prepare"),

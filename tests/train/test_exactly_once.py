@@ -30,7 +30,7 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import HeldRows
 from penstock.train.data.streaming import Position, Stream
-from penstock.train.metrics import Metrics, standing
+from penstock.train.records.metrics import Metrics, standing
 from penstock.train.run import preflight, run
 from penstock.train.settings import is_first
 from support.pool import Pool

@@ -21,7 +21,7 @@ from penstock.pipeline.split_model import SplitModel
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
-from penstock.train.metrics import Metrics
+from penstock.train.records.metrics import Metrics
 from penstock.train.run import preflight, run
 from support.jobs_train import poison, trained
 from support.pool import Pool

@@ -12,7 +12,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, build, simulate
 from penstock.schedule.timeline import Timeline
-from penstock.train.metrics import Row
+from penstock.train.records.metrics import Row
 from penstock.train.report.charts import Chart, Line, draw
 from penstock.train.report.page import charts, page, report, seconds_by_part, state
 from penstock.train.report.recorded import read_run

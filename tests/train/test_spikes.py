@@ -16,8 +16,8 @@ from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.train.checkpoints import read_state
 from penstock.train.config.sections import SpikeSection, TrainConfig
 from penstock.train.loop import Skips, seed_step
-from penstock.train.metrics import standing
-from penstock.train.optimizer import make_optimizers, set_learning_rates
+from penstock.train.optimizers.optimizer import make_optimizers, set_learning_rates
+from penstock.train.records.metrics import standing
 from penstock.train.report.page import report
 from penstock.train.run import preflight, run
 from penstock.train.spikes import NOTHING_SEEN, REWINDS, Seen, Spikes

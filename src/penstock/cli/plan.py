@@ -26,7 +26,7 @@ from penstock.pipeline.build_plan import StagePlan
 from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.train.config.sections import TrainConfig
-from penstock.train.optimizer import shares_of
+from penstock.train.optimizers.optimizer import shares_of
 from penstock.train.run import Planned, dry_run
 from penstock.train.settings import largest_microbatch
 

@@ -42,7 +42,7 @@ from penstock.models.weights.folder import (
 from penstock.reading import read_json
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
-from penstock.train.optimizer import SHAPED
+from penstock.train.optimizers.optimizer import SHAPED
 from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
 from penstock.train.spikes import NOTHING_SEEN, Seen

@@ -45,17 +45,17 @@ from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.early_stop import Best
-from penstock.train.metrics import Display, Log, Metrics, Row
-from penstock.train.optimizer import learning_rates, set_learning_rates
-from penstock.train.outcome import Outcome
+from penstock.train.optimizers.optimizer import learning_rates, set_learning_rates
+from penstock.train.optimizers.rates import learning_rate
 from penstock.train.owner import Owner
-from penstock.train.profile import StepProfiler
-from penstock.train.rates import learning_rate
-from penstock.train.record import write_timeline
+from penstock.train.records.metrics import Display, Log, Metrics, Row
+from penstock.train.records.outcome import Outcome
+from penstock.train.records.profile import StepProfiler
+from penstock.train.records.record import write_timeline
+from penstock.train.records.throughput import Throughput
 from penstock.train.sizes import Size, calls_of
 from penstock.train.slow_ranks import SlowRanks
 from penstock.train.spikes import Seen, Spikes
-from penstock.train.throughput import Throughput
 
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
 _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use train.precision=float32"

@@ -53,13 +53,15 @@ from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
-from penstock.train.metrics import Display, Metrics, make_display
 from penstock.train.model import named_model, positions
-from penstock.train.optimizer import make_optimizers, trained_by
-from penstock.train.outcome import Outcome, check_prompt, report_outcome
+from penstock.train.optimizers.optimizer import make_optimizers, trained_by
 from penstock.train.owner import Owner, last_run, new_run, owned
-from penstock.train.profile import profile_note
-from penstock.train.record import recorded
+from penstock.train.records.metrics import Display, Metrics, make_display
+from penstock.train.records.outcome import Outcome, check_prompt, report_outcome
+from penstock.train.records.profile import profile_note
+from penstock.train.records.record import recorded
+from penstock.train.records.throughput import Throughput
+from penstock.train.records.trackers import check_trackers
 from penstock.train.settings import (
     axes_of,
     check_machine,
@@ -73,8 +75,6 @@ from penstock.train.settings import (
 )
 from penstock.train.sizes import calls_of
 from penstock.train.slow_ranks import watch_ranks
-from penstock.train.throughput import Throughput
-from penstock.train.trackers import check_trackers
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import CheckpointingSection
-from penstock.train.optimizer import check_installed
+from penstock.train.optimizers.optimizer import check_installed
 from penstock.train.sizes import Sizes
 
 # keys of the section `pipeline` that AutoPipeline takes by the same name and with the same meaning

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.config.values import CheckpointingSection
-from penstock.train.optimizer import MuonSection
+from penstock.train.optimizers.optimizer import MuonSection
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MINIMAL = """

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from penstock.errors import ConfigError
 from penstock.reading import DEEPEST, read_text, size
 from penstock.train.config.sections import TrainConfig
-from penstock.train.optimizer import OPTIMIZERS
-from penstock.train.trackers import TRACKERS
+from penstock.train.optimizers.optimizer import OPTIMIZERS
+from penstock.train.records.trackers import TRACKERS
 
 # tags of unions, which pydantic adds to a key's path; no key has such a name
 _TAGGED: dict[str, type[BaseModel]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}

@@ -31,8 +31,8 @@ from penstock.train.config.values import (
     Section,
     as_finding,
 )
-from penstock.train.optimizer import AdamWSection, OptimizerSection, check_optimizer
-from penstock.train.trackers import TrackerSection
+from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, check_optimizer
+from penstock.train.records.trackers import TrackerSection
 
 if TYPE_CHECKING:
     from penstock.parallel.fsdp import Sharded

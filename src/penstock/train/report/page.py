@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.files import write_text
 from penstock.schedule.render.drawing import Drawing, Panel, number, percent
 from penstock.schedule.render.page import parts, read
-from penstock.train.metrics import leaves
+from penstock.train.records.metrics import leaves
 from penstock.train.report.charts import Chart, Line, draw
 from penstock.train.report.recorded import RecordedRun, finite, read_run
 

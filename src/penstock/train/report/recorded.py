@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule, open_stages
-from penstock.train.metrics import Row, standing
+from penstock.train.records.metrics import Row, standing
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)

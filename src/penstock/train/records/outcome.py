@@ -15,9 +15,9 @@ from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.config.sections import OutputSection, TrainConfig
 from penstock.train.data.rows import Fill
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.metrics import writable
 from penstock.train.model import positions
-from penstock.train.record import write_timeline
+from penstock.train.records.metrics import writable
+from penstock.train.records.record import write_timeline
 from penstock.train.spikes import NOTHING_SEEN, Seen
 
 

@@ -158,7 +158,7 @@ class _Tracker:
     def __init__(self, name: str, run_file: Path, offset: int, say: Callable[[str], None]) -> None:
         self.name, self.place, self.failed = name, "", ""
         self._say = say
-        command = [sys.executable, "-P", "-m", "penstock.train.tracker_process", str(run_file), name]
+        command = [sys.executable, "-P", "-m", "penstock.train.records.tracker_process", str(run_file), name]
         # a session of its own: Ctrl-C is for the run, which says how it ended
         self._process = subprocess.Popen(
             [*command, str(offset)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from penstock.cli.plan import memory, optimizers
 from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.load import load_config
-from penstock.train.optimizer import (
+from penstock.train.optimizers.optimizer import (
     AdafactorSection,
     AdamWKeys,
     AdamWSection,

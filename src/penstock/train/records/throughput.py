@@ -17,7 +17,7 @@ from penstock.pipeline.build_plan import BuildPlan
 from penstock.runtime.memory import PeakMemory
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill
-from penstock.train.metrics import Row
+from penstock.train.records.metrics import Row
 
 _FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
 

@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train import trackers as module
 from penstock.train.config.load import load_config
-from penstock.train.metrics import Row
-from penstock.train.run import preflight, run
-from penstock.train.tracker_process import _row, numbers
-from penstock.train.trackers import (
+from penstock.train.records import trackers as module
+from penstock.train.records.metrics import Row
+from penstock.train.records.tracker_process import _row, numbers
+from penstock.train.records.trackers import (
     AnyTracker,
     MlflowSection,
     TensorBoardSection,
@@ -30,6 +29,7 @@ from penstock.train.trackers import (
     WandbSection,
     check_trackers,
 )
+from penstock.train.run import preflight, run
 from support.pool import alive
 from support.tiny import config, metrics
 
@@ -222,7 +222,7 @@ def test_a_tracker_that_does_not_finish_is_ended(tmp_path: Path, monkeypatch: py
 _KILLED = """
 import sys, time
 from pathlib import Path
-from penstock.train.trackers import TensorBoardSection, Trackers
+from penstock.train.records.trackers import TensorBoardSection, Trackers
 folder = Path(sys.argv[1])
 Trackers([TensorBoardSection()], folder / "run.json", 0, lambda text: print(text, flush=True))
 time.sleep(60)

@@ -13,7 +13,7 @@ import torch
 
 from penstock.schedule import build
 from penstock.train.config.sections import TrainConfig
-from penstock.train.profile import StepProfiler, profile_note
+from penstock.train.records.profile import StepProfiler, profile_note
 from penstock.train.run import preflight, run
 from runtime.test_profiled import OP
 from support.jobs_train import trained

@@ -1,4 +1,4 @@
-"""The process of one tracker: ``python -m penstock.train.tracker_process run.json wandb 0``.
+"""The process of one tracker: ``python -m penstock.train.records.tracker_process run.json wandb 0``.
 
 It reads metrics.jsonl from a byte on and logs each row under its step. It ends when its stdin says how the
 run ended, or when the run is gone. On its stdout it says, in a line each, where the numbers are ("at ...") or
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.reading import parse_json, read_json
-from penstock.train.metrics import leaves
-from penstock.train.trackers import PATIENCE
+from penstock.train.records.metrics import leaves
+from penstock.train.records.trackers import PATIENCE
 
 _EVERY = 1.0  # seconds between two looks at the file
 _DEFAULT = "penstock"  # project and experiment

@@ -14,8 +14,8 @@ from penstock.models.multiply_adds import Work, works
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.memory import PeakMemory
 from penstock.train.data.rows import Fill
+from penstock.train.records.throughput import Throughput, peak_tflops
 from penstock.train.run import preflight, run
-from penstock.train.throughput import Throughput, peak_tflops
 from support.covering import every
 from support.families import tiny_config
 from support.jobs_train import trained_with_numbered_memory

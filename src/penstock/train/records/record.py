@@ -24,9 +24,9 @@ from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import read_json
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
-from penstock.train.metrics import writable
 from penstock.train.owner import Owner, new_run
-from penstock.train.trackers import Trackers
+from penstock.train.records.metrics import writable
+from penstock.train.records.trackers import Trackers
 
 RUN, TIMELINE = "run.json", "timeline.json"
 

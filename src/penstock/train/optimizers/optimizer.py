@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 
 from penstock.errors import ConfigError
 from penstock.parallel.axes import Axes
-from penstock.train import low_bit
 from penstock.train.config.values import Beta, NotNegative, Positive, Section
-from penstock.train.rates import RateKeys, learning_rate
+from penstock.train.optimizers import low_bit
+from penstock.train.optimizers.rates import RateKeys, learning_rate
 
 if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
     from torch import Tensor, nn

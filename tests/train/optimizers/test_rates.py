@@ -12,8 +12,8 @@ from transformers.optimization import get_scheduler
 
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
-from penstock.train.optimizer import AdamWSection, MuonSection
-from penstock.train.rates import RateKeys, learning_rate
+from penstock.train.optimizers.optimizer import AdamWSection, MuonSection
+from penstock.train.optimizers.rates import RateKeys, learning_rate
 from support.tiny import config_file
 
 FULL, WARMUP, STEPS = 2.0, 4, 17

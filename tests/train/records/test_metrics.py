@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import RunError
-from penstock.train.metrics import Bar, Display, Lines, Metrics, make_display
+from penstock.train.records.metrics import Bar, Display, Lines, Metrics, make_display
 
 
 def written(path: Path) -> list[int]:

@@ -1,0 +1,9 @@
+"""What a run writes about itself, while it runs and at its end.
+
+metrics.py      the rows of metrics.jsonl, and the display
+throughput.py   model FLOPs and peak memory, for a row
+profile.py      a trace of some steps
+record.py       run.json and the timeline
+trackers.py     TensorBoard, W&B, MLflow: each reads the rows in a process of its own (tracker_process.py)
+outcome.py      the summary at the end
+"""
