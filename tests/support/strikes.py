@@ -172,13 +172,13 @@ def _wrap(owner: Any, name: str, strike: Strike, folder: Path) -> None:
     setattr(owner, name, struck)
 
 
-# ---- In the processes of a command: PYTHONPATH has tests/support/site, whose sitecustomize calls `arm_later`
+# ---- In the processes of a command: PYTHONPATH has support/at_start, whose sitecustomize calls `arm_later`
 
 
 def environment(strikes: Sequence[Sequence[Strike]], folder: Path) -> dict[str, str]:
     """What a command's environment needs for strikes: a list for each attempt."""
     tests = Path(__file__).parents[1]
-    paths = [str(tests / "support" / "site"), str(tests), os.environ.get("PYTHONPATH", "")]
+    paths = [str(tests / "support" / "at_start"), str(tests), os.environ.get("PYTHONPATH", "")]
     plan = json.dumps({"folder": str(folder), "strikes": strikes})
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), _ENVIRONMENT: plan}
 
