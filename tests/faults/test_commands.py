@@ -91,7 +91,7 @@ def test_a_machine_that_is_lost_ends_the_other_and_both_go_on_when_started_again
 
 
 def agents(folder: Path, file: str, attempts: Sequence[Sequence[Strike]]) -> list[subprocess.Popen[str]]:
-    """Two agents of torchrun, as on two machines, with a rank each."""
+    """Two agents of torchrun, as on two machines, with a rank each; the first has the store."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -100,7 +100,14 @@ def agents(folder: Path, file: str, attempts: Sequence[Sequence[Strike]]) -> lis
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         "--monitor-interval=0.1", "-m", "penstock", "train", file, "--resume",
     ]  # fmt: skip
-    return [started(folder, attempts, *command) for _ in range(2)]
+    first = started(folder, attempts, *command)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:  # so that the first has the store, and rank 0
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.1)
+    return [first, started(folder, attempts, *command)]
 
 
 def _first_to_end(*processes: subprocess.Popen[str]) -> subprocess.Popen[str]:
