@@ -30,7 +30,7 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import HeldRows
 from penstock.train.data.streaming import Position, Stream
-from penstock.train.records.metrics import Metrics, standing
+from penstock.train.records.metrics import Metrics, without_replaced_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import is_first
 from support.pool import Pool
@@ -254,7 +254,7 @@ def undisturbed(base: Path, mode: str, world: World) -> Undisturbed:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [row for row, _ in standing((row, None) for row in metrics(folder)) if "loss" in row]
+    return [row for row, _ in without_replaced_rows((row, None) for row in metrics(folder)) if "loss" in row]
 
 
 def check(base: Path, mode: str, world: World, kills: list[Kill]) -> int:

@@ -17,7 +17,7 @@ from penstock.train.checkpoints import read_state
 from penstock.train.config.sections import SpikeSection, TrainConfig
 from penstock.train.loop import Skips, seed_step
 from penstock.train.optimizers.optimizer import make_optimizers, set_learning_rates
-from penstock.train.records.metrics import standing
+from penstock.train.records.metrics import without_replaced_rows
 from penstock.train.report.page import report
 from penstock.train.run import preflight, run
 from penstock.train.spikes import NOTHING_SEEN, REWINDS, Seen, Spikes
@@ -53,11 +53,11 @@ def write_odd_rows(folder: Path) -> None:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The rows of the steps that stand."""
-    return [row for row, _ in standing((row, None) for row in metrics(folder)) if "loss" in row]
+    return [row for row, _ in without_replaced_rows((row, None) for row in metrics(folder)) if "loss" in row]
 
 
 def exact(folder: Path) -> list[list[Any]]:
-    rows = [row for row, _ in standing((row, None) for row in metrics(folder))]
+    rows = [row for row, _ in without_replaced_rows((row, None) for row in metrics(folder))]
     return [[row.get(key) for key in EXACT] for row in rows]
 
 

@@ -69,7 +69,7 @@ class Metrics:
             file.write(line)
 
 
-def standing(rows: Iterable[tuple[Row, T]]) -> list[tuple[Row, T]]:
+def without_replaced_rows(rows: Iterable[tuple[Row, T]]) -> list[tuple[Row, T]]:
     """Rows, each with anything, without those that later ones replace: where a run went back to a checkpoint,
     the steps after it are done again.
     """
@@ -91,7 +91,7 @@ def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
                 kept.append((row, line + b"\n"))
         except UNREADABLE:  # a line that a crash cut short, or that the disk has changed
             continue
-    return [line for row, line in standing(kept) if row["step"] <= step]
+    return [line for row, line in without_replaced_rows(kept) if row["step"] <= step]
 
 
 class Display:

@@ -56,7 +56,7 @@ def report_outcome(
 
     Args:
         trackers: a line for each
-        hosts: a line for each, on the time of its slowest rank beside its prediction
+        hosts: a line for each, on the time of its slowest rank and its prediction
     """
     measured, output = outcome.timeline, config.output.path
     print(f"ended       {outcome.ended}")

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule, open_stages
-from penstock.train.records.metrics import Row, standing
+from penstock.train.records.metrics import Row, without_replaced_rows
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -105,7 +105,7 @@ def read_run(folder: Path) -> RecordedRun:
             rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
             remedy = "Give the output.folder of a run of penstock train"
             raise ConfigError(f"run {str(folder)!r}", rule, remedy) from None
-    rows = [row for row, _ in standing((row, None) for row in lines if row is not None)]
+    rows = [row for row, _ in without_replaced_rows((row, None) for row in lines if row is not None)]
     return RecordedRun(
         folder.resolve().name, folder, tuple(rows), lines.count(None), known or _of_checkpoint(folder)
     )
