@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from penstock.errors import RunError
+from penstock.launch.stop import Stop
 from penstock.pipeline import Account
 from penstock.train import run
 from support.command import Command
@@ -111,6 +113,30 @@ def test_one_rank_of_a_machine_reports_a_world_that_does_not_fit(
     remedy = "Start it with 2 processes, or set pipeline.ranks=3"
     text = f"pipeline.ranks=2: each rank is one process, and the world has 3. {remedy}\n"
     assert reports == [(2, "", f"penstock: error: rank 0: {text}"), (2, "", "")]
+
+
+@pytest.mark.parametrize("variables", [{}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}])
+def test_a_process_that_trains_listens_to_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command, variables: dict[str, str]
+) -> None:
+    """As one process, and as a rank of torchrun's or the launcher's."""
+    heard = []
+
+    def train(_: run.Prepared, stop: Stop) -> NoReturn:
+        assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL  # it would end pytest
+        with stop.saves(60, RunError("a run", "it is late", "Wait")):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while not stop.number:
+                time.sleep(0.01)
+        heard.append(stop.number)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", train)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert penstock("train", config_file(tmp_path), "pipeline.ranks=1").code == 130
+    assert heard == [signal.SIGUSR1]
 
 
 # ---- As processes of their own

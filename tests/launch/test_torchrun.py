@@ -23,13 +23,13 @@ STEPS = 30
 
 
 @contextmanager
-def agents(folder: Path, *options: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+def agents(folder: Path, *options: str, steps: int = STEPS) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two of them, with a rank each, that train in `folder`; what they say lies there."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
     file = config_file(
-        folder, train={"steps": STEPS, "checkpoint_every": 2, "evaluate_every": STEPS},
+        folder, train={"steps": steps, "checkpoint_every": 2, "evaluate_every": steps},
         pipeline={"timeout_seconds": 20},
     )  # fmt: skip
     command = [
@@ -100,7 +100,7 @@ def test_all_ranks_end_with_an_agent(tmp_path: Path, number: int) -> None:
 
     Ranks end; the other agent waits for the lost one, for minutes perhaps. It does so by itself.
     """
-    with agents(tmp_path, "--max-restarts=0") as started:
+    with agents(tmp_path, "--max-restarts=0", steps=3000) as started:  # more than in the time of a look
         wait_for_rows(tmp_path, 2)
         pids = [pid for agent in started for pid in ranks(agent).values()]
         os.kill(started[number].pid, signal.SIGKILL)

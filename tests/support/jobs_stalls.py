@@ -197,6 +197,7 @@ def run(case: Case) -> NoReturn:
     if case.deed == "node":  # as under torchrun
         os.environ[ERROR_FILE] = str(folder / f"error-{rank}.json")
         launch.follow_parent()
+    (folder / f"rank-{rank}.began").touch()
     try:
         pipe = Pipeline.from_provider(
             lambda info: Part(info, case), schedule="1f1b", ranks=case.ranks, microbatches=MICROBATCHES,

@@ -278,13 +278,12 @@ def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Serv
 def _train(prepared: Prepared, stop: Stop) -> None:
     from penstock.train.run import run
 
-    is_rank = launch.under_torchrun()
     try:
-        with nullcontext(stop) if is_rank else stop:
+        with stop:
             code = failures.STOPPED if run(prepared, stop).stopped else 0
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
-    if is_rank:
+    if launch.under_torchrun():
         launch.leave(code)  # a thread of torch that wakes up while Python shuts down would abort the rank
     raise typer.Exit(code)
 
