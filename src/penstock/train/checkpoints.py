@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
 from penstock.train.spikes import NOTHING_SEEN, Seen
 
+_version = cache(metadata.version)  # a millisecond, and a state may be made after each step
 _REMEDY = "Give a checkpoint that penstock train wrote"
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
 NEWEST = "newest"  # in place of a checkpoint's path
@@ -113,7 +115,7 @@ def state_after(
         best: of the evaluations up to now
         seen: of the losses up to now
     """
-    versions = {"penstock": version("penstock"), "torch": torch.__version__}
+    versions = {"penstock": _version("penstock"), "torch": torch.__version__}
     written = config.model_dump(mode="json")
     known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best, "seen": seen}
     known["mesh"] = mesh_of(config)
