@@ -1,4 +1,4 @@
-"""What placeholders and doors cost beside a stage written by hand.
+"""What placeholders and boundaries cost against a stage written by hand.
 
 The same pipeline twice, in one process: once AutoPipeline's, once of modules that call the same layers in a
 plain loop, with masks and rotary tables made by hand. Same weights, same executor, same loss; one step of

@@ -29,6 +29,8 @@ ABOUT = {
     "all splits: by simulation for public configs, and run for two models.",
     "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
     "stages. This benchmark compares its step with the step of a stage that is written by hand.",
+    "in_memory": "Each rank keeps its state in its host's memory, copied while the next step computes. This "
+    "benchmark measures what a step pays for that, with a checkpoint after each.",
     "loading": "Each rank reads only the tensors of its stage. This benchmark measures time and peak host "
     "memory.",
     "memory": "Peak live activations against the proven bound, peak bytes against torch, and against what "

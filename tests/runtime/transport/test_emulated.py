@@ -71,7 +71,9 @@ def test_waits_for_the_wire_and_for_the_peer_are_kept_apart(pool: Pool) -> None:
     found = timeline(pool, microbatches=1, network=Network(LATENCY))
     first, second = found.idle
     assert LATENCY - CLOCK <= first.wire < LATENCY + 0.5
-    assert first.peer >= LATENCY + COMPUTE - 2 * CLOCK
+    # a rank that is busy with itself, on a full machine, comes to its wait later
+    assert first.peer + first.runtime >= LATENCY + COMPUTE - 2 * CLOCK
+    assert first.peer > first.runtime
     waits = {wait.rank: wait for wait in found.waits}
     assert waits[1].end - waits[1].turn >= LATENCY - CLOCK
     predicted = simulate(chosen_schedule("1f1b", 2, 1), Costs(
