@@ -19,6 +19,7 @@ __all__ = [
     "EquivalenceError",
     "FolderInUseError",
     "HandshakeError",
+    "HubError",
     "InputError",
     "ModelError",
     "PartitionError",
@@ -118,6 +119,10 @@ class FolderInUseError(InputError):
 
 class ModelError(InputError):
     """A model that cannot be cut into a chain of stages."""
+
+
+class HubError(InputError):
+    """A model of the Hub that cannot be fetched: no network, no such name or revision, no access."""
 
 
 class WorldSizeError(InputError):

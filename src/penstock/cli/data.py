@@ -4,36 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.text import Text
-from transformers import PretrainedConfig
 
 from penstock.batch.loss import IGNORED
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
-from penstock.models.model_folder import config_of
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, Rows, SourceRows
 from penstock.train.data.tokenizer import Tokenizer
-from penstock.train.model import named_model
+from penstock.train.model import config_in
 
 _COUNTED, _OTHER = "bold green", "dim"
 
 
 def show(config: TrainConfig, rows: int) -> None:
     """Print totals of each source, and the first `rows` rows of the run. Raises DataError, ConfigError."""
-    named = named_model(config.model)
-    model = (
-        named
-        if isinstance(named, PretrainedConfig)
-        else config_of(Path(str(named)), config.model.trust_remote_code)
-    )
+    model = config_in(config.model)
     tokenizer = tokenizer_of(config)
     data = load_data(config, tokenizer, int(model.get_text_config().vocab_size))
     console = Console(highlight=False)

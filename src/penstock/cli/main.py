@@ -100,6 +100,8 @@ def train(
                     from penstock.cli.restart import start_ranks
 
                     overrides, _ = _sort_arguments(arguments or [], resume)
+                    if (commit := prepared.config.model.commit) is not None:  # not a later one
+                        overrides.append(f"model.commit={commit!r}")
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
                     output, section = settings.output.path, settings.train
                     raise typer.Exit(start_ranks(
@@ -144,8 +146,8 @@ class Dtype(Enum):
 @app.command()
 @taking()
 def check(
-    folder: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help=
-        "A local Hugging Face folder. With config.json alone, weights are random.")],
+    folder: Annotated[str, typer.Argument(metavar="MODEL", help=
+        "A local Hugging Face folder, or a Hub name. With config.json alone, weights are random.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
     microbatches: Annotated[int | None, typer.Option(
@@ -176,9 +178,10 @@ def check(
     options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
     chosen = Choice(schedule, ranks, microbatches, options).schedule()
     from penstock.cli.check import check as compare
+    from penstock.models.hub import folder_of
 
     passed = compare(
-        folder,
+        folder_of(folder, None, trusted=trust_remote_code)[0],
         chosen,
         layout=layout,
         dtype=dtype.value,

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from penstock.errors import CheckpointError, ConfigError
+from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
 from penstock.models.model_folder import other_files
@@ -41,6 +42,8 @@ def merge_folder(
     folder = _adapter_folder(adapter)
     config = _adapter_config(folder)
     named = base or config.base_model_name_or_path
+    if base is None and hub.is_name(named):
+        named, _ = hub.folder_of(str(named), config.revision, trusted=trusted)
     if not named or not Path(named).is_dir():
         raise ConfigError(
             f"base model {named}", f"{folder / ADAPTER_CONFIG} names it, and there is no such folder",

@@ -26,6 +26,7 @@ from penstock.pipeline.build_plan import StagePlan
 from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.train.config.sections import TrainConfig
+from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import shares_of
 from penstock.train.run import Planned, dry_run
 from penstock.train.settings import largest_microbatch
@@ -97,9 +98,11 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
 
 
 def _weights(planned: Planned) -> str:
-    source = planned.plan.source
+    source, model = planned.plan.source, planned.config.model
+    if not source.files and has_hub_weights(model):
+        return f"{model.path} at commit {model.commit}: a dry run fetches its config alone"
     if not source.files:
-        return f"random, from seed {planned.config.model.seed}"
+        return f"random, from seed {model.seed}"
     files = _count(len(source.files), "file")
     return f"{source.files[0].parent}: {files}, whose headers have the model's names and shapes"
 

@@ -135,10 +135,13 @@ def _refused(value: str, rule: str, remedy: str = "Take LoRA, rsLoRA or DoRA") -
 # ---- A new adapter
 
 
-def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str | None = None) -> None:
+def add_adapter(
+    model: PreTrainedModel, config: LoraConfig, base: str | None = None, revision: str | None = None
+) -> None:
     """Put the wrappers of a new adapter into `model`, which is on the meta device and stays there.
 
-    base: the folder of the base model, which the adapter's files name
+    base: the folder of the base model, or its Hub name, which the adapter's files name
+    revision: of a Hub name
     Raises ConfigError for targets that match nothing, and for whatever else PEFT refuses.
     """
     peft = import_peft()
@@ -160,7 +163,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str | None = N
         raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
     _widen(model)
     if base is not None:
-        config.base_model_name_or_path = base
+        config.base_model_name_or_path, config.revision = base, revision
 
 
 def _widen(model: nn.Module) -> None:

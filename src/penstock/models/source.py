@@ -1,4 +1,4 @@
-"""The model that a pipeline is built from, and its values: an object, a config, or a local folder."""
+"""The model that a pipeline is built from, and its values: an object, a config, a folder, or a Hub name."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from penstock.errors import CheckpointError, ModelError
+from penstock.models import hub
 from penstock.models.adapters import (
     Adapter,
     LoraConfig,
@@ -46,6 +47,7 @@ class Source:
     written: its folder, if penstock wrote it: a manifest says what is in each file
     adapter: what of `model` PEFT added, and which is not in `files`; None for a model without adapters
     quantize: what the matrices under the adapter are put in, once they have their values
+    commit: of the Hub name that was given; None for anything else
     """
 
     model: PreTrainedModel
@@ -54,18 +56,26 @@ class Source:
     written: Path | None = None
     adapter: Adapter | None = None
     quantize: Quantize | None = None
+    commit: str | None = None
 
-    def fill(self, model: PreTrainedModel, seed: int, device: torch.device | None = None) -> None:
+    def fill(
+        self,
+        model: PreTrainedModel,
+        seed: int,
+        device: torch.device | None = None,
+        reads: weights.Reads | None = None,
+    ) -> None:
         """Give values to `model`, the whole one or a stage's, on meta; or to a `write_through` twin.
 
         seed: of what has no values; device: where weights from files go, None leaves them in host memory
+        reads: who reads the files, where several processes fill the same stage; None for this one
         Raises CheckpointError, ModelError.
         """
         has_values = not is_empty(self.model)
         with self._frozen_stays_frozen(model), without_adapters(model, self.model):
             ties = weights.tied_names(self.model)
             if self.files:
-                weights.load(model, self.files, ties, device or torch.device("cpu"))
+                weights.load(model, self.files, ties, device or torch.device("cpu"), reads)
             elif has_values:
                 weights.copy_values(model, self.model)
             initial.initialise(model, self.model, ties, seed)
@@ -127,19 +137,26 @@ def open_source(
     adapter: LoraConfig | None = None,
     quantize: Quantize | None = None,
     *,
+    revision: str | None = None,
     trusted: bool = False,
 ) -> Source:
     """Find the model without reading any weight. Of a folder that penstock wrote it checks the lengths.
 
     model: a transformers model, which already has this dtype and attention, or a PeftModel of one; a config,
-        or a local folder
+        a local folder, or a Hub name, whose files are fetched
     dtype, attention: None takes the config's
     adapter: of a new adapter; not for an object
     quantize: of the matrices under an adapter
+    revision: of a Hub name
     trusted: whether Python code of the folder may run
-    Raises ConfigError, ModelError, CheckpointError.
+    Raises ConfigError, ModelError, CheckpointError, HubError.
     """
     model = unwrap(model)
+    name, commit = model, None
+    if isinstance(model, str):
+        model, commit = hub.folder_of(model, revision, trusted=trusted)
+    elif revision is not None:
+        raise hub.not_on_the_hub(f"revision={revision!r}", type(model).__name__)
     if isinstance(model, PreTrainedModel):
         _check_options(model, dtype, attention)
         if adapter is not None:
@@ -152,15 +169,16 @@ def open_source(
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
-            "AutoPipeline takes a transformers model, a config of one, or a local folder with config.json",
+            "AutoPipeline takes a transformers model, a config of one, a local folder or a Hub name",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
     built = _built_from_config(config, dtype, attention, trusted=trusted)
     _check_causal(built)
     _check_gradient_hooks(built)
     if adapter is not None:
-        add_adapter(built, adapter, str(Path(model).absolute()) if found.weights else None)
-    return _checked(Source(built, *found, adapter_of(built), quantize))
+        base = str(name if commit is not None else Path(model).absolute()) if found.weights else None
+        add_adapter(built, adapter, base, commit)
+    return _checked(Source(built, *found, adapter_of(built), quantize, commit))
 
 
 class _Folder(NamedTuple):

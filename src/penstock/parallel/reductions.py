@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.batch.placement import to_device
 from penstock.errors import BatchError, InputError
 from penstock.parallel.axes import BATCH, LOSS
+from penstock.parallel.first_reads import FirstReads
 from penstock.parallel.mesh import flattened
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
@@ -230,6 +231,13 @@ class Reductions:
         if self._all is None or self._patient is None:
             return None
         return PatientProcesses(GroupProcesses(self._patient, self._limit, torch.device("cpu")), self._watch)
+
+    @property
+    def first_reads(self) -> FirstReads | None:
+        """The ranks that host the same stages, to read weights once for all. None where there is one."""
+        if self._others is None:
+            return None
+        return FirstReads(self._others, self._limit, self._device, self._watch)
 
     def first_problem(self, problem: str | None) -> str | None:
         """The first process's problem, the same on all."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -93,6 +93,10 @@ class AutoPipeline(Options):
         seed: seed of the initial values, if the model comes without any
         dtype: dtype of the weights, as transformers names it; None takes the config's
         attention: attention implementation, as transformers names it; None takes the config's
+        revision: branch, tag or commit of a model that is given by its Hub name; None takes the main branch
+        load: who reads the weights of a folder. "each": every rank those of its stages. "broadcast": one rank
+            reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
+            them: for a file system that is slower than the network.
         replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
             routers chose the first time, however nearly others tie with them. Steps then take
             `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
@@ -118,6 +122,8 @@ class AutoPipeline(Options):
     seed: int = 0
     dtype: torch.dtype | None = None
     attention: str | None = None
+    revision: str | None = None
+    load: Literal["each", "broadcast"] = "each"
     replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
@@ -130,7 +136,7 @@ class AutoPipeline(Options):
         Args:
             model: as for `build`
 
-        Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError.
+        Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError, HubError.
         """
         check_one_description(
             **self._layer_options(),
@@ -139,10 +145,19 @@ class AutoPipeline(Options):
         )
         if self.layout is not None:
             read_layout(self.layout)  # before any file is read
+        if self.load not in ("each", "broadcast"):
+            rule = "every rank reads the weights of its stages, or one reads them for those with the same"
+            raise ConfigError(f"load={self.load!r}", rule, "Take 'each' or 'broadcast'")
         schedule = self.chosen_schedule()
         verify(schedule)
         source = open_source(
-            model, self.dtype, self.attention, self.adapter, self.quantize, trusted=self.trust_remote_code
+            model,
+            self.dtype,
+            self.attention,
+            self.adapter,
+            self.quantize,
+            revision=self.revision,
+            trusted=self.trust_remote_code,
         )
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
@@ -224,7 +239,8 @@ class AutoPipeline(Options):
         Args:
             model: a transformers model, whose values are copied stage by stage while it stays as it is, or
                 a PeftModel of one, with LoRA; a local folder, from which each rank reads its stages'
-                weights; or a config. A config or a folder without weights gets initial values from `seed`.
+                weights; a Hub name such as Qwen/Qwen3-8B, whose files one process of each host fetches into
+                the cache; or a config. A config or a folder without weights gets initial values from `seed`.
                 The pipeline is in training mode, also where the model is in evaluation mode, as
                 from_pretrained returns it.
 
@@ -234,7 +250,8 @@ class AutoPipeline(Options):
         has_values = plan.source.model.device != torch.device("meta")
         without = "a folder's" if plan.source.files else f"seed {self.seed}"
         values = "the model's own" if has_values else without
-        facts = {**plan.facts, "values": values, "replay_routing": str(self.replay_routing)}
+        facts = {**plan.facts, "values": values, "load": self.load}
+        facts["replay_routing"] = str(self.replay_routing)
         options = replace(self.world_options(), exchange=exchange_of(self, plan))
         world = open_world(plan.schedule, options, {**self.facts(), **facts})
         with close_on_error(world.transport):
@@ -416,7 +433,9 @@ class _Build:
     def _fill(self, model: PreTrainedModel) -> None:
         source = self._plan.source
         # the whole dtype's weights may not fit where those in 4 bits do
-        source.fill(model, self._auto.seed, None if source.quantize else self._world.device)
+        device = None if source.quantize else self._world.device
+        reads = self._world.reductions.first_reads if self._auto.load == "broadcast" else None
+        source.fill(model, self._auto.seed, device, reads)
 
     def _stage(self, index: int, model: PreTrainedModel) -> Stage:
         auto, plan, completed = self._auto, self._plan, self._completed

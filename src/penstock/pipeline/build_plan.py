@@ -89,6 +89,7 @@ class BuildPlan:
             "dtype": str(model.dtype),
             "transformers": transformers.__version__,
             "attention": str(model.config._attn_implementation),
+            "commit": str(self.source.commit),
             "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
             **flat("adapter", {} if self.source.adapter is None else self.source.adapter.facts),
         }

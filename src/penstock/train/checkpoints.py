@@ -41,7 +41,7 @@ from penstock.models.weights.folder import (
     unfinished,
 )
 from penstock.reading import read_json
-from penstock.train.config.sections import KeepSection, TrainConfig
+from penstock.train.config.sections import KeepSection, ModelSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizers.optimizer import SHAPED
 from penstock.train.owner import last_run
@@ -284,6 +284,19 @@ def find_start(
         remembered=remembered,
         found=found,
     )
+
+
+def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
+    """What the checkpoint to go on from records of its model; None for a fresh start.
+
+    Raises CheckpointError.
+    """
+    if resume is None:
+        return None
+    path = newest_checkpoint(output).path if resume == NEWEST else Path(resume).expanduser()
+    if path is None:
+        return None
+    return ModelSection.model_construct(**read_state(path)["config"].get("model", {}))
 
 
 def start_after(config: TrainConfig, state: dict[str, Any], name: str) -> Start:

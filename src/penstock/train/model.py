@@ -1,4 +1,4 @@
-"""The model that the config names, in the form that AutoPipeline takes."""
+"""The model that the config names, in the form that AutoPipeline takes, and the folder of its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
+from penstock.models import hub
 from penstock.models.model_folder import config_of, wrong_layers
 from penstock.models.source import ModelLike
-from penstock.train.config.sections import ModelSection
+from penstock.train.config.sections import ModelSection, TrainConfig
 
 # keys of older config.json files that transformers still reads, and one that no config.json has
 _MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")
@@ -23,14 +24,43 @@ _READ_ALL_THE_SAME = {"qwen3_moe": ("head_dim",)}
 
 
 def named_model(section: ModelSection) -> ModelLike:
-    """A folder whose weights are to be read, or a config. Reads no weight. Raises ConfigError, ModelError."""
+    """A folder or a Hub name whose weights are to be read, or a config. Reads no weight.
+
+    Raises ConfigError, ModelError, HubError.
+    """
+    if section.config is not None or section.weights == "random":
+        return config_in(section)
+    return str(section.path) if hub.is_name(section.path) else _folder(section)
+
+
+def config_in(section: ModelSection) -> PretrainedConfig:
+    """The model's config alone. Raises ConfigError, ModelError, HubError."""
     if section.config is not None:
         return inline_config(section.config)
+    trusted, folder = section.trust_remote_code, _folder(section)
+    if hub.is_name(section.path):
+        folder = hub.fetch(str(section.path), section.commit or section.revision, "config", trusted=trusted)
+    return config_of(folder, trusted)
+
+
+def _folder(section: ModelSection) -> Path:
     assert section.path is not None
-    folder = Path(section.path).expanduser()
-    if section.weights == "random":
-        return config_of(folder, section.trust_remote_code)
-    return folder
+    return Path(section.path).expanduser()
+
+
+def has_hub_weights(section: ModelSection) -> bool:
+    """Whether the weights are those of a Hub name."""
+    return section.weights == "auto" and hub.is_name(section.path)
+
+
+def tokenizer_folder(config: TrainConfig) -> str:
+    """The word bytes, or the folder of the tokenizer that the config names. Raises HubError."""
+    section = config.model
+    name = config.data.tokenizer or str(section.path)
+    if not hub.is_name(name):
+        return name
+    revision = section.commit or section.revision if name == section.path else None
+    return str(hub.fetch(name, revision, "tokenizer", trusted=section.trust_remote_code))
 
 
 def positions(config: PretrainedConfig) -> int | None:

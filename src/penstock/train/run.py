@@ -25,6 +25,7 @@ from penstock.checkpoint.shards import remove_superseded
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
 from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
+from penstock.models import hub
 from penstock.models.balanced_split import LayerCosts
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.tracing.meta import bare
@@ -45,6 +46,7 @@ from penstock.train.checkpoints import (
     check_unchanged,
     checked_state,
     find_start,
+    recorded_model,
     remove_unfinished,
     start_after,
 )
@@ -53,7 +55,7 @@ from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
 from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
-from penstock.train.model import named_model, positions
+from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import make_optimizers, trained_by
 from penstock.train.owner import Owner, last_run, new_run, owned
 from penstock.train.records.metrics import Display, Metrics, make_display
@@ -118,12 +120,14 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     Args:
         resume: as for `find_start`
 
-    Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError.
+    Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError, HubError.
     """
     axes = axes_of(config)
     _check_output(config)
     check_trackers(config.output.trackers)
     check_machine(config)
+    part: hub.Part = "weights" if config.model.weights == "auto" else "tokenizer"
+    config = pinned(config, resume, part)
     named, auto = named_model(config.model), make_auto(config)
     planned = _planned(config, auto, named, auto.build_plan(named), resume)
     model = planned.plan.source.model
@@ -142,6 +146,26 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     return Prepared(**known, tokenizer=tokenizer, data=_data_at(config, data, start))
 
 
+def pinned(config: TrainConfig, resume: str | None, part: hub.Part) -> TrainConfig:
+    """The config with the commit that the model's Hub name stands for, of which `part` is fetched.
+
+    A run that goes on keeps its commit, unless the config has another name or revision by now. A config
+    without a Hub name is returned as it is. Raises HubError, CheckpointError.
+    """
+    section = config.model
+    if not hub.is_name(section.path):
+        for key in ("revision", "commit"):
+            if (value := getattr(section, key)) is not None:
+                raise hub.not_on_the_hub(f"model.{key}={value}", section.path)
+        return config
+    before, commit = recorded_model(config.output.path, resume), section.commit
+    if before is not None and (before.path, before.revision) == (section.path, section.revision):
+        commit = commit or before.commit
+    trusted = section.trust_remote_code
+    folder = hub.fetch(str(section.path), commit or section.revision, part, trusted=trusted)
+    return config.model_copy(update={"model": section.model_copy(update={"commit": folder.name})})
+
+
 def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
     """Plan a run, with what this machine lacks in the notes. No text is read, no process is asked.
 
@@ -153,8 +177,9 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
 
     Raises: what `preflight` raises, but for data, tokenizer, output folder and GPUs.
     """
-    config = for_world(config, world)
-    named, auto = named_model(config.model), make_auto(config)
+    config = pinned(for_world(config, world), resume, "config")
+    named = config_in(config.model) if has_hub_weights(config.model) else named_model(config.model)
+    auto = replace(make_auto(config), revision=None)
     source, flash = open_without_flash(
         named, auto.dtype, auto.attention, auto.adapter, auto.quantize, trusted=auto.trust_remote_code
     )
@@ -196,7 +221,7 @@ def _planned(
     source = plan.source
     if source.files:
         source.check(bare(model), whole=True)
-    elif config.adapter is not None:
+    elif config.adapter is not None and not has_hub_weights(config.model):
         rule = "it is for a model with weights, and here they are random"
         raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
     if config.data.packing in ("sequential", "best_fit"):
@@ -207,7 +232,8 @@ def _planned(
     start = find_start(config, model, resume, kinds)
     if start.checkpoint is not None and source.adapter is not None:
         check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
-    return Planned(config, auto, named, plan, kinds, start, (*_deprecated(config), *start.notes))
+    notes = *_deprecated(config), *_of_the_hub(config), *start.notes
+    return Planned(config, auto, named, plan, kinds, start, notes)
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
@@ -231,6 +257,12 @@ def _deprecated(config: TrainConfig) -> Iterator[str]:
     if config.parallel.param_dtype is not None:
         key = f"parallel.param_dtype={config.parallel.param_dtype} is deprecated"
         yield f"penstock: warning: {key}: write train.precision=mixed, which every mesh takes"
+
+
+def _of_the_hub(config: TrainConfig) -> Iterator[str]:
+    """A line for a model's Hub name."""
+    if (commit := config.model.commit) is not None:
+        yield f"model.path={config.model.path}: commit {commit} of {config.model.revision or 'main'}"
 
 
 def _make_folder(output: Path) -> None:

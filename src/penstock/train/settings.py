@@ -18,6 +18,7 @@ from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import CheckpointingSection
+from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import check_installed
 from penstock.train.sizes import Sizes
 
@@ -151,6 +152,8 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         dtype=getattr(torch, model.dtype),
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
         attention=model.attention,
+        revision=model.commit if has_hub_weights(model) else None,
+        load=model.load,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
         quantize=None if config.adapter is None else config.adapter.quantize,
         trust_remote_code=model.trust_remote_code,

@@ -125,7 +125,7 @@ def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
     monkeypatch.setattr(torch, "empty", noted)
     PieceReader(LateCopies(), piece=8)
     assert pinned == [True, True]
-    monkeypatch.setattr(weights, "load_to_device", lambda *args: devices.append(args[-1]))
+    monkeypatch.setattr(weights, "load_to_device", lambda *args: devices.append(args[3]))
     stage: Any = None
     weights.load(stage, [], (), torch.device("cuda:1"))
     assert devices == [torch.device("cuda:1")]

@@ -6,12 +6,13 @@ apply on the way in and out.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +34,8 @@ from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import PieceReader, TensorsOnDevice
 from penstock.reading import LARGEST_JSON, open_regular, read_json, size
 from penstock.runtime.copies import CudaCopies
+from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
+from penstock.runtime.transport.groups import Processes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -70,20 +73,11 @@ def weight_files(folder: Path) -> list[Path]:
     Raises CheckpointError where a file that the index names is missing, cut short or altered in length. Only
     headers are read.
     """
-    if (folder / INDEX).is_file():
-        try:
-            listed = read_json(folder / INDEX)["weight_map"].values()
-            files = [folder / name for name in sorted(set(listed))]
-        except UNREADABLE as cause:
-            raise CheckpointError(
-                str(folder / INDEX),
-                f"it is no index of weight files ({_why(cause)})",
-                "Copy the folder again",
-            ) from cause
-    else:
-        files = [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    files = [folder / name for name in named_files(folder)]
+    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        files = []
         others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
-        if others and not files:  # random weights in their stead would be a silent loss
+        if others:  # random weights in their stead would be a silent loss
             raise CheckpointError(
                 str(others[0]),
                 f"weights are read from {SINGLE}, or from shards that {INDEX} lists, and neither is here",
@@ -94,6 +88,23 @@ def weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(str(file), "the index names it and it is missing", "Copy the folder again")
         _open(file)
     return files
+
+
+def named_files(folder: Path) -> list[str]:
+    """The names of a folder's weight files, which need not be there: those in its index, or the only one.
+
+    Raises CheckpointError for an index that cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    try:
+        return sorted({os.fspath(name) for name in read_json(folder / INDEX)["weight_map"].values()})
+    except UNREADABLE as cause:
+        raise CheckpointError(
+            str(folder / INDEX),
+            f"it is no index of weight files ({_why(cause)})",
+            "Copy the folder again",
+        ) from cause
 
 
 def _why(cause: Exception) -> str:
@@ -131,7 +142,24 @@ def check_header(file: Path) -> None:
         raise CheckpointError(str(file), rule, "Write its tensors into several files")
 
 
-def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device = _HOST) -> None:
+class Reads(Protocol):
+    """How the processes that need the same tensors get them: one reads each, and passes it on."""
+
+    @property
+    def processes(self) -> Processes:
+        """Those that call `load` with the same stage."""
+
+    def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """What `read` returns on one of them, on all. like: of its shape and dtype. Collective."""
+
+
+def load(
+    stage: PreTrainedModel,
+    files: Sequence[Path],
+    ties: Ties,
+    device: torch.device = _HOST,
+    reads: Reads | None = None,
+) -> None:
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
     Tensor by tensor: peak memory is the stage plus one tensor in the files' dtype, or plus the tensors that
@@ -139,16 +167,25 @@ def load(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torc
 
     Args:
         device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
+        reads: how this process gets tensors that others need too; None reads each. The call is then
+            collective over those processes.
 
-    Raises CheckpointError where a parameter is in no file or has another shape.
+    Raises CheckpointError where a parameter is in no file or has another shape; HandshakeError where the
+    processes of `reads` have other files.
     """
     if device.type == "cpu":
-        _fill(stage, files, ties, _each(Unread), "cpu")
+        _fill(stage, files, ties, _passed_on(_each(Unread), reads), "cpu")
     else:
-        load_to_device(stage, files, ties, device)
+        load_to_device(stage, files, ties, device, reads)
 
 
-def load_to_device(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, device: torch.device) -> None:
+def load_to_device(
+    stage: PreTrainedModel,
+    files: Sequence[Path],
+    ties: Ties,
+    device: torch.device,
+    reads: Reads | None = None,
+) -> None:
     """As `load`, by way of two pieces of host memory."""
     reader = PieceReader(CudaCopies(device))
     with ExitStack() as opened:
@@ -158,7 +195,7 @@ def load_to_device(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, de
             opened.callback(tensors.close)
             return {name: UnreadOnDevice(tensors, name) for name in _open(path).keys()}  # noqa: SIM118
 
-        _fill(stage, files, ties, unread, str(device))
+        _fill(stage, files, ties, _passed_on(unread, reads), str(device))
 
 
 def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:
@@ -212,8 +249,37 @@ class UnreadOnDevice(Unread):
         return tensors.read(self._name, DTYPES.__getitem__)
 
 
-def _each(kind: type[Unread]) -> Callable[[Path], dict[str, Unread]]:
-    """The tensors of a file, by name."""
+class UnreadByOne(Unread):
+    """The same, read by one process of several."""
+
+    def __init__(self, own: Unread, like: Tensor, name: str, reads: Reads) -> None:
+        self._own, self._like, self._name, self._reads = own, like, name, reads
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self._reads.read(self._name, lambda: self._own[...], self._like)
+
+
+Opened = Callable[[Path], Mapping[str, Unread]]  # the tensors of a file, by name
+
+
+def _passed_on(opened: Opened, reads: Reads | None) -> Opened:
+    """The same tensors, each read by one process of `reads`. All of them open all files, for the headers."""
+    if reads is None:
+        return opened
+    processes = reads.processes
+
+    def unread(path: Path) -> dict[str, Unread]:
+        with shared_errors(processes):
+            own, headers = opened(path), _each(UnreadShape)(path)
+        like = {name: header[...] for name, header in headers.items()}
+        known = json.dumps([(name, [*each.shape], str(each.dtype)) for name, each in like.items()])
+        shake_hands(processes, {f"tensors of {path.name}": digest(known)})
+        return {name: UnreadByOne(own[name], like[name], name, reads) for name in own}
+
+    return unread
+
+
+def _each(kind: type[Unread]) -> Opened:
 
     def unread(path: Path) -> dict[str, Unread]:
         file = _open(path)
@@ -226,7 +292,7 @@ def _fill(
     stage: PreTrainedModel,
     files: Sequence[Path],
     ties: Ties,
-    tensors: Callable[[Path], Mapping[str, Unread]],
+    tensors: Opened,
     device: str,
     *,
     whole: bool = False,

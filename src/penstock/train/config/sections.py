@@ -45,9 +45,17 @@ _MOST_PROCESSES = 10**6
 class ModelSection(Section):
     """Which model. Exactly one of `path` and `config`."""
 
-    path: str | None = None  # a local Hugging Face folder: config.json, perhaps with weights
+    # a local Hugging Face folder: config.json, perhaps with weights; or a name of the Hub, Qwen/Qwen3-8B
+    path: str | None = None
+    revision: str | None = None  # of a Hub name: a branch, a tag or a commit; null: the main branch
+    # of a Hub name: what the revision stood for when the run began. Its records have it, and a resume takes
+    # it from there; leave it out
+    commit: str | None = None
     config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
     weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
+    # Who reads them. each: every rank those of its stages; broadcast: one rank reads them for all ranks of
+    # the other axes with the same stages, and sends them: where files are slower than the network
+    load: Literal["each", "broadcast"] = "each"
     # of the weights; left out, that of train.precision: bfloat16, or float32
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: str | None = None  # as in transformers: eager, sdpa, ...
@@ -62,6 +70,10 @@ class ModelSection(Section):
             raise ValueError(f"exactly one of model.path and model.config is needed, and here {found}")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config names its model_type, e.g. model_type: qwen3")
+        if self.config is not None and (self.revision or self.commit) is not None:
+            raise ValueError(
+                "model.revision and model.commit are of a Hub name, and model.config is none; leave them out"
+            )
         return self
 
 
@@ -119,7 +131,7 @@ class DataSection(RecordSection):
     path: str | None = None  # a local file or folder
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
-    tokenizer: str | None = None  # "bytes", a local tokenizer's folder, or none: the one in model.path
+    tokenizer: str | None = None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
     chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
     # Which tokens of a chat the loss counts. assistant: those of its turns, or of the completion; last: of
     # the last turn; all: every one

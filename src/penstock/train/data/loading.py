@@ -59,6 +59,7 @@ from penstock.train.data.store import (
 )
 from penstock.train.data.streaming import Options, Position, Stream, Streamed
 from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import Sizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
@@ -293,11 +294,11 @@ def _begin_thread(device: torch.device, threads: int) -> None:
 
 
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
-    """The tokenizer that the config names, or the model's. Raises DataError."""
+    """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
     chat = any(source.kind == "chat" for source in section.sources)
-    name, trusted = section.tokenizer or str(config.model.path), config.model.trust_remote_code
-    return open_tokenizer(name, chat, section.chat_template, trusted=trusted)
+    trusted = config.model.trust_remote_code
+    return open_tokenizer(tokenizer_folder(config), chat, section.chat_template, trusted=trusted)
 
 
 def load_data(

@@ -1,0 +1,226 @@
+"""Models of the Hugging Face Hub: from a name such as Qwen/Qwen3-8B to the folder that the cache has of it.
+
+    a process of a host   takes the lock | asks the Hub, fetches | writes what came of it | lets go
+    the others            wait for the lock ............................................. | read that
+
+The lock ends with the process that holds it, so that the next one goes on with a fetch that was killed. Ranks
+of one launch take the same commit, also those that come once the fetch is over.
+
+Only what a run needs is fetched: config, tokenizer, and the weights that the index of the safetensors files
+names; no second copy of them in another format.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+from penstock.errors import HubError
+from penstock.models.model_folder import OTHERS, TOKENIZER
+from penstock.models.weights.files import INDEX, named_files
+
+Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIG = "config.json"
+_FILES = {
+    "config": (_CONFIG,),
+    "tokenizer": (_CONFIG, *TOKENIZER, *OTHERS),
+    "weights": (_CONFIG, *TOKENIZER, *OTHERS, INDEX),
+}
+
+
+def is_name(model: object) -> bool:
+    """Whether `model` is an owner and a name with a slash between them. A local folder of that name wins."""
+    return isinstance(model, str) and bool(_NAME.fullmatch(model)) and not Path(model).is_dir()
+
+
+def folder_of(model: str, revision: str | None, *, trusted: bool = False) -> tuple[Path, str | None]:
+    """The folder of a path or of a Hub name, which is fetched, and the commit of the latter.
+
+    Raises HubError, also for a revision of a path.
+    """
+    if is_name(model):
+        folder = fetch(model, revision, trusted=trusted)
+        return folder, folder.name
+    if revision is not None:
+        raise not_on_the_hub(f"revision={revision!r}", model)
+    return Path(model), None
+
+
+def not_on_the_hub(value: str, model: object) -> HubError:
+    """The error for a revision of something that has none."""
+    where = "a local folder" if isinstance(model, str | Path) and Path(model).is_dir() else "no Hub name"
+    return HubError(
+        f"{value} for {model}", f"it is {where}, and only the Hub has revisions", "Leave the revision out"
+    )
+
+
+def fetch(name: str, revision: str | None = None, part: Part = "weights", *, trusted: bool = False) -> Path:
+    """The cache's folder with the files of a model, fetched unless they are there. It is named by its commit.
+
+    One process of a host fetches, the others wait for it and raise its error.
+
+    Args:
+        revision: a branch, a tag or a commit; None takes the main branch
+        trusted: whether its Python code belongs to it
+
+    Raises HubError.
+    """
+    key = hashlib.sha256(repr((constants.ENDPOINT, name, revision, part, trusted)).encode()).hexdigest()
+    began = time.time()
+    with _lock(key[:16]) as file:
+        heard = _heard(file, began)
+        if heard is not None:
+            return heard
+        outcome: dict[str, Any] = {"launch": _launch()}
+        try:
+            folder = _fetched(name, revision, part, trusted=trusted)
+            outcome["folder"] = str(folder)
+        except HubError as error:
+            outcome |= {"error": [error.value, error.rule, error.remedy], "at": time.time()}
+            raise
+        finally:
+            _tell(file, outcome)
+    return folder
+
+
+# ---- One process of a host
+
+
+@contextmanager
+def _lock(key: str) -> Iterator[TextIO | None]:
+    """The file that is locked; None in a cache where nothing can be written, and so nothing fetched."""
+    file = Path(constants.HF_HUB_CACHE) / ".locks" / f"penstock-{key}.json"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        opened = file.open("a+")
+    except OSError:
+        yield None
+        return
+    with opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield opened  # the file stays: removed, it would be another one to who waits and to who comes
+
+
+def _launch() -> str | None:
+    """What the ranks of this host share, and those of another launch do not; None without ranks."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return " ".join([str(os.getppid()), *(os.environ.get(name, "") for name in names)])
+
+
+def _heard(file: TextIO | None, began: float) -> Path | None:
+    """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
+
+    began: when this process came. An older error is not its own: the Hub may answer by now.
+    """
+    launch, outcome = _launch(), {}
+    if file is None or launch is None:
+        return None
+    file.seek(0)
+    with suppress(ValueError):
+        outcome = json.loads(file.read())
+    if outcome.get("launch") != launch:
+        return None
+    if "error" in outcome and outcome["at"] >= began:
+        raise HubError(*outcome["error"])
+    folder = outcome.get("folder")
+    return Path(folder) if folder is not None and Path(folder).is_dir() else None
+
+
+def _tell(file: TextIO | None, outcome: dict[str, Any]) -> None:
+    if file is not None:
+        with suppress(OSError):  # the others then see for themselves
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(outcome))
+            file.flush()
+
+
+# ---- The fetch
+
+
+def _fetched(name: str, revision: str | None, part: Part, *, trusted: bool) -> Path:
+    patterns = [*_FILES[part], *(["*.py"] if trusted else [])]
+    folder = _download(name, revision, patterns)
+    weights = named_files(folder) if part == "weights" else []
+    if missing := [each for each in weights if not (folder / each).is_file()]:
+        print(f"penstock: fetching {len(missing)} files of weights of {name}", file=sys.stderr, flush=True)
+        _download(name, folder.name, missing)
+    for file in [*([] if part == "tokenizer" else [_CONFIG]), *weights]:
+        if not (folder / file).is_file():
+            _raise_missing(name, folder, file, weights)
+    return folder
+
+
+def _raise_missing(name: str, folder: Path, file: str, weights: list[str]) -> None:
+    """Raise the error for what the commit lacks, or the cache, where it is all there is."""
+    value = f"{name} at commit {folder.name}"
+    if file in weights and not (folder / INDEX).is_file():
+        rule = f"it has no weights in safetensors: neither {file} nor {INDEX}"
+        remedy = "Take a revision that has, or config and random weights (model.weights=random)"
+    else:
+        rule, remedy = f"it has no {file}", "Take another revision, or fetch it where there is a network"
+    raise HubError(value, rule, remedy)
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as cause:  # of a dozen kinds: the Hub's, of its cache, of the network, of a disk
+        raise _refusal(name, revision, cause) from cause
+    finally:
+        if hides:
+            enable_progress_bars()
+
+
+def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
+    """The error for what huggingface_hub raises."""
+    value = name if revision is None else f"{name} at revision {revision}"
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    by_hand = f"Fetch it where there is a network (hf download {name}), or give a local folder"
+    log_in = "log in: hf auth login, or set HF_TOKEN"
+    uncached = isinstance(cause, LocalEntryNotFoundError)
+    if uncached and isinstance(cause.__cause__, Exception):  # what it has tried the cache for
+        cause = cause.__cause__
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if isinstance(cause, GatedRepoError) or status == 403:
+        rule = f"{hub} gives it only to those who were granted access"
+        return HubError(value, rule, f"Ask for access on its page, then {log_in}")
+    if isinstance(cause, RepositoryNotFoundError) or status == 401:
+        rule = f"there is no such local folder, and {hub} has no such model that this user may see"
+        return HubError(value, rule, f"Fix the name; for a private model {log_in}")
+    if isinstance(cause, RevisionNotFoundError):
+        return HubError(value, f"{hub} has no such revision of it", "Give a branch, a tag or a commit of it")
+    if constants.HF_HUB_OFFLINE:
+        rule = f"HF_HUB_OFFLINE is set, and the cache {cache} has not all of its files"
+        return HubError(value, rule, f"Unset it. {by_hand}")
+    said = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
+    if uncached:
+        silent = f"there is no such local folder, {hub} does not answer ({said})"
+        return HubError(value, f"{silent}, and the cache {cache} has not all of its files", by_hand)
+    rule = f"it could not be fetched from {hub} ({said})"
+    return HubError(value, rule, "Start again: what has come is kept")

@@ -1,0 +1,82 @@
+"""Weights read once for all ranks that host the same stages: the first of them reads, the others receive.
+
+    first    read q_proj | send | read k_proj | send | ...
+    others               | receive            | receive
+
+All of them take the same tensors of the same files in the same order, as their stages are equal before they
+are sharded. Each holds one tensor at a time, of which it keeps its shard.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import CheckpointError, InputError
+from penstock.runtime.health.agreement import first_error, in_words
+from penstock.runtime.health.watch import Watch
+from penstock.runtime.transport.groups import GroupProcesses
+
+_WAITING = "the weights that another rank reads"
+
+
+class FirstReads:
+    """The ranks of `group`, which host the same stages. penstock.models.weights.files.Reads says what for.
+
+    Args:
+        limit: the longest wait for one tensor
+        device: where the group's tensors have to be
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device, watch: Watch
+    ) -> None:
+        self._group, self._limit, self._device, self._watch = group, limit, device, watch
+        self.processes = GroupProcesses(group, limit, device)
+
+    def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
+        """What `read` returns on the first rank, on all of them. Collective.
+
+        Args:
+            name: of the tensor, for an error
+            like: of its shape and dtype
+
+        Raises the first rank's error on all.
+        """
+        failure: Exception | None = None
+        value = like.new_empty(0)
+        try:
+            if self.processes.index == 0:
+                value = read().to(self._device).contiguous()
+        except Exception as error:
+            failure = error
+        failed = torch.tensor([int(failure is not None)], device=self._device)
+        with self._watch.waiting(_WAITING, None):
+            self._send(failed)
+            if failed.item():
+                self._raise(name, failure)
+            if self.processes.index:
+                value = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            self._send(value.reshape(-1).view(torch.uint8))  # bytes: gloo does not know every dtype
+        return value
+
+    def _send(self, tensor: Tensor) -> None:
+        if tensor.numel():
+            work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
+            assert work is not None
+            work.wait(self._limit)
+
+    def _raise(self, name: str, failure: Exception | None) -> None:
+        """Raise `failure`, or an error of the same words where another rank has it."""
+        own = failure
+        if own is not None and not isinstance(own, InputError):
+            rule = f"it cannot be read ({type(own).__name__}: {own})"
+            own = CheckpointError(name, rule, "Copy the folder again")
+        words = self.processes.gather(in_words(own))
+        found = first_error({0: words[0]}, "")
+        assert found is not None
+        raise found from failure

@@ -1,0 +1,283 @@
+"""Models by their Hub names: what is fetched, by whom, at which commit, and the error where nothing comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from penstock import AutoPipeline
+from penstock.errors import HubError
+from penstock.models import hub as hubs
+from support.hub import Hub, files_in, serving, use
+from support.pool import Pool, alive, start
+
+NAME = "Makers/Tiny-0.1B"
+
+
+def config() -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, vocab_size=64,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A model in several shards with a tokenizer, and copies of its weights in other formats."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config()).save_pretrained(folder, max_shard_size="5KB")
+    found = files_in(folder)
+    assert sum(name.endswith(".safetensors") for name in found) > 1
+    more = {
+        "tokenizer.json": b"{}",
+        "tokenizer_config.json": b"{ }",
+        "modeling.py": b"pass",
+        "README.md": b"#",
+    }
+    copies = dict.fromkeys(
+        ("pytorch_model.bin", "model.gguf", "consolidated.safetensors", "original/x.pth"), b"x"
+    )
+    return {**found, **more, **copies}
+
+
+@pytest.fixture
+def hub(files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving(Hub()) as served:
+        served.add(NAME, files)
+        use(monkeypatch, served.url, tmp_path / "cache")
+        yield served
+
+
+def shards(files: dict[str, bytes]) -> set[str]:
+    return {name for name in files if name.startswith("model-")}
+
+
+def test_only_what_a_run_needs_is_fetched_and_only_once(hub: Hub, files: dict[str, bytes]) -> None:
+    folder = hubs.fetch(NAME)
+    assert folder.name == hub.revisions[NAME]["main"]
+    small = {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+             "tokenizer_config.json"}  # fmt: skip
+    assert set(hub.fetched) == small | shards(files)
+    assert all((folder / name).read_bytes() == files[name] for name in hub.fetched)
+    before = len(hub.fetched)
+    assert hubs.fetch(NAME) == folder
+    assert hubs.fetch(NAME, folder.name) == folder
+    assert len(hub.fetched) == before
+
+
+def test_a_part_is_fetched_alone(hub: Hub) -> None:
+    hubs.fetch(NAME, part="config")
+    assert hub.fetched == ["config.json"]
+    hubs.fetch(NAME, part="tokenizer", trusted=True)
+    assert set(hub.fetched) == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "modeling.py",
+    }  # fmt: skip
+
+
+def test_a_single_file_of_weights_needs_no_index(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "single")
+    hub.add("makers/single", files_in(tmp_path / "single"))
+    assert (hubs.fetch("makers/single") / "model.safetensors").is_file()
+
+
+def test_a_pipeline_is_built_from_a_name(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    later = dict(files, **{"README.md": b"# changed"})
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(NAME)
+    first = hub.revisions[NAME]["main"]
+    model = AutoModelForCausalLM.from_pretrained(hubs.fetch(NAME))
+    for name, parameter in pipe.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    hub.add(NAME, later)
+    auto = AutoPipeline(ranks=2, microbatches=2, revision=first)
+    assert auto.build_plan(NAME).source.commit == first
+    plan = AutoPipeline(ranks=2, microbatches=2).build_plan(NAME)
+    assert plan.source.commit == plan.facts["commit"] == hub.revisions[NAME]["main"] != first
+
+
+def test_a_local_folder_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config().save_pretrained(tmp_path / NAME)
+    monkeypatch.chdir(tmp_path)
+    assert AutoPipeline(ranks=2, microbatches=2).build_plan(NAME).source.commit is None
+    assert not hub.asked
+    with pytest.raises(HubError, match="it is a local folder, and only the Hub has revisions"):
+        AutoPipeline(ranks=2, microbatches=2, revision="main").build_plan(NAME)
+    with pytest.raises(HubError, match="revision='main' for Qwen3Config"):
+        AutoPipeline(ranks=2, microbatches=2, revision="main").build_plan(config())
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "./a/b", "/a/b", "~/a", "a/b/c", "a/", "bytes", "a b/c", Path("a/b")]
+)
+def test_what_is_no_name_is_a_path(name: object) -> None:
+    assert not hubs.is_name(name)
+
+
+REFUSED = {
+    "unknown": ("makers/none", None, "has no such model that this user may see", "Fix the name"),
+    "private": ("makers/private", None, "has no such model that this user may see", "log in: hf auth login"),
+    "gated": ("makers/gated", None, "only to those who were granted access", "Ask for access on its page"),
+    "forbidden": ("makers/forbidden", None, "only to those who were granted access", "set HF_TOKEN"),
+    "revision": (NAME, "v2", "has no such revision of it", "Give a branch, a tag or a commit of it"),
+    "no commit": (NAME, "0" * 40, "has no such revision of it", "Give a branch"),
+    "no weights": ("makers/bin", None, "it has no weights in safetensors", "model.weights=random"),
+    "no config": ("makers/bare", None, "it has no config.json", "Take another revision"),
+    "incomplete": ("makers/torn", None, "it has no model-00001-of-", "Take another revision"),
+    "failing": ("makers/failing", None, "HTTPStatusError|HfHubHTTPError", "hf download makers/failing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_had_is_one_error(hub: Hub, files: dict[str, bytes], case: str) -> None:
+    name, revision, rule, remedy = REFUSED[case]
+    hub.refused |= {"makers/private": (401, ""), "makers/gated": (403, "GatedRepo"),
+                    "makers/forbidden": (403, ""), "makers/failing": (500, "")}  # fmt: skip
+    hub.add("makers/bin", {"config.json": files["config.json"], "pytorch_model.bin": b"x"})
+    hub.add("makers/bare", {"model.safetensors": b"x"})
+    hub.add("makers/torn", {each: held for each, held in files.items() if "-00001-" not in each})
+    with pytest.raises(HubError, match=rule) as caught:
+        hubs.fetch(name, revision)
+    assert remedy in caught.value.remedy
+    assert caught.value.value.startswith(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_a_network_the_cache_is_enough(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = hubs.fetch(NAME)
+    hubs.fetch(NAME, part="config")
+    before = len(hub.asked)
+    for url, offline in ((hub.url, True), ("http://127.0.0.1:9", False)):
+        use(monkeypatch, url, tmp_path / "cache", offline=offline)
+        assert hubs.fetch(NAME) == hubs.fetch(NAME, folder.name) == folder
+        with pytest.raises(
+            HubError, match="HF_HUB_OFFLINE is set" if offline else "does not answer"
+        ) as caught:
+            hubs.fetch("makers/none")
+        assert str(tmp_path / "cache") in caught.value.rule
+        assert "hf download makers/none" in caught.value.remedy
+    assert len(hub.asked) == before
+
+
+def test_a_part_in_the_cache_is_not_taken_for_all(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With huggingface_hub before 2, a folder of the cache is all that is known."""
+    folder = hubs.fetch(NAME, part="config")
+    use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
+    with pytest.raises(HubError, match=r"the cache .* has not all of its files"):
+        hubs.fetch(NAME)
+    shutil.copytree(tmp_path / "cache", tmp_path / "older", symlinks=True)
+    next((tmp_path / "older").rglob(f"trees/{folder.name}.json")).unlink()
+    use(monkeypatch, hub.url, tmp_path / "older", offline=True)
+    with pytest.raises(HubError, match="it has no weights in safetensors"):
+        hubs.fetch(NAME)
+
+
+def test_a_connection_that_breaks_is_an_error_and_the_next_fetch_completes(
+    hub: Hub, files: dict[str, bytes]
+) -> None:
+    hub.broken = shards(files)
+    with pytest.raises(HubError, match="it could not be fetched from http"):
+        hubs.fetch(NAME)
+    hub.broken = set()
+    folder = hubs.fetch(NAME)
+    assert all((folder / name).read_bytes() == files[name] for name in shards(files))
+
+
+# ---- Ranks of one host
+
+
+def as_rank(url: str, cache: str, name: str, barrier: bool = True) -> tuple[str, str]:
+    """What a rank of a launch gets, "folder" or "error", from a fetch that all begin together."""
+    import torch.distributed as dist
+
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, url, Path(cache))
+        patch.setenv("WORLD_SIZE", "4")
+        patch.setenv("MASTER_PORT", "1")
+        if not barrier and dist.get_rank():
+            dist.barrier()
+        try:
+            if barrier:
+                dist.barrier()
+            return "folder", str(hubs.fetch(name))
+        except HubError as error:
+            return "error", str(error)
+        finally:
+            if not barrier and not dist.get_rank():
+                dist.barrier()
+
+
+def test_one_rank_of_a_host_fetches_and_the_others_hear_of_it(pool: Pool, hub: Hub, tmp_path: Path) -> None:
+    cache = str(tmp_path / "cache")
+    found = pool.run(4, as_rank, hub.url, cache, NAME)
+    assert {kind for kind, _ in found} == {"folder"}
+    assert len(set(found)) == 1
+    assert len(hub.fetched) == len(set(hub.fetched))
+    assert sum("/revision/main" in path for path in hub.asked) == 1
+    hub.add(NAME, {**hub.commits[hub.revisions[NAME]["main"]], "README.md": b"# new"})
+    assert pool.run(4, as_rank, hub.url, cache, NAME) == found  # of the same launch: the same commit
+
+
+def test_a_rank_that_comes_late_takes_the_commit_of_the_others(pool: Pool, hub: Hub, tmp_path: Path) -> None:
+    found = pool.run(4, as_rank, hub.url, str(tmp_path / "cache"), NAME, False)
+    assert len(set(found)) == 1
+    assert sum("/revision/main" in path for path in hub.asked) == 1
+
+
+def test_the_error_of_the_one_that_fetches_is_that_of_all(pool: Pool, hub: Hub, tmp_path: Path) -> None:
+    hub.refused["makers/gated"] = 403, "GatedRepo"
+    found = pool.run(4, as_rank, hub.url, str(tmp_path / "cache"), "makers/gated")
+    assert {kind for kind, _ in found} == {"error"}
+    assert len(set(found)) == 1
+
+
+def fetch_alone(url: str, cache: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, url, Path(cache))
+        hubs.fetch(NAME)
+
+
+def test_a_fetch_that_is_killed_is_taken_over(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
+    hub.stalled = {min(shards(files))}
+    process = start(fetch_alone, hub.url, str(tmp_path / "cache"))
+    assert hub.reached.wait(30)
+    folders: list[Path] = []
+    waiting = threading.Thread(target=lambda: folders.append(hubs.fetch(NAME)))
+    waiting.start()
+    hub.stalled = set()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not alive(process.pid)
+    waiting.join(30)
+    assert all((folders[0] / name).read_bytes() == files[name] for name in shards(files))
+
+
+def test_a_killed_fetch_is_not_taken_for_whole_offline(
+    hub: Hub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.stalled = {min(shards(files))}
+    process = start(fetch_alone, hub.url, str(tmp_path / "cache"))
+    assert hub.reached.wait(30)
+    process.kill()
+    process.join()
+    use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set, and the cache .* has not all of its files"):
+        hubs.fetch(NAME)
+
+
+def test_a_fetch_leaves_a_readable_note_beside_the_caches_own_locks(hub: Hub, tmp_path: Path) -> None:
+    folder = hubs.fetch(NAME)
+    (note,) = (tmp_path / "cache" / ".locks").glob("penstock-*.json")
+    assert json.loads(note.read_text()) == {"launch": None, "folder": str(folder)}

@@ -1,0 +1,128 @@
+"""load="broadcast": one rank reads what several need. The same weights, bit for bit, and an error on all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from penstock import Axes
+from penstock.models.weights.files import Unread
+from penstock.runtime.sharded_weights import local_shard
+from support.mesh import build_whole, error_of, later
+from support.pool import Pool
+
+
+class Built(NamedTuple):
+    """What a rank has: its shards by name, bytes that its process read during the build, and of its stage."""
+
+    shards: dict[str, Tensor]
+    read: int
+    stage: int
+
+
+def bytes_read() -> int:
+    """By read and pread, of this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def build(folder: str, ranks: int, axes: Axes, load: str) -> Built:
+    before = bytes_read()
+    pipe = build_whole(folder, ranks, axes, load=load)
+    read = bytes_read() - before
+    named = dict(pipe.named_parameters(remove_duplicate=False))
+    shards = {name: local_shard(p.detach()).clone() for name, p in named.items()}
+    whole = {id(p): p.numel() * p.itemsize for p in named.values()}
+    pipe.close()
+    return Built(shards, read, sum(whole.values()))
+
+
+def built(folder: str, ranks: int, axes: Axes) -> tuple[Built, Built]:
+    build(folder, ranks, axes, "each")  # what is imported on the way is read by now
+    return build(folder, ranks, axes, "each"), build(folder, ranks, axes, "broadcast")
+
+
+@pytest.fixture
+def folder(family: str, tmp_path: Path) -> str:
+    """Weights of several MiB in several files, in bfloat16, which is not what they are trained in."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048,
+             "num_hidden_layers": 4}  # fmt: skip
+    config = (
+        LlamaConfig(**sizes, intermediate_size=512, tie_word_embeddings=True)
+        if family == "llama"
+        else MixtralConfig(**sizes, intermediate_size=128, num_local_experts=4)
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return str(tmp_path)
+
+
+CASES: list[tuple[str, int, Axes]] = [
+    ("llama", 2, Axes(dp_shard=2)),
+    ("mixtral", 1, Axes(dp_shard=4, ep=2)),
+    ("llama", 2, Axes(tp=2)),
+    ("llama", 2, Axes(dp_replicate=2)),
+    ("llama", 1, Axes(dp_replicate=2, tp=2)),
+    ("llama", 1, Axes(dp_shard=2, cp=2)),
+    ("mixtral", 2, Axes(dp_shard=2, ep=2)),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "axes"), [*CASES[:2], *later(*CASES[2:])])
+def test_weights_are_the_same_and_one_rank_of_a_stage_reads_them(
+    pool: Pool, family: str, ranks: int, axes: Axes, folder: str
+) -> None:
+    found = pool.run(4, built, folder, ranks, axes)
+    for each, broadcast in found:
+        assert each.shards.keys() == broadcast.shards.keys()
+        for name, shard in each.shards.items():
+            assert shard.dtype == broadcast.shards[name].dtype
+            assert torch.equal(shard, broadcast.shards[name]), name
+    for rank, (each, broadcast) in enumerate(found):
+        assert each.read > each.stage
+        if rank % axes.ranks_per_stage == 0:  # `pp` is the outermost axis
+            assert broadcast.read > broadcast.stage
+        else:
+            assert broadcast.read < 0.2 * broadcast.stage, (broadcast.read, broadcast.stage)
+
+
+def failing(folder: str, where: str, rank: int) -> str:
+    """The error of a build in which the process of this rank cannot read some tensor, or has other files."""
+    import torch.distributed as dist
+
+    own, count = Unread.__getitem__, 0
+
+    def fails(unread: Unread, index: object) -> Any:
+        nonlocal count
+        count += 1
+        if dist.get_rank() == rank and count > 3:
+            raise OSError(5, "Input/output error")
+        return own(unread, index)
+
+    if where == "tensor":
+        Unread.__getitem__ = fails  # type: ignore[method-assign]
+    elif dist.get_rank() == rank:
+        folder += "-elsewhere"  # of other weights, on a host of its own
+    try:
+        return error_of(lambda: build_whole(folder, 2, Axes(dp_shard=2), load="broadcast").close())
+    finally:
+        Unread.__getitem__ = own  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("where", ["tensor", "files"])
+def test_an_error_of_one_rank_is_that_of_all(pool: Pool, where: str, folder: str) -> None:
+    other = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    other.save_pretrained(f"{folder}-elsewhere", max_shard_size="1MB")
+    found = pool.run(4, failing, folder, where, 2)
+    assert len(set(found)) == 1, found
+    if where == "tensor":
+        assert found[0].startswith("CheckpointError: model.layers.") or "CheckpointError" in found[0]
+        assert "Input/output error" in found[0]
+    else:
+        assert found[0].startswith("HandshakeError")
