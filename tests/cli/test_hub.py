@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from penstock.launch import start as launch
+from penstock.train.data.tokenizer import byte_level_tokenizer
 from support.command import Command
 from support.hub import Hub, files_in, serving, use
 from support.tiny import checkpoint, config_file, save_model
@@ -56,6 +61,18 @@ def test_a_dry_run_fetches_the_config_alone(hub: Hub, tmp_path: Path, penstock: 
     commit = hub.revisions[NAME]["main"]
     assert f"{NAME} at commit {commit}: a dry run fetches its config alone" in " ".join(out.split())
     assert "data.tokenizer=makers/other: not on this machine, so not checked" in " ".join(out.split())
+
+
+def test_other_commands_take_a_name(hub: Hub, tmp_path: Path, penstock: Command) -> None:
+    byte_level_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    hub.add("makers/tokenizer", files_in(tmp_path / "tokenizer"))
+    code, out, err = penstock("data", "show", run_of(tmp_path), "data.tokenizer=makers/tokenizer")
+    assert code == 0, err
+    assert set(hub.fetched) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    code, out, err = penstock("check", NAME, "--ranks", "2", "--microbatches", "2")
+    assert code == 0, err
+    assert "its weights" in out
+    assert penstock("check", "makers/none", "--ranks", "2").code == 2
 
 
 def test_a_resumed_run_keeps_its_commit(hub: Hub, tmp_path: Path, penstock: Command) -> None:
@@ -126,3 +143,33 @@ def test_ranks_are_given_the_commit_that_the_check_took(
     assert penstock("train", run_of(tmp_path), "pipeline.ranks=2").code == 130
     commit = hub.revisions[NAME]["main"]
     assert [each for each in commands[0] if "commit" in each] == [f"model.commit='{commit}'"]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "launcher", [(), ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")]
+)
+def test_ranks_of_their_own_processes_fetch_once(hub: Hub, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """With nothing but the environment to say where the Hub is."""
+    variables = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    file = run_of(tmp_path)
+    made = yaml.safe_load(file.read_text())
+    made["pipeline"]["ranks"] = 2
+    file.write_text(yaml.safe_dump(made))
+
+    def trained(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", *launcher, "penstock", "train", str(file), *arguments]
+        ended = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, timeout=120
+        )
+        return ended.returncode, ended.stdout + ended.stderr
+
+    code, said = trained()
+    assert code == 0, said
+    assert recorded(tmp_path)["commit"] == hub.revisions[NAME]["main"]
+    assert sum("/revision/main" in path for path in hub.asked) == 1
+    assert len(hub.fetched) == len(set(hub.fetched))
+    code, said = trained("model.path=makers/none")
+    assert code == (1 if launcher else 2)  # torchrun has codes of its own
+    assert "makers/none: there is no such local folder" in said  # by rank 0, or by torchrun that has ended it
+    assert said.count("penstock: error: ") <= 1, said

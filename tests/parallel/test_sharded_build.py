@@ -85,24 +85,25 @@ DEPTHS = 2, 24  # layers of a small model, by which everything is imported, and 
 
 
 def peaks(axes: Axes, family: str, folders: tuple[str, str]) -> dict[str, Peak]:
-    """By source, what this rank held at most while the model was built."""
+    """By source, what this rank held at most while the model was built; "broadcast" is a folder, too."""
     found = {}
-    for kind in KINDS:
+    for kind in (*KINDS, "broadcast"):
         for depth, folder in zip(DEPTHS, folders, strict=True):
             config = config_of(family, depth)
             torch.manual_seed(depth)  # the same on every rank
-            given = {"folder": folder, "config": config}.get(kind) or AutoModelForCausalLM.from_config(config)
-            found[kind] = _peak(axes, given)
+            sources = {"folder": folder, "broadcast": folder, "config": config}
+            given = sources.get(kind) or AutoModelForCausalLM.from_config(config)
+            found[kind] = _peak(axes, given, "broadcast" if kind == "broadcast" else "each")
     return found
 
 
-def _peak(axes: Axes, given: Any) -> Peak:
+def _peak(axes: Axes, given: Any, load: str) -> Peak:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = _status("VmRSS")
-    pipe = build_whole(given, 1, axes)
+    pipe = build_whole(given, 1, axes, load=load)
     held = _status("VmHWM") - before
     weights = {id(p): p.detach() for p in pipe.parameters()}.values()
     sizes = [weight.numel() * weight.itemsize for weight in weights]

@@ -93,10 +93,6 @@ class AutoPipeline(Options):
         seed: seed of the initial values, if the model comes without any
         dtype: dtype of the weights, as transformers names it; None takes the config's
         attention: attention implementation, as transformers names it; None takes the config's
-        revision: branch, tag or commit of a model that is given by its Hub name; None takes the main branch
-        load: who reads the weights of a folder. "each": every rank those of its stages. "broadcast": one rank
-            reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
-            them: for a file system that is slower than the network.
         replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
             routers chose the first time, however nearly others tie with them. Steps then take
             `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
@@ -107,6 +103,10 @@ class AutoPipeline(Options):
             axes.
         trust_remote_code: whether Python code in the model's folder may run, for a model that transformers
             has no code for
+        revision: branch, tag or commit of a model that is given by its Hub name; None takes the main branch
+        load: who reads the weights of a folder. "each": every rank those of its stages. "broadcast": one rank
+            reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
+            them: for a file system that is slower than the network.
     """
 
     embedding_weight: int | None = None
@@ -122,12 +122,12 @@ class AutoPipeline(Options):
     seed: int = 0
     dtype: torch.dtype | None = None
     attention: str | None = None
-    revision: str | None = None
-    load: Literal["each", "broadcast"] = "each"
     replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
     trust_remote_code: bool = False
+    revision: str | None = None
+    load: Literal["each", "broadcast"] = "each"
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
