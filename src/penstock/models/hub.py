@@ -117,7 +117,8 @@ def _lock(key: str) -> Iterator[TextIO | None]:
         yield None
         return
     with opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
+        with suppress(OSError):  # on a file system without locks each process asks for itself
+            fcntl.flock(opened, fcntl.LOCK_EX)
         yield opened  # the file stays: removed, it would be another one to who waits and to who comes
 
 
