@@ -166,6 +166,15 @@ def test_pipeline_keys_reach_the_library(tmp_path: Path) -> None:
     assert found == ("inferred", None, "auto", None)
 
 
+def test_who_reads_and_which_commit_reach_the_library(tmp_path: Path) -> None:
+    keys = {"model.config": None, "model.path": "makers/model", "model.commit": "c0ffee"}
+    auto = make_auto(tiny.config(tmp_path, keys={**keys, "model.load": "broadcast"}))
+    assert (auto.load, auto.revision) == ("broadcast", "c0ffee")
+    # of random weights the config is read by its own
+    random = make_auto(tiny.config(tmp_path, keys={**keys, "model.weights": "random"}))
+    assert (random.load, random.revision) == ("each", None)
+
+
 def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
     def reaches(how: Any, **keys: Any) -> object:
         made = tiny.config(tmp_path, keys=keys, batch_size=5, activation_checkpointing=how)
