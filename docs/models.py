@@ -33,6 +33,8 @@ auxiliary loss counted too: the routers' logits then cross the edges, with their
 Where the model's own loss is not that of each next token, the last column says so: the gradients are those of
 the next-token loss, or of the `loss_fn` that you give.
 
+The prediction layers (MTP) of deepseek_v3 and glm4_moe [train too](guides/prediction.md).
+
 | model type | class | result | crosses an edge | its own loss |
 |---|---|---|---|---|
 """

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
     from penstock.models.activation_checkpointing import Checkpointing
     from penstock.models.balanced_split import LayerCosts
+    from penstock.models.mtp import with_mtp
     from penstock.models.stage import StageInfo, distribute_layers
     from penstock.models.tracing.probe import register_chain
     from penstock.parallel.axes import Axes
@@ -46,6 +47,7 @@ __all__ = [
     "register_chain",
     "save_checkpoint",
     "split_batch",
+    "with_mtp",
 ]
 
 _HOMES = {
@@ -67,6 +69,7 @@ _HOMES = {
     "register_chain": "penstock.models.tracing.probe",
     "save_checkpoint": "penstock.checkpoint.save_load",
     "split_batch": "penstock.batch.microbatches",
+    "with_mtp": "penstock.models.mtp",
 }
 
 

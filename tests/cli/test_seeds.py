@@ -29,7 +29,7 @@ SMALL = {
 PLANNED: dict[str, tuple[float, int, list[int]]] = {
     "xorl_qwen3_8b_pp2": (8.19, 8, [18, 18]),
     "xorl_qwen3_30b_a3b_pp2_ep4_cp4_muon": (30.53, 8, []),
-    "megatron_deepseek_v3_pp16_vpp2": (671.03, 128, [3, *[2] * 29, 0, 0]),
+    "megatron_deepseek_v3_pp16_vpp2": (682.64, 128, [3, *[2] * 29, 1, 0]),
     "automodel_llama_70b_pp8": (70.55, 16, [5] * 16),
     "automodel_mistral_123b_pp8": (122.61, 32, []),
 }
@@ -67,8 +67,9 @@ def test_a_config_trains_shrunk_like_one_process(name: str) -> None:
         keys["num_hidden_layers"] = 2 * tree["pipeline"]["ranks"]
     model = inline_config(keys)
     model._experts_implementation = "eager"
-    how = dict(tree["pipeline"])
+    how = {**tree["pipeline"], "mtp_loss_scaling_factor": tree["model"].get("mtp_loss_scaling_factor")}
     pipe = AutoPipeline(**how, dtype=torch.float64, activation_checkpointing=True).build(model)
-    whole = AutoPipeline(ranks=1, microbatches=1, dtype=torch.float64).build(model).modules[0]
+    one = {"ranks": 1, "microbatches": 1, "mtp_loss_scaling_factor": how["mtp_loss_scaling_factor"]}
+    whole = AutoPipeline(**one, dtype=torch.float64).build(model).modules[0]
     batch = ragged_batch(rows=how["microbatches"])
     pipe.compare(whole, batch, tolerance=1e-10).raise_if_wrong()

@@ -60,6 +60,8 @@ def test_every_layer_once_in_order_and_none_empty(layers: int, stages: int, firs
     [
         (61, 32, {"layout": "Et*3|(tt|)*29|L"}, [3, *[2] * 29, 0, 0]),
         (4, 3, {"layout": "t|tt|t"}, [1, 2, 1]),
+        (62, 32, {"layout": "Et*3|(tt|)*29m|L", "prediction_layers": 1}, [3, *[2] * 29, 1, 0]),
+        (6, 2, {"layout": "Et*3|tmmL", "prediction_layers": 2}, [3, 3]),
         (4, 3, {"layout": [["embedding"], ["decoder"] * 3, ["decoder", "loss"]]}, [0, 3, 1]),
         (10, 3, {"layers_per_stage": 4}, [4, 3, 3]),
         (32, 4, {"layers_per_stage": 8}, [8, 8, 8, 8]),  # the most for each: embedding and head do not count
@@ -87,7 +89,9 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
         (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Write 2 [|], or change"),
         (4, 1, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 1"),
         (5, 2, {"layout": "Ett|ttL"}, "it has 4 layers, and the model has 5. Write 5 t"),
-        (4, 2, {"layout": "Ett|ttmL"}, "models of transformers come without any. Take m away"),
+        (4, 2, {"layout": "Ett|ttmL"}, "built with none. Set mtp_loss_scaling_factor .* or take m away"),
+        (5, 2, {"layout": "Ett|ttL", "prediction_layers": 1}, "built with 1. Write 1 m behind the last t"),
+        (5, 2, {"layout": "Ett|tmL", "prediction_layers": 1}, "3 layers, and the model has 4. Write 4 t"),
         (4, 2, {"layout": "Ett|ttx"}, "layout, character 7: unknown symbol 'x'"),
         (10, 4, {"layers_per_stage": 4}, "10 layers make 3 stages of it, and the schedule has 4. Give 3, or"),
         (10, 7, {"layers_per_stage": 4}, "has 7. Give a number for each stage, or"),
@@ -134,6 +138,8 @@ def test_to_layout() -> None:
     split = partition(61, 32, layout="Et*3|(tt|)*29|L")
     assert to_layout(split) == "Et*3|(tt|)*29|L"
     assert list(parse_layout(to_layout(split)).layers) == split
+    split = partition(62, 32, layout="Et*3|(tt|)*29m|L", prediction_layers=1)
+    assert to_layout(split, 1) == "Et*3|(tt|)*29m|L"
 
 
 # ---- the balanced split, compared with all splits

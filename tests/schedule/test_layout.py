@@ -41,6 +41,8 @@ def test_layers_are_counted_along_the_stages() -> None:
     layout = parse_layout("Et*3||ttm|mL")
     assert layout.layers == (range(3), range(3, 3), range(3, 5), range(5, 5))
     assert layout.prediction_layers == 2
+    assert layout.counts == [3, 0, 3, 1]
+    assert Layout.of([3, 0, 3, 1], 2) == layout
     assert Layout.of([3, 0, 2, 0]) == parse_layout("Et*3||tt|L")
 
 

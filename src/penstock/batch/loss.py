@@ -90,7 +90,9 @@ class NextToken:
 
         Args:
             output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
-                "auxiliary_loss", a mean that counts for as many items as the microbatch has.
+                "auxiliary_loss", a mean that counts for as many items as the microbatch has; and
+                "mtp_logits", a tuple of the prediction layers' logits, with "mtp_loss_scaling_factor", which
+                the mean of their losses is multiplied by.
             microbatch: with context shards it has `shift_labels`, as the next token may lie on another
                 shard, and the entry VALID_ITEMS: the number of items that the auxiliary loss, or this
                 shard's part of it, counts for.
@@ -105,21 +107,46 @@ class NextToken:
                 "Give a loss_fn that knows which belongs to which",
             )
         labels = labels.to(logits.device, torch.int64)
+        following = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
         seen = host_values(microbatch)["shift_labels" if shifted else "labels"]
         seen = seen if shifted else seen[:, 1:]
         if type(seen) is Tensor and seen.is_cpu and seen.numel():  # a GPU would be waited for
             check_tokens("labels", seen, logits.shape[-1], "the model gives a logit for each of")
-        if isinstance(logits, HeadLogits):
-            total = cross_entropy(logits, labels, IGNORED, self.penalties)
-        else:
-            total = _of_whole_logits(logits, labels, self.penalties)
+        total = self._summed(logits, labels)
+        predicted = outputs.get("mtp_logits", ())
+        for depth, more in enumerate(predicted, 1):
+            labels = prediction_labels(following, depth, microbatch.get("position_ids"))
+            total = total + outputs["mtp_loss_scaling_factor"] / len(predicted) * self._summed(more, labels)
         if "auxiliary_loss" in outputs:
             counted = microbatch.get(VALID_ITEMS)
             items = self.weight(host_values(microbatch)) if counted is None else counted
             total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
+
+    def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """labels: of the same rows and sequence"""
+        if isinstance(logits, HeadLogits):
+            return cross_entropy(logits, labels, IGNORED, self.penalties)
+        return _of_whole_logits(logits, labels, self.penalties)
+
+
+def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = None) -> Tensor:
+    """The token that the prediction layer of `depth`, from 1 on, predicts for each token.
+
+    Args:
+        following: the next token of each token (rows, sequence), IGNORED where there is none.
+        positions: of the tokens, (rows, sequence) or (1, sequence), where a row may hold several documents:
+            no token of another document is predicted.
+    """
+    labels = F.pad(following[:, depth:], (0, depth), value=IGNORED)
+    if positions is None or positions.dim() != PER_TOKEN:
+        return labels
+    begins = F.pad(positions.to(labels.device).diff() != 1, (1, 0))
+    documents = begins.cumsum(-1)
+    reached = F.pad(documents[:, depth + 1 :], (0, depth + 1), value=-1)
+    return torch.where(documents == reached, labels, IGNORED)
 
 
 def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Tensor:

@@ -135,8 +135,8 @@ def stage_sizes(
     with shadow(part, {id(each): each for each in shared}) as model:
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
-        edge = edges(info.stage, microbatch)
-        incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in edge.tensors), edge)
+        edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
+        incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in before.tensors), before)
         received = None if info.is_first else incoming
         lowered = None if autocast is None else AutocastWithoutValues(autocast)
         call = HFCall(model, info, entries, defers_head=defers_head)

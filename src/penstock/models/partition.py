@@ -33,12 +33,14 @@ def partition(
     embedding_weight: int = 1,
     head_weight: int = 1,
     holders: Holders | None = None,
+    prediction_layers: int = 0,
 ) -> list[range]:
     """Split `layers` layers over `stages` stages by one description at most; evenly without any.
 
     The descriptions are AutoPipeline's options; `balance` also looks at `holders`, the ranks that hold each
     stage. A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which
-    embedding and head do not count; `stages_of_size` says how many on a rank.
+    embedding and head do not count; `stages_of_size` says how many on a rank. The last `prediction_layers` of
+    the layers predict tokens after the next (models/mtp.py): a layout has an `m` for each.
 
     Raises:
         PartitionError: the description does not fit the model or the schedule.
@@ -49,7 +51,7 @@ def partition(
         last_stage_layers=last_stage_layers, balance=balance,
     )  # fmt: skip
     if layout is not None:
-        return _from_layout(layout, layers, stages)
+        return _from_layout(layout, layers, stages, prediction_layers)
     if isinstance(layers_per_stage, int):
         return _from_size(layers_per_stage, layers, stages)
     if layers_per_stage is not None:
@@ -112,33 +114,40 @@ def check_enough(layers: int, stages: int) -> None:
         )
 
 
-def to_layout(split: Sequence[range]) -> str:
-    """The split as a layout string, e.g. ``Ett|(t*3|)*4tL``."""
-    return str(Layout.of([len(layers) for layers in split]))
+def to_layout(split: Sequence[range], prediction_layers: int = 0) -> str:
+    """The split as a layout string, e.g. ``Ett|(t*3|)*4tL``. prediction_layers: how many layers are m"""
+    return str(Layout.of([len(layers) for layers in split], prediction_layers))
 
 
-def _from_layout(given: str | Sequence[Sequence[str]], layers: int, stages: int) -> list[range]:
+def _from_layout(
+    given: str | Sequence[Sequence[str]], layers: int, stages: int, prediction_layers: int
+) -> list[range]:
     layout = read_layout(given)
     text = given if isinstance(given, str) else str(layout)
     value = f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}"
-    if layout.prediction_layers:
-        rule = "it places multi-token-prediction layers (m), and models of transformers come without any"
-        raise PartitionError(value, rule, "Take m away")
-    remedies = (f"Write {stages - 1} |", f"Write {layers} t")
-    return _checked(value, [len(each) for each in layout.layers], layers, stages, remedies)
+    if layout.prediction_layers != prediction_layers:
+        found = _count(layout.prediction_layers, "multi-token-prediction layer")
+        built = f"the model is built with {prediction_layers or 'none'}"
+        remedy = f"Write {prediction_layers} m behind the last t"
+        without = "Set mtp_loss_scaling_factor to train those that it has, or take m away"
+        raise PartitionError(
+            value, f"it has {found} (m), and {built}", remedy if prediction_layers else without
+        )
+    remedies = (f"Write {stages - 1} |", f"Write {layers - prediction_layers} t")
+    return _checked(value, layout.counts, layers, stages, remedies, prediction_layers)
 
 
 def _checked(
-    value: str, counts: Sequence[int], layers: int, stages: int, remedies: tuple[str, str]
+    value: str, counts: Sequence[int], layers: int, stages: int, remedies: tuple[str, str], predict: int = 0
 ) -> list[range]:
-    """remedies: for another number of stages, and of layers"""
+    """remedies: for another number of stages, and of layers; predict: how many of the layers are m"""
     if any(count < 0 for count in counts):
         raise ConfigError(value, "a stage holds 0 layers or more", "Give 0 or more")
     if len(counts) != stages:
         rule = f"it has {_count(len(counts), 'stage')}, and the schedule has {stages}"
         raise PartitionError(value, rule, f"{remedies[0]}, or change ranks or stages per rank")
     if sum(counts) != layers:
-        rule = f"it has {_count(sum(counts), 'layer')}, and the model has {layers}"
+        rule = f"it has {_count(sum(counts) - predict, 'layer')}, and the model has {layers - predict}"
         raise PartitionError(value, rule, remedies[1])
     return ranges(counts)
 

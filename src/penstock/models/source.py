@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from penstock.models.adapters import (
     without_adapters,
 )
 from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
+from penstock.models.mtp import check_factor, with_mtp
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
 from penstock.models.tracing.meta import is_empty
 from penstock.models.weights import files as weights
@@ -136,6 +138,7 @@ def open_source(
     attention: str | None,
     adapter: LoraConfig | None = None,
     quantize: Quantize | None = None,
+    mtp_factor: float | None = None,
     *,
     revision: str | None = None,
     trusted: bool = False,
@@ -148,10 +151,12 @@ def open_source(
     adapter: of a new adapter; not for an object
     quantize: of the matrices under an adapter
     revision: of a Hub name
+    mtp_factor: what the loss of the prediction layers counts for; None leaves them out. Not for an object
     trusted: whether Python code of the folder may run
     Raises ConfigError, ModelError, CheckpointError, HubError.
     """
     model = unwrap(model)
+    check_factor(mtp_factor)
     name, commit = model, None
     if isinstance(model, str):
         model, commit = hub.folder_of(model, revision, trusted=trusted)
@@ -159,6 +164,12 @@ def open_source(
         raise hub.not_on_the_hub(f"revision={revision!r}", type(model).__name__)
     if isinstance(model, PreTrainedModel):
         _check_options(model, dtype, attention)
+        if mtp_factor is not None:
+            raise ModelError(
+                "mtp_loss_scaling_factor for a model object",
+                "a model object is taken as it is",
+                f"Build it with penstock.with_mtp({type(model).__name__}), which reads its config's",
+            )
         if adapter is not None:
             rule = "a model object is taken as it is"
             raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
@@ -172,7 +183,7 @@ def open_source(
             "AutoPipeline takes a transformers model, a config of one, a local folder or a Hub name",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
-    built = _built_from_config(config, dtype, attention, trusted=trusted)
+    built = _built_from_config(config, dtype, attention, mtp_factor, trusted=trusted)
     _check_causal(built)
     _check_gradient_hooks(built)
     if adapter is not None:
@@ -203,15 +214,27 @@ def _folder(path: Path, *, trusted: bool) -> _Folder:
 
 
 def _built_from_config(
-    config: PretrainedConfig, dtype: torch.dtype | None, attention: str | None, *, trusted: bool
+    config: PretrainedConfig,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    mtp_factor: float | None,
+    *,
+    trusted: bool,
 ) -> PreTrainedModel:
     """On the meta device. Raises ModelError for a config that transformers builds no causal LM from."""
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            built: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype or config.dtype, trust_remote_code=trusted, **options
             )
+            if mtp_factor is None:
+                return built
+            config = copy.deepcopy(built.config)
+            config.mtp_loss_scaling_factor = mtp_factor
+            return with_mtp(type(built))._from_config(config, dtype=dtype or config.dtype, **options)
+    except ModelError:
+        raise
     except Exception as cause:  # whatever a model's own code says to a config that it does not take
         if is_refused_code(cause):
             raise code_refused(f"model_type={config.model_type!r}") from None
@@ -264,6 +287,7 @@ def open_without_flash(
     attention: str | None,
     adapter: LoraConfig | None = None,
     quantize: Quantize | None = None,
+    mtp_factor: float | None = None,
     *,
     trusted: bool = False,
 ) -> tuple[Source, str | None]:
@@ -272,13 +296,13 @@ def open_without_flash(
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
     """
     try:
-        return open_source(model, dtype, attention, adapter, quantize, trusted=trusted), None
+        return open_source(model, dtype, attention, adapter, quantize, mtp_factor, trusted=trusted), None
     except ModelError as error:
         config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)), trusted)
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa", adapter, quantize, trusted=trusted)
+    source = open_source(model, dtype, "sdpa", adapter, quantize, mtp_factor, trusted=trusted)
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash

@@ -107,6 +107,7 @@ def shard_stage(
     if autocast is not None:
         sharded = replace(sharded, param_dtype=autocast, reduce_dtype=sharded.reduce_dtype or torch.float32)
     refuse_scalars(module)
+    layers = _with_own_weights(module, layers)
     _refuse_shared(module, layers)
     distributed = {parameter for part in experts for parameter in part.parameters()}
     for part in experts if copies is not None else ():
@@ -160,8 +161,19 @@ def _with_copies(layer: nn.Module, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
 
 
+def _with_own_weights(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """The layers that share no weight with the rest; the others are sharded with the rest.
+
+    A prediction layer has the final norm's weight, and may stand on the last stage.
+    """
+    inside = {id(part) for layer in layers for part in layer.modules()}
+    others = (part for part in module.modules() if id(part) not in inside)
+    rest = {id(parameter) for part in others for parameter in part._parameters.values()}
+    return [layer for layer in layers if layer is module or rest.isdisjoint(map(id, layer.parameters()))]
+
+
 def _refuse_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raise ModelError for a weight of two layers, or of a layer and the rest."""
+    """Raise ModelError for a weight of two layers."""
     prefixes = [f"{name}." for name, part in module.named_modules() if name and part in layers]
     first: dict[int, tuple[str, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

@@ -101,6 +101,10 @@ class AutoPipeline(Options):
             is frozen. A model object brings its own: give get_peft_model(model, config).
         quantize: "nf4" puts the matrices under the adapter in 4 bits (QLoRA, by torchao). Not with other
             axes.
+        mtp_loss_scaling_factor: None leaves out the prediction layers (MTP) of a folder or a config; a number
+            builds them, as many as its num_nextn_predict_layers, and multiplies the mean of their losses,
+            which is added to the next-token loss. They count as layers, the last ones, and are the `m` of a
+            layout. A model object has them by its class (penstock.with_mtp). Not with cp and tp.
         trust_remote_code: whether Python code in the model's folder may run, for a model that transformers
             has no code for
         revision: branch, tag or commit of a model that is given by its Hub name; None takes the main branch
@@ -125,6 +129,7 @@ class AutoPipeline(Options):
     replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
+    mtp_loss_scaling_factor: float | None = None
     trust_remote_code: bool = False
     revision: str | None = None
     load: Literal["each", "broadcast"] = "each"
@@ -156,6 +161,7 @@ class AutoPipeline(Options):
             self.attention,
             self.adapter,
             self.quantize,
+            self.mtp_loss_scaling_factor,
             revision=self.revision,
             trusted=self.trust_remote_code,
         )
@@ -303,7 +309,12 @@ class AutoPipeline(Options):
         named = {"embedding_weight": self.embedding_weight, "head_weight": self.head_weight}
         weights: dict[str, Any] = {name: weight for name, weight in named.items() if weight is not None}
         return partition(
-            chain.count, placement.depth, **self._layer_options(), **weights, holders=placement.holders
+            chain.count,
+            placement.depth,
+            **self._layer_options(),
+            **weights,
+            holders=placement.holders,
+            prediction_layers=chain.prediction_layers,
         )
 
     def _fastest(
@@ -372,7 +383,8 @@ class _Build:
             computed = None if mesh_plan is None else mesh_plan.param_dtype
             # without an adapter a frozen stage may be unfrozen later, as parallelize_fn may do
             fixed = source.adapter is not None and auto.parallelize_fn is None
-            edges = HFEdges(source.model, plan.chain, computed, plan.first_trained if fixed else 0)
+            first_trained = plan.first_trained if fixed else 0
+            edges = HFEdges(source.model, plan.chain, computed, first_trained, plan.ends)
         files = source.read_other_files() if world.processes.index == 0 else {}  # process 0 writes them
         return BuiltStages(
             schedule,

@@ -105,6 +105,11 @@ class BuildPlan:
         frozen = self.frozen
         return next((stage.stage for stage in self.stages if stage.stage not in frozen), 0)
 
+    @property
+    def ends(self) -> list[int]:
+        """For each stage, how many layers there are up to its end."""
+        return [stage.layers.stop for stage in self.stages]
+
     def info(self, stage: int) -> StageInfo:
         """The position of `stage` in its copy of the model."""
         depth = self.schedule.placement.depth
@@ -231,7 +236,7 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
     costs = as_layer_costs(costs or multiply_adds(plan.source.model, plan.chain), plan.chain.count)
-    return to_layout(fastest_split(costs, plan.schedule, memory))
+    return to_layout(fastest_split(costs, plan.schedule, memory), plan.chain.prediction_layers)
 
 
 def fastest_split(costs: LayerCosts, schedule: Schedule, memory: Memory | None = None) -> list[range]:
@@ -282,6 +287,12 @@ def check_fits(
     An axis of -1 passes until its size is known.
     trains: whether the schedule has backwards; else no dropout is drawn
     """
+    if chain.prediction_layers and max(axes.tp, axes.cp) > 1:
+        raise ConfigError(
+            f"mtp_loss_scaling_factor with {axes}",
+            "tp and cp shard tokens or matrices, and prediction layers use whole ones",
+            "Leave out tp and cp, or mtp_loss_scaling_factor",
+        )
     if axes.tp > 1 and options.sequence_parallel:
         _check_layers(model, chain)
     if axes.ranks_per_stage != 1 and (found := next(reaching_out(model), None)):

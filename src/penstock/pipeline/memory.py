@@ -253,7 +253,8 @@ class Account:
                 info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
                 chosen = None if how is None or not layers else layers[0][0] % how.every
                 kinds = tuple(layer_kind(layer) for _, layer in layers)
-                place = None if plan.chain.only_hidden_states else stage
+                alike = plan.chain.only_hidden_states and not plan.chain.prediction_layers
+                place = None if alike else stage
                 key = info.is_first, info.is_last, stage in split, chosen, kinds, place
                 if key not in known:
                     sizes = self._of_stage(stage, shape, how, mesh, split=stage in split)
@@ -284,7 +285,8 @@ class Account:
             tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
         if how is not None:
             install(plan.layers_of(part, stage), how)
-        edges, entries = HFEdges(plan.source.model, plan.chain, computed), taken(plan.source.model)
+        edges = HFEdges(plan.source.model, plan.chain, computed, ends=plan.ends)
+        entries = taken(plan.source.model)
         shared = (mesh,) if mesh else ()
         return stage_sizes(
             part,
@@ -320,12 +322,13 @@ class Account:
         plan, schedule = self.plan, self.plan.schedule
         depth = schedule.placement.depth
         model, chain = plan.source.model, plan.chain
-        count, edges = chain.count, HFEdges(model, chain)
+        count = chain.count
         how = self.how if recomputed else None
 
         def held(layers: range, stage: int, how: Checkpointing | None) -> tuple[int, int]:
             """Bytes of weights, and of a microbatch's activations, of one of three stages."""
             info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
+            edges = HFEdges(model, chain, ends=(layers.start, layers.stop, count))
             part = cut(model, chain, layers, info, values=False)
             if how is not None:
                 install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)

@@ -64,9 +64,11 @@ class Layout:
             )
 
     @classmethod
-    def of(cls, counts: Sequence[int]) -> Layout:
-        """The layout with `counts[s]` layers on stage s."""
-        return cls(tuple(("E" + "|".join("t" * count for count in counts) + "L").split("|")))
+    def of(cls, counts: Sequence[int], prediction_layers: int = 0) -> Layout:
+        """The layout with `counts[s]` layers on stage s, the last ones of which are `m`."""
+        kinds = iter("t" * (sum(counts) - prediction_layers) + "m" * prediction_layers)
+        written = ("".join(next(kinds) for _ in range(count)) for count in counts)
+        return cls(tuple(("E" + "|".join(written) + "L").split("|")))
 
     @property
     def layers(self) -> tuple[range, ...]:
@@ -80,6 +82,11 @@ class Layout:
     def prediction_layers(self) -> int:
         """How many multi-token-prediction layers (``m``) there are."""
         return sum(stage.count("m") for stage in self.stages)
+
+    @property
+    def counts(self) -> list[int]:
+        """How many layers each stage has, of both kinds."""
+        return [stage.count("t") + stage.count("m") for stage in self.stages]
 
     def __str__(self) -> str:
         # without E, so that the first stage can be part of a repetition

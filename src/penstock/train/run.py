@@ -181,10 +181,16 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     named = config_in(config.model) if has_hub_weights(config.model) else named_model(config.model)
     auto = replace(make_auto(config), revision=None)
     source, flash = open_without_flash(
-        named, auto.dtype, auto.attention, auto.adapter, auto.quantize, trusted=auto.trust_remote_code
+        named,
+        auto.dtype,
+        auto.attention,
+        auto.adapter,
+        auto.quantize,
+        auto.mtp_loss_scaling_factor,
+        trusted=auto.trust_remote_code,
     )
     # of the model itself, which is opened by now
-    opened = replace(auto, dtype=None, attention=None, adapter=None)
+    opened = replace(auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None)
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
     return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))

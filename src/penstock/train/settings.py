@@ -156,6 +156,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         load=model.load,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
         quantize=None if config.adapter is None else config.adapter.quantize,
+        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
         trust_remote_code=model.trust_remote_code,
         device="cpu" if config.train.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,

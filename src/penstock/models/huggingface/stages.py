@@ -35,6 +35,7 @@ from penstock.models.huggingface.head import defer_head
 from penstock.models.huggingface.masks import Answers, Edits, answering
 from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
+from penstock.models.mtp import PredictionModel
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import deep_copy, hollow
@@ -158,13 +159,17 @@ _ON_HOST = nullcontext()  # where values can be read without waiting
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:
-    """The loss function's input: logits, or a mapping with "logits" and "auxiliary_loss".
+    """The loss function's input: logits, or a mapping with "logits" and more (see NextToken.total).
 
     The auxiliary loss is the routers' loss times its coefficient, if the config asks for router logits.
     """
-    if getattr(result, "aux_loss", None) is None:
-        return result.logits
-    return {"logits": result.logits, "auxiliary_loss": _coefficient(model) * result.aux_loss}
+    more: dict[str, Any] = {}
+    if getattr(result, "aux_loss", None) is not None:
+        more["auxiliary_loss"] = _coefficient(model) * result.aux_loss
+    if isinstance(model, PredictionModel):
+        more["mtp_logits"] = result.mtp_logits
+        more["mtp_loss_scaling_factor"] = model.mtp_loss_scaling_factor
+    return {"logits": result.logits, **more} if more else result.logits
 
 
 def _coefficient(model: PreTrainedModel) -> float:
@@ -188,19 +193,24 @@ class HFEdges:
         chain: Chain,
         computed: torch.dtype | None = None,
         first_trained: int = 0,
+        ends: Sequence[int] = (),
     ) -> None:
         """
         Args:
             computed: the dtype of mixed precision; None if the model computes in the dtype of its weights.
             first_trained: the first stage that trains anything; no gradient goes back to those before it.
+            ends: for each stage, how many layers there are up to its end. Prediction layers among them make
+                the hidden states longer.
         """
+        self._parts = [chain.parts_after(end) for end in ends]
         self._hidden, self._dtype, self._first_trained = chain.width, chain.dtype, first_trained
         if computed is not None and chain.dtype == model.dtype:  # else the model fixes its stream's dtype
             self._dtype = computed
         self.known = chain.only_hidden_states  # else only a run of the stages shows what crosses
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
-        shape = (*model_input(microbatch).shape[:2], self._hidden)
+        rows, sequence = model_input(microbatch).shape[:2]
+        shape = (rows * (self._parts[stage] if self._parts else 1), sequence, self._hidden)
         return EdgeSpecs((TensorSpec(shape, self._dtype, differentiable=stage >= self._first_trained),))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from penstock.models.mtp import prediction_layers
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.probe import (
     FORMS,
@@ -53,6 +54,8 @@ class Chain:
     recorded: what the model's own head collects from the layers, such as router_logits
 
     only_hidden_states: whether nothing but (rows, sequence, `width`) of `dtype` crosses
+    prediction_layers: how many layers, the last ones, predict tokens after the next (mtp.py); each adds
+        as many rows to the hidden states as the input has
     """
 
     layers: str
@@ -70,6 +73,11 @@ class Chain:
     only_hidden_states: bool = True
     width: int = 0
     dtype: torch.dtype = torch.float32
+    prediction_layers: int = 0
+
+    def parts_after(self, layers: int) -> int:
+        """How many parts of the input's rows the hidden states have after the first `layers` layers."""
+        return 1 + max(layers - self.count + self.prediction_layers, 0)
 
     @property
     def has_early_inputs(self) -> bool:
@@ -167,6 +175,7 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Findings) -> Ch
         recorded=_recorded(model),
         width=seen.width,
         dtype=model.dtype,
+        prediction_layers=prediction_layers(model),
     )
     return replace(chain, only_hidden_states=seen.rows_and_sequence_kept and not chain.more_crosses)
 

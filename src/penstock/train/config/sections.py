@@ -60,6 +60,9 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: str | None = None  # as in transformers: eager, sdpa, ...
     seed: Natural = 0  # of random weights
+    # A number trains the prediction layers (MTP) that the config has as num_nextn_predict_layers: the mean of
+    # their losses counts so much, 0.1 in Megatron. null: built without them
+    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     # Whether Python code in the folders of model and tokenizer may run, for what transformers has no code for
     trust_remote_code: bool = False
 
