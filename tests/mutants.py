@@ -49,6 +49,7 @@ OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
 
+MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
 OF_READING = "models/weights/test_reading.py"
 SCHEDULES, OF_COUNTS = "pipeline/schedules.py", "pipeline/test_counts.py"
@@ -287,6 +288,28 @@ MUTANTS = [
         "runtime/test_memory.py",
     ),
     Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
+    # ---- prediction layers
+    Mutant(LOSS, "documents == reached", "documents >= 0", "models/test_mtp.py"),
+    Mutant(LOSS, "following[:, depth:], (0, depth)", "following[:, 1:], (0, 1)", "models/test_mtp.py"),
+    Mutant(LOSS, '["mtp_loss_scaling_factor"] / len(predicted)', '["mtp_loss_scaling_factor"]', OF_MTP),
+    Mutant(
+        MTP, "hidden_states[-len(mtp_tokens) :]", "hidden_states[: len(mtp_tokens)]", "models/test_mtp.py"
+    ),
+    Mutant(
+        MTP, "mtp_tokens[:, self.depth :], (0, self.depth)", "mtp_tokens[:, 1:], (0, 1)", "models/test_mtp.py"
+    ),
+    Mutant(
+        MTP,
+        "[self.enorm(following), self.hnorm(previous)]",
+        "[self.hnorm(previous), self.enorm(following)]",
+        "models/test_mtp.py",
+    ),
+    Mutant(
+        "parallel/fsdp.py",
+        "layer is module or rest.isdisjoint(map(id, layer.parameters()))",
+        "True",
+        "parallel/test_fsdp.py::test_a_layer_that_shares_a_weight_with_the_rest_is_sharded_with_the_rest",
+    ),
     # ---- loss
     Mutant(LOSS, "else labels[:, 1:]) != IGNORED", "else labels) != IGNORED", f"batch/test_loss.py {EVERY}"),
     Mutant(

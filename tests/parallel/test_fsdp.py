@@ -6,14 +6,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Axes, Sharded
 from penstock.errors import EquivalenceError
+from penstock.parallel.fsdp import _with_own_weights
 from support.families import tiny_model
 from support.mesh import batch, build_whole, model_of, own_part
 from support.pool import Pool
+from support.predicting import tiny_predicting
 from support.reference import plain_step
+
+
+def test_a_layer_that_shares_a_weight_with_the_rest_is_sharded_with_the_rest() -> None:
+    """As a prediction layer on the last stage does, which has the final norm's weight."""
+    layers = tiny_predicting().model.layers
+    alone = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2)})
+    assert _with_own_weights(alone, [*layers]) == [*layers]
+    norm = nn.Module()
+    norm.weight = layers[4].final_norm.weight
+    shared = nn.ModuleDict({"layers": layers, "norm": norm})
+    assert _with_own_weights(shared, [*layers]) == [*layers[:4]]
 
 
 def verified(axes: Axes) -> tuple[bool, float, str]:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import AutoPipeline, Axes
 from penstock.batch import head_logits
 from penstock.errors import ConfigError, InputError, ModelError, PartitionError
 from penstock.models.multiply_adds import multiply_adds
+from penstock.models.tracing.meta import bare
 from penstock.pipeline.build_plan import balance
 from support import zoo
 from support.mesh import build_whole, own_part
@@ -22,6 +23,7 @@ from support.predicting import packed_batch, tiny_config, tiny_predicting
 
 BATCH = zoo.tiny_batch("deepseek_v3", rows=8)
 TWO_EACH = {"schedule": "1f1b", "stages_per_rank": 2}
+OF_BAILING = {"mtp_layer_types": ["full_attention"], "mtp_mlp_layer_types": ["sparse"]}
 CASES: list[tuple[str, str | None, Any, dict[str, Any]]] = [
     ("deepseek_v3", "Et*3|tmL", "1f1b", {}),  # on the last stage
     ("deepseek_v3", "Ett|tt|m|L", TWO_EACH, {}),  # on one of its own
@@ -39,7 +41,10 @@ def pipe_of(model: Any, layout: str | None, schedule: Any, **options: Any) -> An
     return AutoPipeline(ranks=ranks, schedule=schedule, microbatches=4, layout=layout, **options).build(model)
 
 
-@pytest.mark.parametrize(("model_type", "layout", "schedule", "changes"), CASES)
+@pytest.mark.parametrize(
+    ("model_type", "layout", "schedule", "changes"),
+    [*CASES, pytest.param("bailing_hybrid", "Ett|ttmL", "1f1b", OF_BAILING, marks=pytest.mark.sweep)],
+)
 def test_every_gradient(model_type: str, layout: str | None, schedule: Any, changes: dict[str, Any]) -> None:
     model = tiny_predicting(model_type, **changes)
     pipe = pipe_of(model, layout, schedule)
@@ -87,12 +92,21 @@ def test_weights_in_and_out(tmp_path: Path) -> None:
     model: Any = tiny_predicting(dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     auto = AutoPipeline(ranks=2, microbatches=4, layout="Ettt|tmL", mtp_loss_scaling_factor=0.3)
+    held, copies = (
+        held_in(tmp_path / "theirs"),
+        {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"},
+    )
+    for name, source in copies.items():  # as in DeepSeek-V3's files
+        held[f"model.layers.4.{name}.weight"] = held[f"{source}.weight"].clone()
+    save_file(held, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+    plan = auto.build_plan(tmp_path / "theirs")
+    plan.source.check(bare(plan.source.model), whole=True)
     pipe = auto.build(tmp_path / "theirs")
     model.config.mtp_loss_scaling_factor = 0.3
     pipe.verify_against(model, BATCH)
     pipe.save_pretrained(tmp_path / "ours")
     theirs, ours = (held_in(tmp_path / each) for each in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
+    assert theirs.keys() - ours.keys() == {f"model.layers.4.{name}.weight" for name in copies}
     assert all(torch.equal(theirs[name], value) for name, value in ours.items())
     auto.build(tmp_path / "ours").verify_against(model, BATCH)
     fresh = auto.build(tiny_config())

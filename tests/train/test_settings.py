@@ -19,6 +19,14 @@ from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import axes_of, make_auto, ranks_of
 from support import tiny
+from support.predicting import tiny_config
+
+_OF_DEEPSEEK = (
+    "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "n_routed_experts", "num_experts_per_tok", "n_group",
+    "topk_group", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "first_k_dense_replace", "num_nextn_predict_layers",
+)  # fmt: skip
 
 
 def config(folder: Path, rows: int = 8, ranks: int = 2, **parallel: Any) -> TrainConfig:
@@ -173,6 +181,17 @@ def test_who_reads_and_which_commit_reach_the_library(tmp_path: Path) -> None:
     # of random weights the config is read by its own
     random = make_auto(tiny.config(tmp_path, keys={**keys, "model.weights": "random"}))
     assert (random.load, random.revision) == ("each", None)
+
+
+def test_prediction_layers_reach_the_plan(tmp_path: Path) -> None:
+    model = {key: value for key, value in tiny_config().to_dict().items() if value is not None}
+    keys = {
+        "model": {"config": {name: model[name] for name in _OF_DEEPSEEK}, "mtp_loss_scaling_factor": 0.2},
+        "pipeline": {"ranks": 3, "microbatches": 2, "layout": "Etttt|m|L"},
+    }
+    planned = preflight(tiny.config(tmp_path, keys=keys)).plan
+    assert planned.source.model.mtp_loss_scaling_factor == 0.2
+    assert [len(stage.layers) for stage in planned.stages] == [4, 1, 0]
 
 
 def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
