@@ -83,6 +83,12 @@ FORMS = (
     Form("", "pipeline: {shapes: padded, padding: {buckets: [64, 128]}}",
          "each microbatch as long as the first of these that holds the longest row of its step"),
     Form("", "data: {kind: dummy, sequence_length: 8000}", "1,000 made-up documents of random tokens"),
+    Form("", "data: {path: hellaswag/train.parquet, kind: chat, tokenizer: bytes, "
+         "columns: {prompt: ctx, completion: endings, choice: label}}",
+         "HellaSwag: the loss counts the right ending"),
+    Form("", "data: {path: texts.jsonl, tokenizer: bytes, packing: best_fit, document_length: 4096, "
+         "sequence_length: 16384}",
+         "rows of 16,384 tokens, of documents that have 4,096 at most"),
     Form("pipeline", "schedule: zb_v", "by its name, in any spelling; [schedules.md](schedules.md) has all"),
     Form("pipeline", "schedule: {schedule: 1f1b, stages_per_rank: 2}", "with options, see below"),
     Form("pipeline", "schedule: {schedule: file, path: best.json}",
@@ -103,6 +109,8 @@ FORMS = (
     Form("train", "activation_checkpointing: selective", "all but what costs most to make"),
     Form("train", "activation_checkpointing: {every: 2, save: [attention]}",
          "of every second layer, all but its input and what attention made"),
+    Form("train", "compile: true", "each layer and the loss, by inductor"),
+    Form("train", "compile: {layers: products, loss: false}", "each layer around its products"),
     Form("train", "chunked_loss: liger", "the head and its loss by Liger's fused kernel"),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),

@@ -31,6 +31,7 @@ PLANNED: dict[str, tuple[float, int, list[int]]] = {
     "xorl_qwen3_30b_a3b_pp2_ep4_cp4_muon": (30.53, 8, []),
     "megatron_deepseek_v3_pp16_vpp2": (682.64, 128, [3, *[2] * 29, 1, 0]),
     "automodel_llama_70b_pp8": (70.55, 16, [5] * 16),
+    "automodel_llama_8b_hellaswag_pp2": (8.03, 8, []),
     "automodel_mistral_123b_pp8": (122.61, 32, []),
 }
 

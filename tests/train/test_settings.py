@@ -15,6 +15,7 @@ from penstock import AutoPipeline, Axes, Sharded
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.pipeline import Compile
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import axes_of, make_auto, ranks_of
@@ -206,3 +207,41 @@ def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
     assert reaches(limit, **padded) == expected
     assert reaches("selective") == "selective"
     assert reaches({"in_flight": [1, 0]}) == Checkpointing(in_flight=(1, 0))
+
+
+def test_compile_reaches_the_library(tmp_path: Path) -> None:
+    def reaches(how: object) -> object:
+        return make_auto(tiny.config(tmp_path, compile=how)).compile
+
+    assert reaches(True) is True
+    assert reaches("none") is False
+    assert reaches("layers") == Compile(loss=False)
+    assert reaches("loss") == Compile(layers="none")
+    assert reaches({"backend": "aot_eager", "dynamic": True}) == Compile(backend="aot_eager", dynamic=True)
+
+
+def test_a_compiler_that_is_not_there_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    assert "compile.backend='fast': torch knows" in refused(
+        tiny.config(tmp_path, compile={"backend": "fast"})
+    )
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_compiled_run_has_the_losses_of_a_plain_one(tmp_path: Path, schedule: str) -> None:
+    """Its split is checked against plain code, which is what it is compared with."""
+    losses = []
+    for how in (False, {"backend": "aot_eager"}):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        run(
+            preflight(
+                tiny.config(tmp_path, keys={"pipeline.schedule": schedule}, compile=how, check="always")
+            )
+        )
+        assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == bool(how)
+        losses.append([row["loss"] for row in tiny.metrics(tmp_path) if "loss" in row])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    torch._dynamo.reset()

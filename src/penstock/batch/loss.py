@@ -7,9 +7,10 @@ differentiated. The gradients need no second pass, also if microbatches differ i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,13 @@ class NextToken:
         if not z_loss >= 0:
             raise ConfigError(f"z_loss={z_loss}", "it is 0 or more", "Give 1e-4, say")
         self.penalties = Penalties(label_smoothing, z_loss)
+        self._of_whole_logits: Callable[[Tensor, Tensor, Penalties], Tensor] = _of_whole_logits
+
+    def compiled(self, **options: Any) -> Self:
+        """The same loss, with that of whole logits compiled. options: of torch.compile"""
+        other = copy.copy(self)
+        other._of_whole_logits = torch.compile(_of_whole_logits, **options)
+        return other
 
     def weight(self, microbatch: Microbatch) -> int:
         name = "shift_labels" if "shift_labels" in microbatch else "labels"
@@ -129,7 +137,7 @@ class NextToken:
         """labels: of the same rows and sequence"""
         if isinstance(logits, HeadLogits):
             return cross_entropy(logits, labels, IGNORED, self.penalties)
-        return _of_whole_logits(logits, labels, self.penalties)
+        return self._of_whole_logits(logits, labels, self.penalties)
 
 
 def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = None) -> Tensor:

@@ -50,7 +50,7 @@ def totals(config: TrainConfig, data: Data) -> RenderableType:
         cells.append((
             section.path, f"{facts.documents:,}", f"{facts.tokens:,}", f"{facts.counted / facts.tokens:.1%}",
             f"{facts.dropped:,}", f"{np.median(lengths):.0f}", f"{lengths.max()}",
-            f"{int((lengths > config.data.sequence_length).sum()):,}", f"{len(trained):,}", _count(own),
+            f"{int((lengths > config.data.longest_document).sum()):,}", f"{len(trained):,}", _count(own),
         ))  # fmt: skip
     return table(heads, cells, left=["source"], box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
 

@@ -156,7 +156,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 def stage_costs(planned: Planned) -> list[float]:
     """Each stage's multiply-adds, as a share of the most."""
     plan = planned.plan
-    costs = multiply_adds(plan.source.model, plan.chain, planned.config.data.sequence_length)
+    costs = multiply_adds(plan.source.model, plan.chain, planned.config.data.longest_document)
     times = []
     for stage in plan.stages:
         info, layers = plan.info(stage.stage), costs.layers[stage.layers.start : stage.layers.stop]

@@ -83,17 +83,28 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
     return ranges([sum(where[layer] == stage for layer in layers) for stage in range(stages)])
 
 
-def check_names(model: nn.Module, named: Names) -> None:
-    """Check that `named` places every parameter of `model` on one stage.
+def check_names(model: nn.Module, named: Names, on_every_stage: Sequence[str] = ()) -> None:
+    """Check that `named` places every parameter of `model` on one stage, but for those on every stage.
 
     named: for each stage the names of modules or parameters
     Raises PartitionError, and ModelError for a weight that two stages would hold.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    where = _stage_of_each(named, [*dict(model.named_modules()), *parameters], "names")
+    known = [*dict(model.named_modules(remove_duplicate=False)), *parameters]
+    kept = _stage_of_each([on_every_stage], known, "on_every_stage")
+    where = _stage_of_each(named, known, "names")
+    for name in kept:
+        for other in where:
+            if name == other or is_inside(name, other) or is_inside(other, name):
+                value = f"names[{where[other]}] with {other!r}"
+                rule = f"on_every_stage has {name!r}, and one module is on one stage or on every one"
+                raise PartitionError(value, rule, "Take one of them away")
+    everywhere = {id(parameters[name]) for name in parameters if not kept.keys().isdisjoint(prefixes(name))}
     places: dict[int, tuple[str, int]] = {}
     missing = []
     for name, parameter in parameters.items():
+        if id(parameter) in everywhere:
+            continue
         holder = next((prefix for prefix in prefixes(name) if prefix in where), None)
         if holder is None:
             missing.append(name)

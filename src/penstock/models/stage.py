@@ -101,6 +101,35 @@ class DeclaresShapes(Protocol):
         """The value for the next stage. Not called on the last stage."""
 
 
+class SharesWeights(Protocol):
+    """A stage's module with weights that every other stage holds a copy of, under the same names.
+
+    All stages name the same ones. Each copy begins with the values of the first stage's, and each step gives
+    all of them the sum of their gradients, so that they stay one weight. `split` makes such modules.
+    """
+
+    on_every_stage: Sequence[str]
+    """Names of parameters, or of modules with all of theirs."""
+
+
+def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a stage's module names in `on_every_stage`. Raises ModelError for unknown names."""
+    found: dict[str, nn.Parameter] = {}
+    for name in getattr(module, "on_every_stage", ()):
+        path, _, last = name.rpartition(".")
+        try:
+            holder = module.get_submodule(path)
+            parameter = holder._parameters.get(last)
+            inner = holder if parameter is not None else module.get_submodule(name)
+        except AttributeError as cause:
+            value, rule = f"on_every_stage with {name!r}", f"{type(module).__name__} has nothing of that name"
+            raise ModelError(value, rule, "Name parameters and modules of the stage's module") from cause
+        named = {name: parameter} if parameter is not None else dict(inner.named_parameters(name))
+        known = set(map(id, found.values()))
+        found |= {name: each for name, each in named.items() if id(each) not in known}
+    return found
+
+
 class ProvidedCall:
     """Calls a user's module as a stage.
 

@@ -7,6 +7,7 @@ and loops of one's own: name the modules of each stage, split a module, make a s
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan, StagePlan, balance
 from penstock.pipeline.compare import Compared, Report
+from penstock.pipeline.compiling import Compile
 from penstock.pipeline.evaluate import Evaluation
 from penstock.pipeline.memory import Account, RankMemory, estimated_memory
 from penstock.pipeline.options import Options
@@ -21,6 +22,7 @@ __all__ = [
     "AutoPipeline",
     "BuildPlan",
     "Compared",
+    "Compile",
     "Evaluation",
     "Options",
     "Pipeline",

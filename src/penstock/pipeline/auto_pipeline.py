@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.batch.liger import check_liger
 from penstock.errors import ConfigError, ModelError, PartitionError
-from penstock.models.adapters import LoraConfig, names_in_file
+from penstock.models.adapters import LoraConfig, names_in_file, unwrap
 from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
@@ -51,6 +51,7 @@ from penstock.pipeline.build_plan import (
     plan_stages,
     shared_weights,
 )
+from penstock.pipeline.experts import choose_experts
 from penstock.pipeline.memory import Account
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
@@ -93,6 +94,8 @@ class AutoPipeline(Options):
         seed: seed of the initial values, if the model comes without any
         dtype: dtype of the weights, as transformers names it; None takes the config's
         attention: attention implementation, as transformers names it; None takes the config's
+        experts: how a mixture's experts are computed, as transformers names it (eager, batched_mm,
+            grouped_mm); None takes the config's. A model object is taken as it is.
         replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
             routers chose the first time, however nearly others tie with them. Steps then take
             `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
@@ -126,6 +129,7 @@ class AutoPipeline(Options):
     seed: int = 0
     dtype: torch.dtype | None = None
     attention: str | None = None
+    experts: str | None = None
     replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
@@ -154,6 +158,7 @@ class AutoPipeline(Options):
             rule = "every rank reads the weights of its stages, or one reads them for those with the same"
             raise ConfigError(f"load={self.load!r}", rule, "Take 'each' or 'broadcast'")
         schedule = self.chosen_schedule()
+        self._check_compile()
         verify(schedule)
         source = open_source(
             model,
@@ -165,6 +170,8 @@ class AutoPipeline(Options):
             revision=self.revision,
             trusted=self.trust_remote_code,
         )
+        if self.experts is not None:
+            choose_experts(source.model, self.experts, given=isinstance(unwrap(model), PreTrainedModel))
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
             refuse_padding(source.model)
@@ -280,6 +287,13 @@ class AutoPipeline(Options):
         """
         return self.account(plan).costs(shape)
 
+    def _check_compile(self) -> None:
+        """Raise ConfigError for options whose work on a layer a compiler would not see."""
+        for name, value in (("replay_routing", self.replay_routing), ("quantize", self.quantize)):
+            if value and self.compile:
+                rule = "a compiler does not follow what this does around each call of a module"
+                raise ConfigError(f"compile with {name}={value!r}", rule, "Leave out one of the two")
+
     def _routed(self, model: PreTrainedModel) -> ModelRouting | None:
         """Raises ConfigError, ModelError for routers that cannot be replayed."""
         if not self.replay_routing:
@@ -374,6 +388,7 @@ class _Build:
         if auto.chunked_loss == "liger":
             check_liger("chunked_loss='liger'", world.device.type)
         self._completed = plan.completed()
+        self._compiles = auto.layer_compiler(schedule, world.device)
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
         stages = [self._stage(index, model) for index, model in models.items()]
@@ -461,6 +476,7 @@ class _Build:
             layers=plan.layers_of(model, index),
             checkpointing=auto.checkpointing(),
             parallelize_fn=auto.parallelize_fn,
+            compile=self._compiles,
             call=lambda module: HFCall(
                 module,
                 info,

@@ -35,7 +35,7 @@ from penstock.parallel.tensor.plan import assigned
 from penstock.parallel.tensor.styles import COLUMNS
 from penstock.runtime.health.agreement import flat
 from penstock.runtime.rng import dropouts
-from penstock.runtime.shared_weights import SharedWeights, place, shared_by_replicas
+from penstock.runtime.shared_weights import SharedWeights, copy_of, place, shared_by_replicas
 from penstock.schedule import Costs, Proof, Schedule
 
 
@@ -90,6 +90,7 @@ class BuildPlan:
             "transformers": transformers.__version__,
             "attention": str(model.config._attn_implementation),
             "commit": str(self.source.commit),
+            "experts": str(model.config.get_text_config()._experts_implementation),
             "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
             **flat("adapter", {} if self.source.adapter is None else self.source.adapter.facts),
         }
@@ -206,21 +207,10 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
             for holder in holders
             if holder.stage in modules
         }
-        copies = {place(name, stage): _tied(modules[stage], name) for stage, name in local.items()}
+        copies = {place(name, stage): copy_of(modules[stage], name) for stage, name in local.items()}
         ranks = tuple(sorted({holder.rank for holder in holders}))
         shared.append(SharedWeights(ranks, (copies,) if copies else ()))
     return [*shared, *shared_by_replicas(plan.schedule.placement, modules, frozenset(tied))]
-
-
-def _tied(module: nn.Module, name: str) -> nn.Parameter:
-    try:
-        return module.get_parameter(name)
-    except AttributeError as cause:
-        raise ModelError(
-            f"parallelize_fn, after which there is no {name}",
-            "another stage holds a copy of this weight, and their gradients are summed",
-            "Leave its module as it is, or untie the model's weights",
-        ) from cause
 
 
 # ---- a balanced layout

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -27,6 +27,13 @@ from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, default_device, remaining_ranks
+from penstock.pipeline.compiling import (
+    CompileLike,
+    as_compile,
+    check_compiler,
+    compile_layers,
+    compiled_loss,
+)
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
@@ -79,6 +86,9 @@ class Options:
         activation_checkpointing: keep less of each layer's forward and run it again in the backward: False
             or True, "full", "selective", or a Checkpointing (every k-th layer, by op, the first n
             microbatches in flight, or as many as a memory limit requires)
+        compile: whether torch.compile compiles each layer, and the next-token loss: True, False, or a
+            penstock.pipeline.Compile. Compiled code rounds in another order than plain code does. Not with
+            replay_routing and quantize.
         parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
             the module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
             weights), or one that wraps it
@@ -119,6 +129,7 @@ class Options:
     sharding: Sharding | None = None
     shapes: Shapes = "inferred"
     activation_checkpointing: bool | str | Checkpointing = False
+    compile: CompileLike = False
     parallelize_fn: Parallelize | None = None
     trace_folder: str | Path | None = None
     axes: Axes | None = None
@@ -147,6 +158,7 @@ class Options:
         options.check()
         self.padding()
         self._check_chunked_loss()
+        as_compile(self.compile)
         self._check_axes(self.axes or Axes())
         self._check_autocast()
         ranks = remaining_ranks(options) if self.ranks == -1 else self.ranks
@@ -313,8 +325,18 @@ class Options:
             padding = replace(padding, needs_mask=True)
         return BatchSplitter(self.sharding or {}, padding, complete, check)
 
+    def layer_compiler(
+        self, schedule: Schedule, device: torch.device
+    ) -> Callable[[Sequence[nn.Module]], None] | None:
+        """What compiles the layers of a stage; None leaves them as they are. Raises ConfigError."""
+        how = as_compile(self.compile)
+        if how is None:
+            return None
+        check_compiler(how, device)
+        return partial(compile_layers, how=how, splits=bool(schedule.split))
+
     def loss(self) -> Loss:
-        return as_loss(self.loss_fn, self.sharding or {})
+        return compiled_loss(as_loss(self.loss_fn, self.sharding or {}), as_compile(self.compile))
 
     def facts(self) -> dict[str, str]:
         """The options that must be equal on every rank, besides schedule and model."""
@@ -325,6 +347,7 @@ class Options:
             "shapes": str(self.shapes),
             "wire_dtype": str(self.wire_dtype),
             "activation_checkpointing": str(self.activation_checkpointing),
+            "compile": str(as_compile(self.compile)),
             "parallelize_fn": named(self.parallelize_fn),
             "parallel options": str(self.parallel_options()),
             "sharding": ", ".join(sharding) or "by rows",

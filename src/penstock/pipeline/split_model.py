@@ -43,6 +43,7 @@ class SplitModel:
         self.schedule, self._world = built.schedule, built.world
         self._stages = {stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)}
         self._layers, self._saved, self._names = built.layers, built.saved, built.names or {}
+        self._copies = built.copies
         placement = built.schedule.placement
         self._info = stage_facts(built.stages, built.layers, placement, built.world.processes)
 
@@ -114,8 +115,9 @@ class SplitModel:
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters so that over all processes each weight comes once."""
-        copies = self._saved.copies if self._saved else frozenset()
-        for stage in self._first_copy.values():
+        tied = self._saved.copies if self._saved else frozenset()
+        for index, stage in self._first_copy.items():
+            copies = tied | self._copies.get(index, frozenset())
             yield from ((n, p) for n, p in stage.module.named_parameters() if n not in copies)
 
     @property

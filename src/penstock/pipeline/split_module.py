@@ -57,6 +57,7 @@ def names_per_stage(
     balance: LayerCosts | Sequence[float] | None = None,
     embedding_weight: int = 1,
     head_weight: int = 1,
+    on_every_stage: Sequence[str] = (),
 ) -> list[tuple[str, ...]]:
     """The names of the modules that each stage holds.
 
@@ -65,10 +66,13 @@ def names_per_stage(
 
     Args:
         layers: see `module_names`
+        on_every_stage: modules and parameters that `split` is to keep on every stage: no stage names them
 
     Raises ModelError, PartitionError, ConfigError.
     """
-    names = module_names(model, layers)
+    before, held, after = module_names(model, layers)
+    kept = set(on_every_stage)
+    names = ModuleNames(*(tuple(name for name in side if name not in kept) for side in (before, held, after)))
     ranges = partition(
         len(names.layers),
         stages,
@@ -91,7 +95,12 @@ class SkippedModule(nn.Module):
 
 
 def split(
-    model: nn.Module, names: Names, stage: int, *, absent: Literal["identity", "none"] = "identity"
+    model: nn.Module,
+    names: Names,
+    stage: int,
+    *,
+    absent: Literal["identity", "none"] = "identity",
+    on_every_stage: Sequence[str] = (),
 ) -> nn.Module:
     """Copy the modules of one stage; `model` stays as it is.
 
@@ -103,6 +112,8 @@ def split(
         absent: stand-in for modules of other stages. "identity" returns its first argument, which suits a
             forward that calls one module after the other. "none" is None; lists and dicts lose these
             modules, and the rest keep their names.
+        on_every_stage: names of modules and parameters that each stage has a copy of, such as a table that
+            all layers take. They are one weight: a step sums the gradients of its copies.
 
     Raises PartitionError for names that do not fit the model, ModelError for a weight of two stages.
     """
@@ -112,7 +123,7 @@ def split(
             "a transformers model keeps its own forward, which needs more than its modules",
             "Use AutoPipeline(modules_per_stage=names).build(model)",
         )
-    check_names(model, names)
+    check_names(model, names, on_every_stage)
     kept = set(names[stage])
     others = [name for of_stage in names for name in of_stage if name not in kept]
     modules = {name for name in others if _is_module(model, name)}
@@ -131,14 +142,20 @@ def split(
             holder._parameters[last] = None
         elif absent == "none":
             _remove(holder, last)
+    if on_every_stage:
+        vars(copied)["on_every_stage"] = tuple(on_every_stage)  # as penstock.models.stage.SharesWeights says
     return copied
 
 
 def provider_of(
-    model: nn.Module, names: Names, *, absent: Literal["identity", "none"] = "identity"
+    model: nn.Module,
+    names: Names,
+    *,
+    absent: Literal["identity", "none"] = "identity",
+    on_every_stage: Sequence[str] = (),
 ) -> Provider:
     """A provider for Pipeline.from_provider that splits `model`. Takes and raises what `split` does."""
-    check_names(model, names)
+    check_names(model, names, on_every_stage)
 
     def provider(info: StageInfo) -> nn.Module:
         if info.stages != len(names):
@@ -147,7 +164,7 @@ def provider_of(
                 f"the schedule has {info.stages}",
                 f"Give {info.stages} lists",
             )
-        return split(model, names, info.stage, absent=absent)
+        return split(model, names, info.stage, absent=absent, on_every_stage=on_every_stage)
 
     return provider
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +14,7 @@ from penstock.batch.loss import Loss
 from penstock.batch.shapes import EdgeShapes
 from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
-from penstock.models.stage import ProvidedCall, Provider, StageInfo, provided_edges
+from penstock.models.stage import ProvidedCall, Provider, StageInfo, declared_on_every_stage, provided_edges
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World, close_on_error, open_world
@@ -24,7 +24,7 @@ from penstock.pipeline.split_module import layers_of
 from penstock.runtime.health.agreement import compare_values, named, shared_errors
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.shared_weights import SharedWeights, shared_by_replicas
+from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Proof, Schedule
@@ -46,6 +46,7 @@ class BuiltStages:
     shared: weights that several stages hold
     make_schedule: makes the schedule of another number of microbatches; raises ConfigError
     names: by stage of this process, the names of the parameters that are saved
+    copies: by stage of this process, the names of the parameters that are copies of the first stage's
     recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
     trace_folder: where each process writes the timeline of a step that fails
     autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
@@ -63,6 +64,7 @@ class BuiltStages:
     shared: Sequence[SharedWeights] = ()
     saved: SavedModel | None = None
     names: Mapping[int, frozenset[str]] | None = None
+    copies: Mapping[int, frozenset[str]] = field(default_factory=dict)
     recomputed: Callable[[Proof], Places] = lambda proof: frozenset()
     trace_folder: str | Path | None = None
     autocast: torch.dtype | None = None
@@ -124,6 +126,7 @@ def make_stage(
     layers: NumberedLayers | None = None,
     checkpointing: Checkpointing | None = None,
     parallelize_fn: Parallelize | None = None,
+    compile: Callable[[Sequence[nn.Module]], None] | None = None,
     call: Callable[[nn.Module], StageCall] = ProvidedCall,
     shard: Shard | None = None,
     placed: bool = False,
@@ -136,6 +139,7 @@ def make_stage(
     Args:
         layers: layers of `module` with their numbers in the whole model; None searches its module lists
         parallelize_fn: see Options
+        compile: compiles its layers in place
         call: makes what runs the module that `parallelize_fn` returned
         shard: called last, with the module and its layers, to shard its weights over a mesh
         placed: whether `module` is where it belongs: on its device, or on meta until `shard` fills it
@@ -154,6 +158,8 @@ def make_stage(
         labels = [(f"layer {number}", layer) for number, layer in held]
     switch = None if checkpointing is None else install(held, checkpointing)
     module, callee = parallelized(module if placed else module.to(device), parallelize_fn, index)
+    if compile is not None:
+        compile([layer for _, layer in held])
     draws = next(dropouts(module), None) is not None  # adapters of parallelize_fn may
     rng = StageRNG(position, device, [*labels, *(after or {}).items()]) if draws else None
     shards = None if shard is None else shard(module, [layer for _, layer in held])
@@ -259,7 +265,9 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
         compare_values(everyone, rank, values, ())
+    on_every_stage = _on_every_stage(provided, everyone)
     with shared_errors(everyone):
+        compiles = options.layer_compiler(schedule, world.device)
         stages = [
             make_stage(
                 index,
@@ -267,12 +275,18 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
                 world.device,
                 checkpointing=how,
                 parallelize_fn=options.parallelize_fn,
+                compile=compiles,
                 position=index % depth,
                 shard=None if mesh_plan is None else mesh_plan.fully_shard,
             )
             for index, module in provided.items()
         ]
         modules = _modules(stages)
+        copies = {stage: _names_in(module, on_every_stage) for stage, module in modules.items()}
+        summed = frozenset[str]().union(*copies.values())
+        shared = list(shared_by_replicas(schedule.placement, modules, summed))
+        if on_every_stage:
+            shared.append(shared_by_stages(schedule.placement, modules, sorted(on_every_stage)))
     exchanged = options.shapes == "exchanged"
     edges = None
     if not exchanged:
@@ -287,13 +301,46 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         options.batch_splitter(),
         options.schedules(schedule),
         mesh_plan,
-        shared=list(shared_by_replicas(schedule.placement, modules)),
+        shared=shared,
+        copies={stage: names for stage, names in copies.items() if stage % depth},
         recomputed=lambda proof: (
             frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
         ),
         trace_folder=options.trace_folder,
         autocast=options.autocast,
     )
+
+
+def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Processes) -> frozenset[str]:
+    """The names of the weights that every stage holds. Collective.
+
+    modules: this process's, by stage
+    Raises ModelError, on every rank, where stages do not name the same ones of the same shapes.
+    """
+    with shared_errors(everyone):
+        declared = {stage: declared_on_every_stage(module) for stage, module in modules.items()}
+    shapes = {
+        stage: {name: [str(each.dtype), *each.shape] for name, each in found.items()}
+        for stage, found in declared.items()
+    }
+    gathered = everyone.gather([*shapes.items()])
+    every = sorted((each for process in gathered for each in process), key=lambda each: int(each[0]))
+    (first, expected), *others = every
+    for stage, found in others:
+        for name in sorted({*expected, *found}):
+            if expected.get(name) != found.get(name):
+                shown = [
+                    f"{each.get(name, 'none')} on stage {at}" for at, each in every if at in (first, stage)
+                ]
+                rule = f"every stage holds a copy of the same weight, and it is {' and '.join(shown)}"
+                raise ModelError(f"on_every_stage with {name!r}", rule, "Name it in every stage's module")
+    return frozenset(expected)
+
+
+def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
+    """The names by which `module` lists its copies of the weights `shared`: it may hold one under several."""
+    copies = {id(copy_of(module, name)) for name in shared}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:

@@ -7,7 +7,7 @@ they stay equal under any optimizer. The norm and checkpoints take the first cop
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,27 @@ def shared_by_replicas(
         ranks = sorted({placement.rank_of[stage] for stage in stages})
         copies = [{place(name, stage): weights[name] for stage, weights in held.items()} for name in names]
         yield SharedWeights(tuple(ranks), tuple(copies))
+
+
+def shared_by_stages(
+    placement: Placement, modules: Mapping[int, nn.Module], names: Collection[str]
+) -> SharedWeights:
+    """The weights of these names, of which every stage holds a copy. modules: this process's, by stage"""
+    ranks = tuple(sorted(set(placement.rank_of)))
+    copies = [{place(name, at): copy_of(modules[at], name) for at in sorted(modules)} for name in names]
+    return SharedWeights(ranks, tuple(copies))
+
+
+def copy_of(module: nn.Module, name: str) -> nn.Parameter:
+    """A stage's copy of a weight. Raises ModelError where parallelize_fn renamed it."""
+    try:
+        return module.get_parameter(name)
+    except AttributeError as cause:
+        raise ModelError(
+            f"parallelize_fn, after which there is no {name}",
+            "another stage holds a copy of this weight, and their gradients are summed",
+            "Leave its module as it is, or untie the model's weights",
+        ) from cause
 
 
 class SharedGradients:

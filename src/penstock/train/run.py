@@ -35,6 +35,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.world import close_on_error
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.build_plan import BuildPlan
+from penstock.pipeline.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes
@@ -190,6 +191,8 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
         trusted=auto.trust_remote_code,
     )
     # of the model itself, which is opened by now
+    if auto.experts is not None:
+        choose_experts(source.model, auto.experts, given=False)
     opened = replace(auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None)
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
@@ -492,13 +495,19 @@ def _check_output(config: TrainConfig) -> None:
 
 def _check_lengths(config: TrainConfig, longest: int | None) -> None:
     """Raise ConfigError where a row has more tokens than the model has positions (`longest`)."""
-    length, padded = config.data.sequence_length, largest_microbatch(config)[1]
+    section, padded = config.data, largest_microbatch(config)[1]
+    length = section.longest_document
+    if section.document_length is not None:  # padding has documents and positions of its own
+        padded = length
     if longest is None or max(length, padded) <= longest:
         return
     rule = f"the model takes {longest} positions (max_position_embeddings)"
     if length > longest:
-        remedy = f"Give {longest} or less, or a model with more"
-        raise ConfigError(f"data.sequence_length={length}", rule, remedy)
+        key = "sequence_length" if section.document_length is None else "document_length"
+        packed = key == "sequence_length" and section.packing in ("sequential", "best_fit")
+        shorter = f"; for longer rows of short documents set data.document_length={longest}" if packed else ""
+        remedy = f"Give {longest} or less, or a model with more{shorter}"
+        raise ConfigError(f"data.{key}={length}", rule, remedy)
     remedy = f"Give a multiple and buckets that keep rows at {longest} or less"
     raise ConfigError(f"pipeline.padding, to {padded} tokens a row", rule, remedy)
 

@@ -16,8 +16,10 @@ from penstock.launch.start import under_torchrun
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.compiling import Compile, as_compile, check_compiler
+from penstock.pipeline.experts import check_name, needs_gpu
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
-from penstock.train.config.values import CheckpointingSection
+from penstock.train.config.values import CheckpointingSection, CompileSection
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import check_installed
 from penstock.train.sizes import Sizes
@@ -123,8 +125,11 @@ def is_first() -> bool:
 def check_machine(config: TrainConfig) -> None:
     """Raise ConfigError where the config asks for a GPU or a package that this machine lacks."""
     check_installed(config.optimizer)
+    on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
+    _check_experts(config, on_cpu)
+    if (how := as_compile(_compile(config))) is not None:
+        check_compiler(how, torch.device("cpu" if on_cpu else "cuda"))
     if config.train.chunked_loss == "liger":
-        on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
         check_liger("train.chunked_loss=liger", "cpu" if on_cpu else "cuda")
     if torch.cuda.is_available():
         return
@@ -133,6 +138,17 @@ def check_machine(config: TrainConfig) -> None:
         raise ConfigError("pipeline.transport=nccl", rule, "Take gloo")
     if config.train.device == "cuda":
         raise ConfigError("train.device=cuda", "torch sees no GPU here", "Set train.device=cpu or auto")
+
+
+def _check_experts(config: TrainConfig, on_cpu: bool) -> None:
+    """Raise ConfigError for experts that transformers does not know, or that need a GPU."""
+    name = config.model.experts
+    if name is None:
+        return
+    check_name(name)
+    if needs_gpu(name) and on_cpu:
+        rule = "these are kernels for GPUs, and the run is on CPUs"
+        raise ConfigError(f"model.experts={name}", rule, "Take grouped_mm, batched_mm or eager")
 
 
 def make_auto(config: TrainConfig) -> AutoPipeline:
@@ -147,11 +163,12 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         ranks=ranks,
         loss_fn=NextToken(config.train.label_smoothing, config.train.z_loss),
         chunked_loss=config.train.chunked_loss,
-        sequence_length=config.data.sequence_length,
+        sequence_length=config.data.longest_document,  # attention stays within a document
         seed=model.seed,
         dtype=getattr(torch, model.dtype),
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
         attention=model.attention,
+        experts=model.experts,
         revision=model.commit if has_hub_weights(model) else None,
         load=model.load,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
@@ -163,6 +180,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         trace_folder=trace_folder(config, axes),
         activation_checkpointing=_checkpointing(config),
         replay_routing=config.train.replay_routing,
+        compile=_compile(config),
         shapes=make_padding(pipeline) or pipeline.shapes,
         transport=None if pipeline.transport == "auto" else pipeline.transport,
         wire_dtype=None if pipeline.wire_dtype is None else getattr(torch, pipeline.wire_dtype),
@@ -195,6 +213,15 @@ def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
         return section
     shape = None if section.memory_limit is None else largest_microbatch(config)
     return Checkpointing(**section.model_dump(), shape=shape)
+
+
+def _compile(config: TrainConfig) -> bool | Compile:
+    section = config.train.compile
+    if isinstance(section, CompileSection):
+        return Compile(**section.model_dump())
+    if isinstance(section, bool):
+        return section
+    return Compile(loss=False) if section == "layers" else Compile(layers="none")
 
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:

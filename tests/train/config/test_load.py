@@ -13,7 +13,7 @@ import yaml
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.config.values import CheckpointingSection
+from penstock.train.config.values import CheckpointingSection, CompileSection
 from penstock.train.optimizers.optimizer import MuonSection
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -110,6 +110,9 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.clip_norm=.inf", "it should be a finite number"),
         ("train.activation_checkpointing=3", "3 is no way to recompute activations. Write true, false, none"),
         ("train.activation_checkpointing=null", "None is no way to recompute activations"),
+        ("train.compile=3", "3 does not say what torch.compile compiles. Write true, false, layers, loss"),
+        ("train.compile={backnd: x}", "Did you mean train.compile.backend?"),
+        ("train.compile={layers: some}", "train.compile.layers='some': it should be"),
         ("train.activation_checkpointing={evry: 2}", "Did you mean train.activation_checkpointing.every?"),
         ("train.check=on", "train.check=True: it should be 'auto', 'always' or 'off'. Take 'auto', 'always'"),
         ("train.activation_checkpointing={every: 0}", "train.activation_checkpointing.every=0: it should be"),
@@ -235,6 +238,19 @@ def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
 def test_every_form_of_activation_checkpointing(tmp_path: Path, given: str, meant: object) -> None:
     config = load(tmp_path, MINIMAL, f"train.activation_checkpointing={given}")
     assert config.train.activation_checkpointing == meant
+    same_as_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("true", True), ("none", False), ("layers", "layers"), ("loss", "loss"),
+        ("{layers: products, backend: aot_eager}", CompileSection(layers="products", backend="aot_eager")),
+    ],
+)  # fmt: skip
+def test_every_form_of_compile(tmp_path: Path, given: str, meant: object) -> None:
+    config = load(tmp_path, MINIMAL, f"train.compile={given}")
+    assert config.train.compile == meant
     same_as_yaml(config)
 
 

@@ -19,6 +19,7 @@ from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
 from penstock.train.config.values import (
     Checkpointing,
+    Compile,
     Count,
     Dtype,
     LayersPerStage,
@@ -59,6 +60,9 @@ class ModelSection(Section):
     # of the weights; left out, that of train.precision: bfloat16, or float32
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     attention: str | None = None  # as in transformers: eager, sdpa, ...
+    # how a mixture's experts are computed, as in transformers: eager, batched_mm, grouped_mm, ...; null: as
+    # its config says, or grouped_mm
+    experts: str | None = None
     seed: Natural = 0  # of random weights
     # A number trains the prediction layers (MTP) that the config has as num_nextn_predict_layers: the mean of
     # their losses counts so much, 0.1 in Megatron. null: built without them
@@ -84,10 +88,19 @@ class DummySection(Section):
     """Made-up tokens, to measure with: no file is read, and no tokenizer is needed."""
 
     documents: Count = 1000  # how many there are
-    tokens: Annotated[int, Field(ge=2)] | None = None  # of each; null: data.sequence_length
+    tokens: Annotated[int, Field(ge=2)] | None = None  # of each; null: as long as one may be
     value: Natural | None = None  # the id of every token; null: random ids
     vocabulary: Count = 256  # of random ids: from 0 to this, which is left out
     seed: Natural = 0  # of random ids
+
+
+class ColumnsSection(Section):
+    """The fields of a prompt and of the completion that the loss counts, both texts without a template."""
+
+    prompt: str  # the field of the prompt
+    completion: str  # of the completion; with `choice`, of a list of them
+    choice: str | None = None  # of the number of the right completion, from 0 on, also as text
+    between: str = " "  # what stands between the two; it belongs to the completion
 
 
 class RecordSection(Section):
@@ -105,8 +118,23 @@ class RecordSection(Section):
     # or messages; instruction: instruction, input and output; auto: by the fields it has
     chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
     messages_field: str | None = None  # that holds the messages; null: messages or conversations
+    columns: ColumnsSection | None = None  # with kind: chat: prompt and completion in fields of other names
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
+
+    @model_validator(mode="after")
+    def columns_are_a_chats(self) -> Self:
+        if self.columns is None:
+            return self
+        for key, value, right in (("kind", self.kind, ("chat",)), ("chat_form", self.chat_form, ("auto",)),
+                                  ("messages_field", self.messages_field, (None,))):  # fmt: skip
+            if value not in right:
+                rule = (
+                    f"columns name the fields of a prompt and its completion, and {key}={value} another way"
+                )
+                remedy = "set kind=chat" if key == "kind" else f"leave {key} out"
+                raise ValueError(f"{rule} to read a record; {remedy}, or leave columns out")
+        return self
 
 
 class SourceSection(RecordSection):
@@ -141,12 +169,15 @@ class DataSection(RecordSection):
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
     sequence_length: Annotated[int, Field(ge=2)] = 128  # tokens a row; the first one predicts nothing
+    # tokens of a document, at most, where rows hold several and may be longer than the model's positions:
+    # each document begins at position 0; null: sequence_length
+    document_length: Annotated[int, Field(ge=2)] | None = None
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
     # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
     # fit; best_fit: the longest first, each where it leaves the least room
     packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
-    # A document longer than a row, unless packing is stream. cut: into rows; truncate: its end is left out
+    # A document that is too long, unless packing is stream. cut: into pieces; truncate: its end is left out
     # (the default of chats); drop: all of it is
     overlong: Literal["cut", "truncate", "drop"] = "cut"
     streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
@@ -171,10 +202,14 @@ class DataSection(RecordSection):
             keys = {"packing": "none", "overlong": "truncate"} | keys
 
         def completed(source: Any) -> Any:
-            return shared | source if isinstance(source, dict) else source
+            if not isinstance(source, dict):
+                return source
+            is_chat = source.get("kind", shared.get("kind")) == "chat"
+            return {key: shared[key] for key in shared if is_chat or key != "columns"} | source
 
         if any(isinstance(source, dict) and source.get("kind") == "dummy" for source in sources):
-            shared["dummy"] = {"tokens": keys.get("sequence_length", 128)} | (keys.get("dummy") or {})
+            length = keys.get("document_length") or keys.get("sequence_length", 128)
+            shared["dummy"] = {"tokens": length} | (keys.get("dummy") or {})
             keys = {"tokenizer": "bytes"} | ({} if keys.get("mixture") else {"path": "dummy"}) | keys
             keys |= {"dummy": shared["dummy"]}
         if len(sources) > 1:
@@ -195,6 +230,28 @@ class DataSection(RecordSection):
                 "give one of them a weight above 0"
             )
         return self
+
+    @model_validator(mode="after")
+    def documents_fit_their_rows(self) -> Self:
+        length = self.document_length
+        if length is None:
+            return self
+        if self.packing not in ("sequential", "best_fit"):
+            raise ValueError(
+                f"data.document_length={length} is of rows that hold several documents, and "
+                f"data.packing={self.packing} makes others; take sequential or best_fit, or leave it out"
+            )
+        if length > self.sequence_length:
+            raise ValueError(
+                f"data.document_length={length} is above data.sequence_length={self.sequence_length}, a "
+                "whole row; give that or less"
+            )
+        return self
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of a document, or of a piece of one, at most."""
+        return self.document_length or self.sequence_length
 
     @model_validator(mode="after")
     def dummy_is_of_its_kind(self) -> Self:
@@ -449,6 +506,9 @@ class TrainSection(Section):
     # true or full: keep only each layer's input and run it again in the backward; selective: also keep what
     # costs most to compute; or a mapping
     activation_checkpointing: Checkpointing = False
+    # torch.compile. true: of each layer and of the loss; layers or loss: of these alone; or a mapping. Not
+    # with replay_routing, nor with adapter.quantize
+    compile: Compile = False
     # A layer that runs again chooses the same experts as before, even where scores are nearly tied. Refused
     # for a model without experts, or whose routers choose in an unknown way
     replay_routing: bool = False

@@ -137,3 +137,30 @@ Checkpointing = Annotated[
     Discriminator(lambda value: "settings" if isinstance(value, dict | CheckpointingSection) else "mode"),
     BeforeValidator(_checkpointing),
 ]
+
+
+class CompileSection(Section):
+    """What torch.compile compiles, and how."""
+
+    # auto: whole, or with a schedule that splits backwards around the products where that can be; whole: each
+    # layer; products: around its products, whose weight gradients can then be put off
+    layers: Literal["auto", "whole", "products", "none"] = "auto"
+    loss: bool = True  # the loss of whole logits; not that of large ones, see chunked_loss
+    backend: str = "inductor"  # as torch.compile takes it: inductor, aot_eager, cudagraphs, ...
+    mode: str | None = None  # as there: default, reduce-overhead, max-autotune, ...
+    dynamic: bool | None = None  # whether lengths are dynamic; null: once a second one comes
+
+
+def _compile(value: object) -> object:
+    """Refuse here what is neither a switch nor a mapping, once; `none` is the word for false."""
+    if isinstance(value, bool | dict | CompileSection) or value in ("none", "layers", "loss"):
+        return False if value == "none" else value
+    rule = f"{value!r} does not say what torch.compile compiles"
+    raise ValueError(f"{rule}; write true, false, layers, loss, or a mapping such as {{backend: inductor}}")
+
+
+Compile = Annotated[
+    Annotated[bool | Literal["layers", "loss"], Tag("mode")] | Annotated[CompileSection, Tag("settings")],
+    Discriminator(lambda value: "settings" if isinstance(value, dict | CompileSection) else "mode"),
+    BeforeValidator(_compile),
+]

@@ -68,6 +68,44 @@ class Texts(NamedTuple):
     completion: str
 
 
+class Columns(NamedTuple):
+    """The fields of a prompt and its completion, see the keys of the section data.columns.
+
+        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
+
+    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
+    """
+
+    prompt: str
+    completion: str
+    choice: str | None = None
+    between: str = " "
+
+    def read(self, name: str, row: Mapping[str, Any]) -> Texts:
+        """Raises DataError that names the record and the field."""
+        said = _field(name, row, self.completion)
+        if self.choice is not None:
+            said = self._chosen(name, said, _field(name, row, self.choice))
+        prompt = _field(name, row, self.prompt)
+        for field, text in ((self.prompt, prompt), (self.completion, said)):
+            if not isinstance(text, str):
+                rule = f"{field} is a text, and here is {_kind(text)}"
+                remedy = "Mend it" if self.choice else "Mend it; of a list of texts name data.columns.choice"
+                raise DataError(f"data file {name}", rule, remedy)
+        return Texts(prompt, self.between + said)
+
+    def _chosen(self, name: str, said: object, number: object) -> object:
+        if not isinstance(said, list):
+            rule = f"{self.completion} is a list of completions, and here is {_kind(said)}"
+            raise DataError(f"data file {name}", rule, "Mend it, or leave data.columns.choice out")
+        place = int(number) if isinstance(number, str) and number.isdecimal() else number
+        if type(place) is not int or not 0 <= place < len(said):
+            rule = f"{self.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+            remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
+            raise DataError(f"data file {name}", rule, remedy)
+        return said[place]
+
+
 @dataclass(frozen=True)
 class ChatEncoder:
     """Reads chats as the keys of the section data say, see there.
@@ -80,9 +118,10 @@ class ChatEncoder:
     field: str | None = None
     loss_on: str = "assistant"
     drop: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
-        if not self.tokenizer.own.chat_template:
+        if self.columns is None and not self.tokenizer.own.chat_template:
             raise DataError(
                 "data.kind=chat",
                 "the tokenizer has no chat template, which says how messages become text",
@@ -125,6 +164,8 @@ class ChatEncoder:
     # ---- From a record to messages
 
     def _read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
+        if self.columns is not None:
+            return self.columns.read(name, row)
         field = self.field or next(
             (each for each in ("messages", "conversations") if row.get(each)), "messages"
         )
@@ -261,6 +302,13 @@ def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"data file {name}", f"tools is not JSON: {error}", "Mend it, or remove it") from None
     return ({"tools": tools} if tools else {}) | (row.get("chat_template_kwargs") or {})
+
+
+def _field(name: str, row: Mapping[str, Any], field: str) -> Any:
+    if field not in row:
+        rule = f"it has no field {field!r}, only {', '.join(map(repr, row)) or 'none'}"
+        raise DataError(f"data file {name}", rule, "Name its fields in data.columns, or mend the record")
+    return row[field]
 
 
 def _kind(value: object) -> str:

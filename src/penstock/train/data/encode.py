@@ -23,7 +23,7 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
 from penstock.reading import parse_json
 from penstock.train.config.sections import DataSection
-from penstock.train.data.chat import ChatEncoder, Encoded
+from penstock.train.data.chat import ChatEncoder, Columns, Encoded
 from penstock.train.data.sources import TOKENS, Record, Source
 from penstock.train.data.tokenizer import HuggingFace, Tokenizer
 
@@ -122,6 +122,8 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
             ("drop", section.unanswered == "drop"),
         )  # fmt: skip
+        if keys.columns is not None:
+            options += (("columns", Columns(**keys.columns.model_dump())),)
     encoder = Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
     encoder.check()
     return encoder

@@ -327,7 +327,7 @@ def load_data(
     if section.packing != "stream":
         packed = section.packing in ("sequential", "best_fit")
         calls = (config.pipeline.microbatches * config.train.accumulate,)
-        layout = DocumentLayout(calls, packed, padding, flash)
+        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document)
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:
@@ -386,7 +386,7 @@ def _streamed(
     sources = [load.open(source) for source in section.sources]
     options = Options(
         section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
-        config.train.seed, vocabulary,
+        config.train.seed, vocabulary, section.longest_document,
     )  # fmt: skip
     weights = tuple(source.weight for source in section.sources)
     stream = Stream(sources, Mixture(weights, (None,) * len(sources)), options)
@@ -431,7 +431,8 @@ class _Loader:
     def rows(self, section: SourceSection, share: float, least: int = 0) -> tuple[SourceRows, SourceRows]:
         """The rows to train on, and those held out: a share of them, `least` or more. Raises DataError."""
         store, keys = self.store(section), self.section
-        parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least)
+        parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
+                 keys.longest_document)  # fmt: skip
         folder = self.cache.entry(
             ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least)
         )
@@ -502,14 +503,14 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         share: of the rows, or of the tokens of documents, that are held out: the last ones
         least: rows to hold out at least
     """
-    length, stream = section.sequence_length, section.packing == "stream"
+    length, stream, longest = section.sequence_length, section.packing == "stream", section.longest_document
     if stream:
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
     elif section.overlong == "cut":
-        pieces = cut(np.asarray(store.lengths), length)
+        pieces = cut(np.asarray(store.lengths), longest)
     else:
-        pieces = overlong(np.asarray(store.lengths), length, section.overlong)
+        pieces = overlong(np.asarray(store.lengths), longest, section.overlong)
     pieces = _that_count(store, pieces)
     count = len(pieces.lengths)
     pack = one_each if stream else PACKINGS[section.packing]

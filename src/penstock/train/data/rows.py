@@ -208,12 +208,14 @@ class DocumentLayout:
         packed: whether any row of the run may have several documents
         padding: how the pipeline will pad those of a call; None pads each microbatch to its longest row
         flash: whether the model has a flash attention, which wants the bounds of documents
+        longest: tokens of a document at most, which padding at the end of a row keeps to
     """
 
     calls: tuple[int, ...]
     packed: bool
     padding: Padding | None = None
     flash: bool = False
+    longest: int | None = None
 
     @property
     def microbatches(self) -> int:
@@ -258,6 +260,16 @@ class DocumentLayout:
         by_length = sorted(chosen, key=lambda row: -sum(rows.lengths(row)))
         return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
+    def _pad(self, bounds: list[int], end: int) -> None:
+        """Let the last document of `bounds` grow up to `end`: padding counts to it, as none may be empty.
+
+        Where it would get too long, more documents of padding follow: positions stay among the model's.
+        """
+        longest = self.longest or end
+        bounds[-1] = min(end, bounds[-2] + longest)
+        while bounds[-1] < end:
+            bounds.append(min(end, bounds[-1] + longest))
+
     def _microbatch(self, rows: Sequence[list[Piece]]) -> dict[str, Any]:
         length = max(sum(len(piece.ids) for piece in row) for row in rows)
         ids = np.zeros((len(rows), length), dtype=np.int64)
@@ -269,7 +281,7 @@ class DocumentLayout:
                 ids[at, begin : begin + count] = piece.ids
                 labels[at, begin + 1 : begin + count] = piece.labels[1:]
                 bounds.append(bounds[-1] + count)
-            bounds[-1] = (at + 1) * length  # padding counts to the last document: none may be empty
+            self._pad(bounds, (at + 1) * length)
         microbatch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if self.packed:
             ends = torch.tensor(bounds, dtype=torch.int32)

@@ -35,7 +35,10 @@ class Streamed(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How readers make rows, see the keys of the section data. vocabulary: ids are below"""
+    """How readers make rows, see the keys of the section data.
+
+    vocabulary: ids are below; longest: tokens of a document at most
+    """
 
     length: int
     packing: str
@@ -43,6 +46,7 @@ class Options(NamedTuple):
     buffer: int
     seed: int
     vocabulary: int
+    longest: int
 
 
 @dataclass
@@ -166,8 +170,8 @@ class Reader:
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
                 ids, labels = (np.append(each, separator) for each in (ids, labels))
-        elif len(ids) > self._options.length and self._options.overlong != "cut":
-            keep = self._options.length if self._options.overlong == "truncate" else 0
+        elif len(ids) > self._options.longest and self._options.overlong != "cut":
+            keep = self._options.longest if self._options.overlong == "truncate" else 0
             ids, labels = ids[:keep], labels[:keep]
         return _Document(number, Piece(ids, labels), taken)
 
@@ -183,13 +187,13 @@ class Reader:
         return [Piece(*map(np.concatenate, zip(*pieces, strict=True)))]
 
     def _document_row(self) -> list[Piece]:
-        """As many pieces as fit, in order, each no longer than a row; one with packing none."""
+        """As many pieces as fit, in order, none longer than a document may be; one with packing none."""
         row: list[Piece] = []
         free = self._options.length
         while True:
             if not self._open:
                 self._pull()
-            size = min(self._open[0].left, self._options.length)
+            size = min(self._open[0].left, self._options.longest)
             if row and (size > free or self._options.packing == "none"):
                 return row
             row.append(self._open[0].take(size))

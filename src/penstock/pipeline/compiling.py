@@ -1,0 +1,121 @@
+"""torch.compile of each layer of a stage, and of the next-token loss: the option `compile`.
+
+A layer that is compiled whole is one node of autograd's graph, and a split backward can put nothing of it
+off. Compiled around its products (penstock.compile_around_products) it is several, whose weight gradients
+wait for W.
+
+    layers      1f1b, gpipe, ...     zb_h1, zb_v, dualpipe_v, ...
+    auto        whole                around products; whole where the layer is recomputed or has experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from penstock.batch.loss import Loss, NextToken
+from penstock.errors import ConfigError
+from penstock.runtime.split_backward.compiled import compile_around_products
+
+Layers = Literal["auto", "whole", "products", "none"]
+
+
+@dataclass(frozen=True)
+class Compile:
+    """What torch.compile compiles. Raises ConfigError.
+
+    Args:
+        layers: "whole", each layer as one graph; "products", around its products, so that split backwards
+            put off their weight gradients; "auto", around products where the schedule splits backwards and
+            the layer allows it; or "none"
+        loss: whether the next-token loss of whole logits is compiled. A loss_fn of your own stays as it is,
+            and so do large logits, which `chunked_loss` never makes whole.
+        backend, mode, dynamic: as torch.compile takes them
+    """
+
+    layers: Layers = "auto"
+    loss: bool = True
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers not in get_args(Layers):
+            known = ", ".join(map(repr, get_args(Layers)))
+            raise ConfigError(f"compile.layers={self.layers!r}", f"it is one of {known}", "Take 'auto'")
+        if self.layers == "none" and not self.loss:
+            rule = "neither layers nor the loss are compiled"
+            raise ConfigError("compile with layers='none' and loss=False", rule, "Leave compile out")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keywords of torch.compile."""
+        return {"backend": self.backend, "mode": self.mode, "dynamic": self.dynamic}
+
+
+CompileLike = bool | Compile
+
+
+def as_compile(option: object) -> Compile | None:
+    """The option `compile` in any of its forms. Raises ConfigError."""
+    if isinstance(option, Compile):
+        return option
+    if option is True or option is False:
+        return Compile() if option else None
+    rule = "it is True, False or a penstock.pipeline.Compile"
+    raise ConfigError(f"compile={option!r}", rule, "Take True")
+
+
+def check_compiler(how: Compile, device: torch.device) -> None:
+    """Raise ConfigError for a backend that torch does not know, or that cannot run on this machine."""
+    import torch._dynamo  # which takes a second to import
+
+    if how.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+        shown = ", ".join(known)
+        raise ConfigError(f"compile.backend={how.backend!r}", f"torch knows {shown}", "Take 'inductor'")
+    if how.backend != "inductor":
+        return
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            rule = "for a GPU it writes kernels in Triton, which is not installed or does not know this GPU"
+            raise ConfigError("compile.backend='inductor'", rule, "Install triton, or leave compile out")
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as cause:
+        rule = "for a CPU it writes C++, and finds no compiler for it"
+        remedy = "Install g++, name one in the environment variable CXX, or leave compile out"
+        raise ConfigError("compile.backend='inductor'", rule, remedy) from cause
+
+
+def compile_layers(layers: Iterable[nn.Module], how: Compile, *, splits: bool) -> None:
+    """Compile layers in place, each when it first runs.
+
+    splits: whether backwards are split
+    Raises ConfigError for layers="products" where a layer does not go in pieces.
+    """
+    for layer in layers:
+        if how.layers == "products" or (how.layers == "auto" and splits and _goes_in_pieces(layer)):
+            compile_around_products(layer, **how.options)
+        elif how.layers != "none":
+            layer.compile(**how.options)
+
+
+def _goes_in_pieces(layer: nn.Module) -> bool:
+    """Whether `compile_around_products` takes it."""
+    experts = any(parameter.dim() > 2 for parameter in layer.parameters())
+    return not experts and not getattr(layer, "is_checkpointed", False)
+
+
+def compiled_loss(loss: Loss, how: Compile | None) -> Loss:
+    """`loss` with its arithmetic compiled, where it is the next-token loss."""
+    return loss.compiled(**how.options) if how is not None and how.loss and type(loss) is NextToken else loss
