@@ -40,6 +40,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError
 from penstock.launch.start import relaunch
+from penstock.models.weights.hashes import hashed_meanwhile
 from server_front import Front
 from server_requests import Limits
 
@@ -106,9 +107,9 @@ class Calls:
         self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, stop: list[int]
     ) -> dict[str, Any]:
         """Continue each prompt: a microbatch each, so that they fill the pipeline, one token a pass."""
-        rows = [list(prompt) for prompt in prompts]
+        rows, ends = [list(prompt) for prompt in prompts], set(stop)
         for position in range(max_tokens):
-            growing = [at for at, row in enumerate(rows) if position == 0 or row[-1] not in stop]
+            growing = [at for at, row in enumerate(rows) if position == 0 or row[-1] not in ends]
             if not growing:
                 break
 
@@ -137,8 +138,14 @@ class Calls:
         return {"path": str(path), "steps": self.steps}
 
     def load(self, name: str) -> dict[str, Any]:
-        """Go back to a checkpoint. Gradients that wait for a step are those of other weights, and go."""
-        self.steps = load_checkpoint(self.folder / name, self.pipe, self.optimizer)["steps"]
+        """Go back to a checkpoint. Gradients that wait for a step are those of other weights, and go.
+
+        Its files are hashed first: `load_checkpoint` finds an altered one when weights have changed.
+        """
+        path = self.folder / name
+        with hashed_meanwhile(path, self.pipe.processes):
+            pass
+        self.steps = load_checkpoint(path, self.pipe, self.optimizer)["steps"]
         self._forget_gradients()
         return {"steps": self.steps}
 

@@ -97,6 +97,8 @@ class Sample(Request):
 
     def check(self, limits: Limits) -> None:
         check_tokens("prompts", self.prompts, limits)
+        if self.stop:
+            check_tokens("stop", [self.stop], limits)
         if self.max_tokens > limits.new_tokens:
             raise BatchError(f"max_tokens={self.max_tokens}", f"{limits.new_tokens} at most", "Call it again")
         whole = [range(len(row) + self.max_tokens) for row in self.prompts]

@@ -56,7 +56,34 @@ SCHEDULES, OF_COUNTS = "pipeline/schedules.py", "pipeline/test_counts.py"
 OF_NCCL = "parallel/test_nccl.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
 
+OF_EVERY_STAGE, OF_LENGTHS = "pipeline/test_on_every_stage.py", "train/data/test_document_length.py"
+
 MUTANTS = [
+    # ---- options of the seeds
+    Mutant(
+        "pipeline/stages.py",
+        " for stage, names in copies.items() if stage % depth}",
+        " for stage, names in ()}",
+        OF_EVERY_STAGE,
+    ),
+    Mutant("pipeline/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
+    Mutant(
+        "pipeline/options.py", "splits=bool(schedule.split)", "splits=False", "pipeline/test_compiling.py"
+    ),
+    Mutant(
+        "pipeline/experts.py",
+        "        model.set_experts_implementation(name)\n",
+        "        pass\n",
+        "pipeline/test_experts.py",
+    ),
+    Mutant("train/data/rows.py", "min(end, bounds[-2] + longest)", "end", OF_LENGTHS),
+    Mutant(
+        "train/data/streaming.py",
+        "size = min(self._open[0].left, self._options.longest)",
+        "size = min(self._open[0].left, self._options.length)",
+        OF_LENGTHS,
+    ),
+    Mutant("train/data/chat.py", "return said[place]", "return said[0]", "train/data/test_columns.py"),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),

@@ -258,6 +258,23 @@ def test_a_checkpoint_has_the_optimizer_and_its_name_is_taken_once(tmp_path: Pat
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "one").config.model_type == "qwen3"
 
 
+@pytest.mark.parametrize("kind", ["model", "random"])
+def test_an_altered_checkpoint_is_refused_before_anything_changes(tmp_path: Path, kind: str) -> None:
+    """Weights became NaN, for all clients: the library finds the altered byte while it reads."""
+    with served(tmp_path) as running:
+        running.client.call("save", name="one")
+        path = next((tmp_path / "one").glob(f"{kind}*.safetensors"))
+        content = bytearray(path.read_bytes())
+        content[-9] ^= 1
+        path.write_bytes(content)
+        running.client.call("forward_backward", microbatches=ROWS)
+        loss = running.loss()
+        with pytest.raises(ServerError, match="contents differ from what was written"):
+            running.client.call("load", name="one")
+        assert running.loss() == loss
+        assert running.client.call("status")["pending"]["calls"] == 1
+
+
 def test_greedy_samples_are_those_of_transformers(shared: Served) -> None:
     prompts = [[1, 2, 3], [9], [7, 7, 7, 7, 7]]
     torch.manual_seed(0)
@@ -367,6 +384,7 @@ BAD: list[tuple[int, bytes, str]] = [
     # samples and names
     (400, post("sample", b'{"prompts": []}'), "0 rows"),
     (400, post("sample", b'{"prompts": [[1, 256]]}'), "from 0 to 255"),
+    (400, post("sample", b'{"prompts": [[1]], "stop": [3, 256]}'), "stop with 256"),
     (400, post("sample", b'{"prompts": [[1]], "max_tokens": 9}'), "8 at most"),
     (400, post("sample", b'{"prompts": [[1]], "max_tokens": 0}'), "greater than or equal to 1"),
     (400, post("sample", json.dumps({"prompts": [[1] * 60]}).encode()), "8 at most"),

@@ -240,6 +240,22 @@ def test_only_some_copies_frozen_are_refused() -> None:
     assert all(module.get_parameter("scale").grad is None for module in pipe.modules.values())
 
 
+def test_a_buffer_that_each_copy_would_write_into_is_refused() -> None:
+    class Written(Own):
+        def __init__(self, info: StageInfo) -> None:
+            super().__init__(info)
+            self.norm = nn.BatchNorm1d(WIDTH)
+            self.on_every_stage = ("norm",)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.norm(super().forward(x))
+
+    pipe = Pipeline.from_provider(Written, ranks=2, microbatches=2, loss_fn=squares)
+    with pytest.raises(ModelError, match=r"norm.\w+ of stage 0, a buffer that the forward writes into"):
+        pipe.step({"x": torch.randn(8, WIDTH)})
+    pipe.evaluate({"x": torch.randn(8, WIDTH)})
+
+
 def test_a_weight_of_transformers_stays_where_it_runs() -> None:
     """What later layers take of it crosses the edges: AutoPipeline needs no copies."""
     assert "on_every_stage" not in AutoPipeline.__dataclass_fields__

@@ -107,11 +107,12 @@ class SharedGradients:
         self._transport, self._processes = transport, processes
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._compared: list[bool] = []
-        self._buffers = [  # of models that are there twice: nothing sums what a forward writes into them
+        twice = placement.replicas * batch_parts > 1
+        self._buffers = [  # of what is there twice: nothing sums what a forward writes into them
             (place(f"{path}.{key}".lstrip("."), stage), inner, key)
-            for stage, module in (modules.items() if placement.replicas * batch_parts > 1 else ())
+            for stage, module in modules.items()
             for path, inner in module.named_modules()
-            for key in inner._buffers
+            for key in (inner._buffers if twice or _is_on_every_stage(module, path) else ())
         ]
         self._unwritten = self._versions()
         held = [
@@ -173,9 +174,11 @@ class SharedGradients:
             if replaced or (buffer is not None and buffer._version != version):
                 return ModelError(
                     f"{where}, a buffer that the forward writes into",
-                    "there are several copies of the model (two in a schedule of dualpipe, one for each part "
-                    "of the batch on dp_shard and dp_replicate), whose buffers would differ from now on",
-                    "Take a schedule with one copy (dualpipe_v, zb_v, 1f1b) without these axes",
+                    "there are several copies of it (two in a schedule of dualpipe, one for each part of the "
+                    "batch on dp_shard and dp_replicate, one on each stage of what is in on_every_stage), "
+                    "which would differ from now on",
+                    "Take a schedule with one copy (dualpipe_v, zb_v, 1f1b) without these axes, and leave it "
+                    "out of on_every_stage",
                 )
         return None
 
@@ -241,6 +244,12 @@ class SharedGradients:
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
                 copy.grad = None
+
+
+def _is_on_every_stage(module: nn.Module, path: str) -> bool:
+    """Whether a stage's module says that every stage has a copy of its submodule at `path`."""
+    names: Sequence[str] = getattr(module, "on_every_stage", ())
+    return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _check_all_or_none(trained: Mapping[str, bool]) -> None:
