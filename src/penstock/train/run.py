@@ -192,8 +192,6 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     )
     if auto.experts is not None:
         choose_experts(source.model, auto.experts, given=False)
-    if auto.experts is not None:
-        choose_experts(source.model, auto.experts, given=False)
     # of the model itself, which is opened by now
     opened = replace(auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None)
     plan = replace(opened.build_plan(source.model), source=source)
