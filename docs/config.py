@@ -111,6 +111,8 @@ FORMS = (
          "of every second layer, all but its input and what attention made"),
     Form("train", "compile: true", "each layer and the loss, by inductor"),
     Form("train", "compile: {layers: products, loss: false}", "each layer around its products"),
+    Form("train", "activation_offloading: {modules: [mlp], layers: 4}",
+         "what the `mlp` of the first 4 layers of each stage saves"),
     Form("train", "chunked_loss: liger", "the head and its loss by Liger's fused kernel"),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),

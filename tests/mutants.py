@@ -35,6 +35,8 @@ class Mutant(NamedTuple):
 
 EVERY = "test_every_schedule.py"
 EXECUTOR, PLAN = "runtime/executor.py", "runtime/plan.py"
+OFFLOAD, OFFLOADED = "schedule/offload.py", "runtime/offload.py"
+OF_OFFLOAD, OF_OFFLOADING = "schedule/test_offload.py", "runtime/test_offload.py pipeline/test_offloading.py"
 OPS, STAGE, SHARED = "runtime/ops.py", "runtime/stage.py", "runtime/shared_weights.py"
 VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulate.py"
 ARRAYS = "schedule/op_arrays.py"
@@ -178,6 +180,18 @@ MUTANTS = [
     Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
     Mutant(OPS, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"),
     Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
+    # ---- activations in host memory
+    Mutant(OFFLOAD, "positions[1] < positions[2]", "positions[1] <= positions[2]", OF_OFFLOAD),
+    Mutant(OFFLOAD, "backward - ahead, backward", "backward, backward", OF_OFFLOAD),
+    Mutant(
+        OFFLOADED,
+        "        self._link.wait(copied)\n        for place in places:\n            place.device = None",
+        "        for place in places:\n            place.device = None",
+        OF_OFFLOADING,
+    ),
+    Mutant(OFFLOADED, "if cdata not in staying", "", OF_OFFLOADING),
+    Mutant(OFFLOADED, "if tensor._version != version:", "if False:", OF_OFFLOADING),
+    Mutant(PLAN, "sent or between == HostCopy(", "sent or False and HostCopy(", "runtime/test_plan.py"),
     # ---- steps of any number of microbatches
     Mutant(SCHEDULES, "known.pop(count, None) or make(count)", "make(count)", OF_COUNTS),
     Mutant(SCHEDULES, "        known.pop(next(iter(known)))\n", "        pass\n", OF_COUNTS),

@@ -19,6 +19,8 @@ With another seed its gradients must differ.
 
 repeats: with deterministic kernels one pipeline repeats its step, and not a bit of a gradient may differ. So
 a race between streams shows, or memory that is read too late.
+
+offloading: with activations that wait in host memory, each of these steps has the bits of one without.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from benchmarks.gpu.models import (
     valid_tokens,
 )
 from benchmarks.gpu.part import Part
-from penstock import AutoPipeline, Pipeline
+from penstock import AutoPipeline, Offloading, Pipeline
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zero_bubble", "dualpipe", "dualpipe_v")
 ATTENTION = {
@@ -59,6 +61,7 @@ ATTENTION = {
     "flash": SDPBackend.FLASH_ATTENTION,
 }
 TOLERANCE, SPREADS = 1e-5, 2.0
+OFFLOADED = ("interleaved_zero_bubble", "zb_v")
 ROUNDING = torch.finfo(torch.bfloat16).eps / 2  # of one sum, relative to it
 DROPOUT, EXPERTS, SEED = 0.1, 8, 1
 LOSS = "the loss"  # its name among the gradients
@@ -136,6 +139,9 @@ def run(part: Part, sizes: Sizes) -> None:
         for schedule in SCHEDULES[:: min(sizes.every, 3)]:
             with part.measuring(f"repeats: {schedule}", 60):
                 _repeat(part, sizes, Setting("bfloat16", kernel), schedule)
+        for schedule in OFFLOADED:
+            with part.measuring(f"offloading: {schedule}", 60):
+                _offload(part, sizes, Setting("bfloat16", kernel), schedule)
 
 
 def quantity(setting: Setting) -> str:
@@ -235,12 +241,13 @@ def pipeline(
     schedule: str,
     model: PreTrainedModel,
     ranks: int | None = None,
+    offloading: bool | Offloading = False,
 ) -> Pipeline:
     """All of its ranks are in this process."""
     size = sizes.model
     return AutoPipeline(
         ranks=ranks or size.ranks, schedule=schedule, microbatches=size.microbatches, device=part.device,
-        activation_checkpointing=setting.checkpointing,
+        activation_checkpointing=setting.checkpointing, activation_offloading=offloading,
         parallelize_fn=compile_layers(sizes.backend) if setting.compiled else None,
     ).build(model)  # fmt: skip
 
@@ -311,6 +318,26 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
+def differences(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> int:
+    """Gradients that differ in any bit."""
+    pairs = zip(one, other, strict=True)
+    return sum(not torch.equal(value, b[name]) for a, b in pairs for name, value in a.items())
+
+
+def _offload(part: Part, sizes: Sizes, setting: Setting, schedule: str) -> None:
+    model, batch = whole_model(sizes, setting), batch_of(sizes.model, part.device, ignored=True)
+    without = pipeline(part, sizes, setting, schedule, model)
+    pipe = pipeline(part, sizes, setting, schedule, model, offloading=Offloading(min_bytes=0))
+    with deterministic():
+        expected = of_pipeline(setting, without, batch, part.device)
+        found = [of_pipeline(setting, pipe, batch, part.device) for _ in range(sizes.repeats)]
+    differing = sum(differences(expected, each) for each in found)
+    without.close()
+    pipe.close()
+    case = f"{schedule}, {setting}, activations offloaded, {sizes.repeats} steps"
+    part.add(case, "gradients that differ in any bit", differing, at_most=0)
+
+
 def _repeat(part: Part, sizes: Sizes, setting: Setting, schedule: str) -> None:
     model, batch = whole_model(sizes, setting), batch_of(sizes.model, part.device, ignored=True)
     pipe = pipeline(part, sizes, setting, schedule, model)
@@ -318,12 +345,7 @@ def _repeat(part: Part, sizes: Sizes, setting: Setting, schedule: str) -> None:
     with deterministic():
         first = of_pipeline(setting, pipe, batch, part.device)
         for _ in range(sizes.repeats - 1):
-            again = of_pipeline(setting, pipe, batch, part.device)
-            differing += sum(
-                not torch.equal(value, other[name])
-                for one, other in zip(first, again, strict=True)
-                for name, value in one.items()
-            )
+            differing += differences(first, of_pipeline(setting, pipe, batch, part.device))
     pipe.close()
     case = f"{schedule}, {setting}, {sizes.repeats} steps"
     part.add(case, "gradients that differ in any bit", differing, at_most=0)

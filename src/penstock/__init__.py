@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.batch.payload import TensorSpec
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
     from penstock.models.activation_checkpointing import Checkpointing
+    from penstock.models.activation_offloading import Offloading
     from penstock.models.balanced_split import LayerCosts
     from penstock.models.mtp import with_mtp
     from penstock.models.stage import StageInfo, distribute_layers
@@ -34,6 +35,7 @@ __all__ = [
     "Checkpointing",
     "Evaluation",
     "LayerCosts",
+    "Offloading",
     "Padding",
     "Pipeline",
     "Sharded",
@@ -57,6 +59,7 @@ _HOMES = {
     "Checkpointing": "penstock.models.activation_checkpointing",
     "Evaluation": "penstock.pipeline.evaluate",
     "LayerCosts": "penstock.models.partition",
+    "Offloading": "penstock.models.activation_offloading",
     "Padding": "penstock.batch.padding",
     "Pipeline": "penstock.pipeline.pipeline",
     "Sharded": "penstock.parallel.fsdp",

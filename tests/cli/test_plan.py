@@ -124,6 +124,14 @@ def test_layers_per_stage_choose_the_number_of_stages(tmp_path: Path, penstock: 
     assert "layers_per_stage=1: 4 layers make 4 stages of it, and the schedule takes multiples of 3" in err
 
 
+def test_what_waits_in_host_memory_is_counted(tmp_path: Path, penstock: Command) -> None:
+    keys = ("pipeline.ranks=2", "pipeline.schedule=gpipe", "pipeline.microbatches=4")
+    away = "train.activation_offloading={modules: [mlp], min_bytes: 0}"
+    code, out, _ = penstock("train", config_file(tmp_path), *keys, away, "--dry-run")
+    assert code == 0
+    assert "activations of 8 of 8 forwards wait in host memory" in " ".join(out.split())
+
+
 def test_a_folder_of_another_model_is_refused_from_its_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:

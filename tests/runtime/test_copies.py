@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import copies, sharded_weights, stream
-from penstock.runtime.copies import CudaCopies
+from penstock.runtime.copies import CudaCopies, CudaLink
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,16 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self._log.entries.append(f"{self.name}: wait for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self._log.entries.append(f"{self.name}: wait for the event of {event.name}")
+
+
+class Event:
+    name = "nothing"
+
+    def record(self, of: Stream) -> None:
+        self.name = of.name
 
 
 @pytest.fixture
@@ -105,6 +115,33 @@ def test_memory_of_the_compute_stream_is_filled_between_what_uses_it(log: Log) -
         "ups: copy",
         "ups: moment",
         "compute: wait for ups",
+    ]
+
+
+def test_offloaded_memory_is_copied_meanwhile_and_the_compute_stream_waits_when_asked(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory is marked as used on another stream: a host that is far ahead would free it too late."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    link, here, host = CudaLink(CPU), torch.ones(2), torch.zeros(2)
+    down = link.down([here], [host])
+    log.add("an op")
+    link.wait(down)
+    assert host.tolist() == [1, 1]
+    back = torch.zeros(2)
+    up = link.up([host], [back])
+    log.add("another op")
+    link.wait(up)
+    assert back.tolist() == [1, 1]
+    assert log.entries == [
+        "downs: wait for compute",
+        "downs: copy",
+        "compute: an op",
+        "compute: wait for the event of downs",
+        "ups: wait for compute",
+        "ups: copy",
+        "compute: another op",
+        "compute: wait for the event of ups",
     ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.errors import ScheduleError
 from penstock.runtime.plan import (
     Action,
     Begin,
@@ -27,6 +28,7 @@ from penstock.runtime.plan import (
 from penstock.schedule import Placement, Proof, build, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.choose import chosen_schedule
+from penstock.schedule.offload import STEPS, HostCopy, host_copies, offloaded
 from penstock.schedule.order import AHEAD, exchanges
 from support.programs import valid, written
 from support.schedules import FORMS
@@ -47,6 +49,8 @@ def text(plan: Plan) -> list[str]:
                 lines[-1].append(f"{name} {message.op}")
             case Exchange():
                 lines[-1].append(name)
+            case HostCopy():
+                lines[-1].append(str(action))
     return [" ".join(line) for line in lines]
 
 
@@ -106,6 +110,47 @@ def test_golden_overlapped() -> None:
     ]
     assert "begin 1B0 1F1" in second[1]
     assert second[2].startswith("end 1B0 send 1B0")
+
+
+def test_golden_with_activations_in_host_memory() -> None:
+    schedule = build("1f1b", ranks=3, microbatches=4)
+    assert text(lower(verify(schedule), 0, copies=host_copies(schedule))) == [
+        "0F0",
+        "send 0F0 0F1",
+        "send 0F1 post 1B0 offload 0F1 0F2",
+        "send 0F2 post 1B1 offload 0F2 release 0F1 wait 1B0 free 0F0 free 0F1 0B0",
+        "release 0F2 reload 0F1 0F3",
+        "send 0F3 post 1B2 reload 0F2 wait 1B1 free 0F2 restore 0F1 0B1",
+        "post 1B3 wait 1B2 free 0F3 restore 0F2 0B2",
+        "wait 1B3 0B3",
+        "",
+    ]
+
+
+def test_an_overlapped_forward_is_offloaded_behind_it() -> None:
+    schedule = build("dualpipe_v", ranks=2, microbatches=6)
+    copies = host_copies(schedule)
+    for rank in range(2):
+        ran: list[str] = []
+        for action in lower(verify(schedule), rank, overlap=True, copies=copies).actions:
+            match action:
+                case HostCopy():
+                    ran.append(str(action))
+                case Compute(op):
+                    ran.append(f"run {op}")
+                case Begin(compute):
+                    ran.append(f"run {compute.op}")
+        for stage, microbatch in offloaded([copies[rank]]):
+            of = f"{stage}F{microbatch}"
+            backward = f"run {schedule.gradient(stage, microbatch)}"
+            steps = [f"run {of}", *(f"{step} {of}" for step in STEPS), backward]
+            assert sorted(steps, key=ran.index) == steps
+
+
+def test_copies_of_another_schedule_are_refused() -> None:
+    schedule = build("1f1b", ranks=2, microbatches=6)
+    with pytest.raises(ScheduleError, match="host copies in front of 16 ops"):
+        lower(verify(schedule), 0, copies=host_copies(build("1f1b", ranks=2, microbatches=8)))
 
 
 def test_receives_are_posted_as_far_ahead_as_asked() -> None:

@@ -21,8 +21,9 @@ def test_a_backward_takes_both_gradients() -> None:
     [("forward", -1.0), ("input_grad", nan), ("weight_grad", inf), ("communication", -1.0), ("sent", -1)],
 )
 def test_a_cost_is_finite_and_not_negative(name: str, value: float) -> None:
+    wrong: Any = {name: value}
     with pytest.raises(ConfigError, match="a cost is finite and not negative") as caught:
-        Costs(**{name: value})
+        Costs(**wrong)
     assert caught.value.value == f"Costs({name}={value!r})"
 
 

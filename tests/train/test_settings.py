@@ -15,6 +15,7 @@ from penstock import AutoPipeline, Axes, Sharded
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_offloading import Offloading
 from penstock.pipeline import Compile
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.run import preflight, run
@@ -193,6 +194,16 @@ def test_prediction_layers_reach_the_plan(tmp_path: Path) -> None:
     planned = preflight(tiny.config(tmp_path, keys=keys)).plan
     assert planned.source.model.mtp_loss_scaling_factor == 0.2
     assert [len(stage.layers) for stage in planned.stages] == [4, 1, 0]
+
+
+def test_activation_offloading_reaches_the_library(tmp_path: Path) -> None:
+    def reaches(how: Any) -> object:
+        return make_auto(tiny.config(tmp_path, activation_offloading=how)).activation_offloading
+
+    assert reaches(True) is True
+    chosen = {"modules": ["mlp"], "layers": 2, "ahead": 3, "min_bytes": 0}
+    assert reaches(chosen) == Offloading(("mlp",), 2, 3, 0)
+    assert reaches({}) == Offloading()
 
 
 def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:

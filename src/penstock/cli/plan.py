@@ -25,6 +25,7 @@ from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.build_plan import StagePlan
 from penstock.pipeline.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
+from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import shares_of
@@ -93,6 +94,12 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
             schedule.stages * schedule.microbatches,
         )
         yield "recompute", f"the layers of {again:,} of {all_forwards:,} forwards run again in the backward"
+    if (away := planned.auto.offloading()) is not None:
+        gone, every = (
+            len(offloaded(host_copies(schedule, away.ahead))),
+            schedule.stages * schedule.microbatches,
+        )
+        yield "offload", f"activations of {gone:,} of {every:,} forwards wait in host memory"
     for note in planned.notes:
         yield "note", note
 

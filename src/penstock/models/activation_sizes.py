@@ -25,6 +25,7 @@ from penstock.models.stage import StageInfo
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
 from penstock.runtime.memory import Measured, Sizes, footprint
+from penstock.runtime.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall
 
@@ -115,6 +116,7 @@ def stage_sizes(
     shared: Sequence[object] = (),
     defers_head: Chunked = True,
     autocast: torch.dtype | None = None,
+    offload: Offload | None = None,
 ) -> Sizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`.
 
@@ -127,12 +129,14 @@ def stage_sizes(
         entries: those of a microbatch that the model takes, if axes have changed its forward.
         shared: what a copy of the stage takes as it is, such as a mesh.
         autocast: the dtype of autocast; None for none. Its casts of weights do not count.
+        offload: of what leaves `part`; None where nothing does.
 
     Returns None where the model's forward looks at values, so that only a real run can show it.
     """
     if not edges.known:
         return None
-    with shadow(part, {id(each): each for each in shared}) as model:
+    taken = (*shared, offload)
+    with shadow(part, {id(each): each for each in taken}) as model:
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
@@ -140,11 +144,13 @@ def stage_sizes(
         received = None if info.is_first else incoming
         lowered = None if autocast is None else AutocastWithoutValues(autocast)
         call = HFCall(model, info, entries, defers_head=defers_head)
-        stage = Stage(info.stage, model.train(), call if lowered is None else _Under(lowered, call))
+        lowering = call if lowered is None else _Under(lowered, call)
+        stage = Stage(info.stage, model.train(), lowering, offload=offload)
         _as_one_document(model)
         casts = tuple if lowered is None else lambda: lowered.casts.storages
         try:
-            with without_autocast(), _Fused(), Measured(casts) as measured:
+            saving = nullcontext() if offload is None else offload.forward(0)
+            with without_autocast(), _Fused(), saving, Measured(casts) as measured:
                 if info.is_last:
                     stage.forward_loss(0, received, microbatch, NextToken(), split)
                     sent: tuple[torch.Tensor, ...] = ()
@@ -153,7 +159,12 @@ def stage_sizes(
         except Exception:  # a forward that looks at values
             return None
         held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
+        offloaded = 0
+        if offload is not None:
+            staying = stage.staying(0, microbatch)
+            offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         with nullcontext() if lowered is None else lowered:  # layers that run again
             stage.input_backward(0, gradients)
-        return Sizes(held.activation, held.output, incoming.nbytes, stage.deferred[0].nbytes)
+        for_weight = stage.deferred[0].nbytes
+        return Sizes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)

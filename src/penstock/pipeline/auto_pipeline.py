@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.batch.liger import check_liger
 from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import LoraConfig, names_in_file, unwrap
 from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
@@ -184,6 +185,8 @@ class AutoPipeline(Options):
         chain = find_chain(source.model)
         if self.chunked_loss == "liger":
             check_for_liger(source.model, chain)
+        if (away := self.offloading()) is not None:
+            check_modules(away, source.model.get_submodule(chain.layers).children())
         if self.autocast is not None:
             chain = under_autocast(source.model, chain, self.autocast)
         if self.axes is not None:
@@ -278,6 +281,7 @@ class AutoPipeline(Options):
             self.parallel_options(),
             self.checkpointing(),
             self.own_loss and self.chunked_loss,
+            self.offloading(),
         )
 
     def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
@@ -419,6 +423,7 @@ class _Build:
             saved=self._saved(files),
             names=names,
             recomputed=_recomputation(auto, plan, None if mesh_plan is None else mesh_plan.axes),
+            offloading=auto.offloading(),
             trace_folder=auto.trace_folder,
             autocast=auto.autocast,
         )
@@ -475,6 +480,7 @@ class _Build:
             self._world.device,
             layers=plan.layers_of(model, index),
             checkpointing=auto.checkpointing(),
+            offloading=auto.offloading(),
             parallelize_fn=auto.parallelize_fn,
             compile=self._compiles,
             call=lambda module: HFCall(

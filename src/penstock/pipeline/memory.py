@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batch.liger import Chunked
 from penstock.errors import ConfigError, ModelError
+from penstock.models import activation_offloading
 from penstock.models.activation_checkpointing import Checkpointing, install
+from penstock.models.activation_offloading import Offloading
 from penstock.models.activation_sizes import layer_kind, stage_sizes
 from penstock.models.balanced_split import Memory
 from penstock.models.huggingface.boundary import compute_in
@@ -34,6 +36,7 @@ from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
 from penstock.parallel.tensor.shard import tensor_parallel
 from penstock.pipeline.build_plan import BuildPlan, StagePlan
 from penstock.runtime.memory import Sizes
+from penstock.runtime.offload import Offload
 from penstock.schedule import Costs, simulate
 from penstock.schedule.recompute import Places, counts_within, first_in_flight, mixed
 
@@ -86,6 +89,7 @@ class Account:
 
     axes: the mesh's axes other than `pp`, without -1
     how: its activation checkpointing
+    offloading: which activations wait in host memory
     chunked_loss: as in Options; taken where the mesh has no other axes
     """
 
@@ -94,6 +98,7 @@ class Account:
     options: ParallelOptions = field(default_factory=ParallelOptions)
     how: Checkpointing | None = None
     chunked_loss: Chunked = True
+    offloading: Offloading | None = None
 
     def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
@@ -239,7 +244,7 @@ class Account:
     def _sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
         """Bytes of microbatches, if `how` checkpoints all layers."""
         split = frozenset(stage for stage, _ in self.plan.schedule.split)
-        key = shape, how, self.axes, self.options, split, self.plan.stages
+        key = shape, how, self.axes, self.options, split, self.plan.stages, self.offloading
         if key not in self.plan.known_sizes:
             self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), how)
         return self.plan.known_sizes[key]
@@ -263,7 +268,8 @@ class Account:
                     known[key] = sizes
                 found.append(known[key])
         columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
-        return Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+        costs = Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+        return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
 
     def _of_stage(
         self,
@@ -285,6 +291,11 @@ class Account:
             tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
         if how is not None:
             install(plan.layers_of(part, stage), how)
+        offload = None
+        if self.offloading is not None:
+            offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
+            layers = [layer for _, layer in plan.layers_of(part, stage)]
+            activation_offloading.install(layers, self.offloading, offload)
         edges = HFEdges(plan.source.model, plan.chain, computed, ends=plan.ends)
         entries = taken(plan.source.model)
         shared = (mesh,) if mesh else ()
@@ -298,6 +309,7 @@ class Account:
             shared,
             defers_head=self._defers_head,
             autocast=self.options.autocast,
+            offload=offload,
         )
 
     @property

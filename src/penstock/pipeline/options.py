@@ -21,6 +21,7 @@ from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
+from penstock.models.activation_offloading import Offloading, check_schedule, offloading
 from penstock.models.stage import Provider
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
@@ -89,6 +90,8 @@ class Options:
         compile: whether torch.compile compiles each layer, and the next-token loss: True, False, or a
             penstock.pipeline.Compile. Compiled code rounds in another order than plain code does. Not with
             replay_routing and quantize.
+        activation_offloading: let activations wait in host memory between forward and backward: False or
+            True, or an Offloading (some modules or layers)
         parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
             the module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
             weights), or one that wraps it
@@ -130,6 +133,7 @@ class Options:
     shapes: Shapes = "inferred"
     activation_checkpointing: bool | str | Checkpointing = False
     compile: CompileLike = False
+    activation_offloading: bool | Offloading = False
     parallelize_fn: Parallelize | None = None
     trace_folder: str | Path | None = None
     axes: Axes | None = None
@@ -177,6 +181,8 @@ class Options:
                 "it marks no pairs of ops to overlap",
                 "Take dualpipe_v, dualpipe or 1f1b with paired=True, or overlap='auto'",
             )
+        if (away := self.offloading()) is not None:
+            check_schedule(away, schedule, self.checkpointing())
         return schedule
 
     def schedules(self, chosen: Schedule, frozen: Collection[int] = ()) -> Callable[[int], Schedule]:
@@ -245,6 +251,9 @@ class Options:
 
     def checkpointing(self) -> Checkpointing | None:
         return checkpointing(self.activation_checkpointing)
+
+    def offloading(self) -> Offloading | None:
+        return offloading(self.activation_offloading)
 
     def parallel_options(self) -> ParallelOptions:
         return ParallelOptions(self.sharded, self.context, self.sequence_parallel, self.autocast)
@@ -348,6 +357,7 @@ class Options:
             "wire_dtype": str(self.wire_dtype),
             "activation_checkpointing": str(self.activation_checkpointing),
             "compile": str(as_compile(self.compile)),
+            "activation_offloading": str(self.activation_offloading),
             "parallelize_fn": named(self.parallelize_fn),
             "parallel options": str(self.parallel_options()),
             "sharding": ", ".join(sharding) or "by rows",

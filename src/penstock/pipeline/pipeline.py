@@ -399,7 +399,9 @@ class Pipeline(SplitModel):
         The median time of each stage's ops, without the exchanges within an op (`Costs.measured`); the
         bytes of each stage and microbatch. Raises ConfigError before the first step.
         """
-        return step_costs(self._last_step("costs"), self._training.executors, self.processes)
+        away = self._built.offloading
+        ahead = 1 if away is None else away.ahead
+        return step_costs(self._last_step("costs"), self._training.executors, self.processes, ahead)
 
     @collective
     def layer_costs(self, batch: BatchLike, repeats: int = 3, **entries: Any) -> LayerCosts:

@@ -10,7 +10,7 @@ stages and channels, is the same for every count.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from penstock.pipeline.stages import BuiltStages
@@ -20,6 +20,7 @@ from penstock.runtime.plan import lower
 from penstock.runtime.recorder import Recorder
 from penstock.schedule import Proof, Schedule, verify
 from penstock.schedule.builders.gpipe import forwards
+from penstock.schedule.offload import HostCopies, host_copies
 from penstock.schedule.order import exchanges
 from penstock.schedule.recompute import Places
 
@@ -71,13 +72,23 @@ class Schedules:
         schedule = built.schedule if is_built else built.make_schedule(count)
         assert schedule.placement == built.schedule.placement, f"{count} microbatches move stages"
         proof = verify(schedule)
-        return self._lower(proof, built.recomputed(proof))
+        away = built.offloading
+        copies = None if away is None else host_copies(schedule, away.ahead)
+        return self._lower(proof, built.recomputed(proof), copies)
 
     def _make_forwards(self, count: int) -> LoweredSchedule:
         return self._lower(verify(forwards(self._built.schedule.placement, count)))
 
-    def _lower(self, proof: Proof, recomputed: Places = frozenset()) -> LoweredSchedule:
-        """recomputed: the (stage, microbatch) whose layers run again in the backward"""
+    def _lower(
+        self,
+        proof: Proof,
+        recomputed: Places = frozenset(),
+        copies: Sequence[HostCopies] | None = None,
+    ) -> LoweredSchedule:
+        """
+        recomputed: the (stage, microbatch) whose layers run again in the backward
+        copies: by rank, of the activations that wait in host memory
+        """
         built, schedule = self._built, proof.schedule
         world = built.world
         world.check(schedule)
@@ -92,6 +103,7 @@ class Schedules:
                 exchanges=together,
                 reduced=reduced,
                 overlap=world.transport.overlap,
+                copies=copies,
             )
             recorder, thread = self._recorders[rank], self._threads.get(rank)
             executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder, thread))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -13,7 +13,9 @@ from torch import nn
 from penstock.batch.loss import Loss
 from penstock.batch.shapes import EdgeShapes
 from penstock.errors import ConfigError, ModelError
+from penstock.models import activation_offloading
 from penstock.models.activation_checkpointing import Checkpointing, install
+from penstock.models.activation_offloading import Offloading
 from penstock.models.stage import ProvidedCall, Provider, StageInfo, declared_on_every_stage, provided_edges
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.mesh_plan import MeshPlan
@@ -22,6 +24,7 @@ from penstock.pipeline.options import Options, Parallelize
 from penstock.pipeline.split_batch import BatchSplitter
 from penstock.pipeline.split_module import layers_of
 from penstock.runtime.health.agreement import compare_values, named, shared_errors
+from penstock.runtime.offload import Offload
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages
@@ -48,6 +51,7 @@ class BuiltStages:
     names: by stage of this process, the names of the parameters that are saved
     copies: by stage of this process, the names of the parameters that are copies of the first stage's
     recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
+    offloading: which activations wait in host memory; None: none do
     trace_folder: where each process writes the timeline of a step that fails
     autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
     """
@@ -66,6 +70,7 @@ class BuiltStages:
     names: Mapping[int, frozenset[str]] | None = None
     copies: Mapping[int, frozenset[str]] = field(default_factory=dict)
     recomputed: Callable[[Proof], Places] = lambda proof: frozenset()
+    offloading: Offloading | None = None
     trace_folder: str | Path | None = None
     autocast: torch.dtype | None = None
 
@@ -125,6 +130,7 @@ def make_stage(
     *,
     layers: NumberedLayers | None = None,
     checkpointing: Checkpointing | None = None,
+    offloading: Offloading | None = None,
     parallelize_fn: Parallelize | None = None,
     compile: Callable[[Sequence[nn.Module]], None] | None = None,
     call: Callable[[nn.Module], StageCall] = ProvidedCall,
@@ -157,6 +163,12 @@ def make_stage(
     else:
         labels = [(f"layer {number}", layer) for number, layer in held]
     switch = None if checkpointing is None else install(held, checkpointing)
+    offload = None
+    if offloading is not None:
+        offload = Offload(device, offloading.min_bytes)
+        activation_offloading.install([layer for _, layer in held], offloading, offload)
+        if parallelize_fn is not None:
+            parallelize_fn = activation_offloading.checked(parallelize_fn)
     module, callee = parallelized(module if placed else module.to(device), parallelize_fn, index)
     if compile is not None:
         compile([layer for _, layer in held])
@@ -166,9 +178,9 @@ def make_stage(
     runs = call(callee)
     runs = seeded_call(runs, rng) if rng else runs
     if routing is None:
-        stage = Stage(index, module, runs, switch, shards)
+        stage = Stage(index, module, runs, switch, shards, offload)
     else:
-        stage = RoutedStage(index, module, runs, routing, switch, shards)
+        stage = RoutedStage(index, module, runs, routing, switch, shards, offload)
     stage.rng = rng
     return stage
 
@@ -260,7 +272,9 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
-    everyone = world.everyone
+    everyone, away = world.everyone, options.offloading()
+    if away is not None:
+        _check_offloading(away, provided.values(), everyone)
     if mesh_plan is not None:
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
@@ -274,6 +288,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
                 module,
                 world.device,
                 checkpointing=how,
+                offloading=away,
                 parallelize_fn=options.parallelize_fn,
                 compile=compiles,
                 position=index % depth,
@@ -306,6 +321,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         recomputed=lambda proof: (
             frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
         ),
+        offloading=away,
         trace_folder=options.trace_folder,
         autocast=options.autocast,
     )
@@ -341,6 +357,13 @@ def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
     """The names by which `module` lists its copies of the weights `shared`: it may hold one under several."""
     copies = {id(copy_of(module, name)) for name in shared}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
+
+
+def _check_offloading(away: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
+    """Raise ConfigError, on every rank, for a module that no layer of any rank has. Collective."""
+    names = activation_offloading.names_in(layer for module in provided for _, layer in layers_of(module))
+    everywhere = {name for each in everyone.gather(sorted(names)) for name in each}
+    activation_offloading.check_names(away, everywhere)
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:

@@ -26,7 +26,9 @@ from penstock.schedule import Costs, Schedule, Timeline
 Times = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
 
 
-def step_costs(last: StepRecord, executors: Sequence[Executor], processes: Processes) -> Costs:
+def step_costs(
+    last: StepRecord, executors: Sequence[Executor], processes: Processes, offload_ahead: int = 1
+) -> Costs:
     """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
     schedule = last[0]
     local = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
@@ -39,7 +41,7 @@ def step_costs(last: StepRecord, executors: Sequence[Executor], processes: Proce
     ]
     held = {name: [[getattr(sizes, name) for sizes in row] for row in table] for name in Sizes._fields}
     measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
-    return replace(measured, **held)  # type: ignore[arg-type]
+    return replace(measured, offload_ahead=offload_ahead, **held)  # type: ignore[arg-type]
 
 
 def layer_costs(

@@ -63,6 +63,77 @@ class CudaCopies:
         return moment
 
 
+# ---- Activations that wait in host memory: the compute stream waits when the plan says so, and no sooner
+
+
+class HostLink(Protocol):
+    """Copies between a device and host memory, each direction in order, while the device computes.
+
+    Both begin once the compute stream has come to the call, and return what `wait` takes. Until that wait all
+    memory has to live.
+    """
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> object:
+        """Copy `tensors` of the device to host memory."""
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> object:
+        """Copy host memory into `tensors` of the device."""
+
+    def wait(self, copied: object) -> None:
+        """Hold up what computes on the device until these copies are over."""
+
+
+class CudaLink:
+    """The link of a GPU, with a stream for each direction.
+
+    The memory of both ends of a copy is the compute stream's, which waits before it may be used again: so it
+    takes no part in the allocator's bookkeeping of streams, and a host far ahead frees it on time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._downs, self._ups = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> torch.cuda.Event:
+        return self._copy(self._downs, tensors, hosts)
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event:
+        return self._copy(self._ups, hosts, tensors)
+
+    def wait(self, copied: object) -> None:
+        assert isinstance(copied, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            return event
+
+
+class InlineLink:
+    """The link of a CPU, whose memory host memory is: copies are over when the call returns."""
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        for tensor, host in zip(tensors, hosts, strict=True):
+            host.copy_(tensor)
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.down(hosts, tensors)
+
+    def wait(self, copied: object) -> None:
+        pass
+
+
+def host_link(device: torch.device) -> HostLink:
+    return CudaLink(device) if device.type == "cuda" else InlineLink()
+
+
 def pin(host: Tensor) -> None:
     """Pin host memory that torch has not allocated, such as that of a file, as long as the process lives.
 

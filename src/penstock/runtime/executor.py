@@ -46,6 +46,7 @@ from penstock.runtime.stage import Stage
 from penstock.runtime.stream import Time
 from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
+from penstock.schedule.offload import HostCopy
 
 # gives an action its effect; None for a wait, which may have to let other ranks of this process run first
 Effect = Callable[[Any, StepInput], None] | None
@@ -117,7 +118,7 @@ class Executor:
         """Each action with its effect, found once for all steps."""
         effects: Mapping[type[Action], Effect] = {
             Post: self._post, Wait: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
-            Exchange: self._exchange, Free: self._free, Reduce: self._reduce,
+            Exchange: self._exchange, Free: self._free, Reduce: self._reduce, HostCopy: self._host_copy,
             Begin: self._begin, End: self._end,
         }  # fmt: skip
         settled = False
@@ -186,6 +187,9 @@ class Executor:
         except RuntimeError as error:
             self._raise_typed(f"the reduction of stage {action.stage}", error)
         self.recorder.reduced(action.stage, start, self.recorder.now())
+
+    def _host_copy(self, action: HostCopy, step: StepInput) -> None:
+        self.ops.host_copy(action, step)
 
     def _raise_typed(self, doing: Op | str, error: RuntimeError) -> None:
         """Raise `error`, or the typed error that says which other rank caused it."""

@@ -63,6 +63,7 @@ class Sizes(NamedTuple):
     sent: int
     buffer: int
     held_for_weight: int
+    offloaded: int = 0
 
 
 class PeakMemory(NamedTuple):
@@ -99,6 +100,7 @@ class Ledger:
         self._forwards: dict[Place, tuple[Footprint, int]] = {}
         self._live: dict[Place, int] = {}  # bytes of activations, from forward to backward
         self._for_weight: dict[Place, int] = {}
+        self._offloaded: dict[Place, int] = {}
 
     def sample(self, buffers: int) -> None:
         total = self._activations + self._deferred + self._received + buffers
@@ -130,8 +132,19 @@ class Ledger:
             if found is wrong:
                 self._forwards[place] = right, result
                 if place in self._live:
-                    self._live[place] = right.activation
+                    self._live[place] += right.activation - wrong.activation
                     self._activations += right.activation - wrong.activation
+
+    def release(self, place: Place, nbytes: int) -> None:
+        """A part of the activation waits in host memory."""
+        self._offloaded[place] = nbytes
+        self._live[place] -= nbytes
+        self._activations -= nbytes
+
+    def reload(self, place: Place, nbytes: int) -> None:
+        """It is on its way back."""
+        self._live[place] += nbytes
+        self._activations += nbytes
 
     def backward(self, op: Op, deferred: int) -> None:
         """Count a backward. deferred: bytes still held for W"""
@@ -149,7 +162,13 @@ class Ledger:
     def sizes(self) -> dict[Place, Sizes]:
         """The bytes that each microbatch held on each stage."""
         return {
-            place: Sizes(found.activation, found.output, result, self._for_weight.get(place, 0))
+            place: Sizes(
+                found.activation,
+                found.output,
+                result,
+                self._for_weight.get(place, 0),
+                self._offloaded.get(place, 0),
+            )
             for place, (found, result) in self._forwards.items()
         }
 

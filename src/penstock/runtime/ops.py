@@ -7,6 +7,7 @@ step, and facts about a shape are looked up once a step for all of its microbatc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from penstock.batch.shapes import EdgeShapes, check
 from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
+from penstock.schedule.offload import HostCopy
 
+_PLAIN = nullcontext()
 _REMEMBERED = 4096  # shapes of each stage whose footprints are known
 
 Run = Callable[[Compute, Payload | None, StepInput], Payload | None]  # returns the payload for another stage
@@ -99,13 +102,14 @@ class Ops:
     def _forward(
         self, compute: Compute, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
     ) -> Payload | None:
-        (stage, _, number), split, recompute = compute.op, compute.split, compute.recompute
-        microbatch = step.microbatches[number]
-        if not compute.is_last:
-            return self._stages[stage].forward(number, received, microbatch, expected, split, recompute)
-        self.totals.append(
-            self._stages[stage].forward_loss(number, received, microbatch, self._loss, split, recompute)
-        )
+        (index, _, number), split, recompute = compute.op, compute.split, compute.recompute
+        stage, microbatch = self._stages[index], step.microbatches[number]
+        offload = compute.offload and stage.offload
+        with offload.forward(number) if offload else _PLAIN:
+            if not compute.is_last:
+                return stage.forward(number, received, microbatch, expected, split, recompute)
+            total = stage.forward_loss(number, received, microbatch, self._loss, split, recompute)
+        self.totals.append(total)
         return None
 
     def footprint(self, compute: Compute, step: StepInput) -> Footprint | None:
@@ -202,6 +206,24 @@ class Ops:
     def weight_backward(self, compute: Compute, received: Payload | None, step: StepInput) -> None:
         self._stages[compute.op.stage].weight_backward(compute.op.microbatch)
         self.ledger.weight_backward(compute.op)
+
+    # ---- host memory
+
+    def host_copy(self, copy: HostCopy, step: StepInput) -> None:
+        """A step of the copies of a microbatch's activations to host memory and back."""
+        stage, number = self._stages[copy.stage], copy.microbatch
+        offload, ledger, place = stage.offload, self.ledger, (copy.stage, number)
+        if offload is None:
+            return
+        match copy.step:
+            case "offload":
+                offload.offload(number, stage.staying(number, step.microbatches[number]))
+            case "release":
+                ledger.release(place, offload.release(number))
+            case "reload":
+                ledger.reload(place, offload.reload(number))
+            case "restore":
+                offload.restore(number)
 
     # ---- edges
 

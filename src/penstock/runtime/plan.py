@@ -24,6 +24,11 @@ With `overlap`, the backward of an overlapped pair runs in a second thread while
 
 `verify` has proven that the inputs of both ops can be there before either op starts. Backwards still follow
 each other in program order, so every gradient is summed in the same order.
+
+With `copies`, activations wait in host memory meanwhile (penstock.schedule.offload):
+
+    0F0   send 0F0   offload 0F0   0F1   send 0F1   release 0F0   0F2   send 0F2   reload 0F0   0F3   send 0F3
+    wait 1B0   restore 0F0   0B0 ...
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeGuard
 
 from penstock.schedule import Op, Proof, Schedule
+from penstock.schedule.offload import HostCopies, HostCopy, offloaded, verify_copies
 from penstock.schedule.order import AHEAD, Exchanges, posts
 
 
@@ -76,6 +82,7 @@ class Compute(NamedTuple):
     is_last: whether the stage is the last one of its copy of the model
     split: whether the backward of this microbatch is split into I and W
     recompute: whether the forward keeps its inputs only, and runs again in the backward
+    offload: whether what the forward saves will wait in host memory
     """
 
     op: Op
@@ -85,6 +92,7 @@ class Compute(NamedTuple):
     is_last: bool
     split: bool
     recompute: bool
+    offload: bool = False
 
 
 class Deliver(NamedTuple):
@@ -133,7 +141,7 @@ class End(NamedTuple):
     backward: Compute
 
 
-Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | Begin | End
+Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | HostCopy | Begin | End
 
 
 @dataclass(frozen=True)
@@ -163,6 +171,7 @@ def lower(
     exchanges: Exchanges | None = None,
     reduced: frozenset[int] = frozenset(),
     overlap: bool = False,
+    copies: Sequence[HostCopies] | None = None,
 ) -> Plan:
     """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs.
 
@@ -173,10 +182,13 @@ def lower(
         exchanges: of the same schedule, where messages go in batches; then `ahead` has no effect.
         reduced: the stages whose gradients are summed over the mesh.
         overlap: whether the schedule's overlapped pairs run in two threads.
+        copies: by rank, what waits in host memory; proven here. Raises ScheduleError.
     """
     schedule = proof.schedule
+    if copies is not None:
+        verify_copies(proof, copies)
     receives = posts(schedule, rank, ahead) if exchanges is None else exchanges.receives[rank]
-    actions = _Lowering(schedule, rank, receives, recomputed, reduced).actions()
+    actions = _Lowering(schedule, rank, receives, recomputed, reduced, copies).actions()
     if exchanges is not None:
         assert exchanges.schedule == schedule
         actions = _with_exchanges(actions, exchanges.in_line)
@@ -193,9 +205,12 @@ class _Lowering:
         receives: Sequence[Sequence[Op]],
         recomputed: frozenset[tuple[int, int]],
         reduced: frozenset[int],
+        copies: Sequence[HostCopies] | None = None,
     ) -> None:
         self._schedule, self._placement, self._receives = schedule, schedule.placement, receives
         self._program, self._recomputed = schedule.programs[rank], recomputed
+        self._copies: HostCopies = [()] * len(self._program) if copies is None else copies[rank]
+        self._offloaded = frozenset() if copies is None else offloaded(copies)
         # no gradient is added to a stage after its last op
         last = {op.stage: op for op in self._program if op.kind != "F"}
         self._completes = {op: stage for stage, op in last.items() if stage in reduced}
@@ -205,13 +220,16 @@ class _Lowering:
         self._in_flight: dict[int, list[Message]] = {}  # by receiving rank: sends not yet proven complete
 
     def actions(self) -> Iterator[Action]:
-        for op, receives in zip(self._program, self._receives, strict=True):
+        for op, receives, copies in zip(self._program, self._receives, self._copies, strict=True):
             for source in receives:
                 yield Post(Message(source, source.stage + (1 if source.kind == "F" else -1)))
+            # behind the posts: what is sent and posted between two ops stays together
+            yield from (copy for copy in copies if copy.step != "restore")
             needed, result = self._taken(op), self._given(op)
             if self._is_remote(needed):
                 yield Wait(needed)
                 yield from self._frees_after(needed)
+            yield from (copy for copy in copies if copy.step == "restore")
             yield self._compute(op, needed, result)
             if self._is_remote(result):
                 yield Send(result)
@@ -233,6 +251,7 @@ class _Lowering:
             self._placement.is_last(op.stage),
             place in self._schedule.split,
             place in self._recomputed,
+            op.kind == "F" and place in self._offloaded,
         )
 
     def _host(self, stage: int) -> int:
@@ -284,8 +303,8 @@ def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Acti
     """The same actions, with each pair's backward begun before its forward.
 
     What precedes the backward moves in front of the forward: posts, a wait, and the frees that this wait
-    proves. What the forward sends stays behind it: the backward's input cannot depend on it, or the pair
-    could not overlap.
+    proves. What the forward sends or offloads stays behind it: the backward's input cannot depend on it, or
+    the pair could not overlap.
     """
     for action in actions:
         if not (isinstance(action, Compute) and action.op in pairs):
@@ -295,7 +314,8 @@ def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Acti
         for between in actions:
             if isinstance(between, Compute):
                 break
-            if isinstance(between, Send | Deliver) and between.message.op == action.op:
+            sent = isinstance(between, Send | Deliver) and between.message.op == action.op
+            if sent or between == HostCopy("offload", action.op.stage, action.op.microbatch):
                 after.append(between)
             else:
                 yield between

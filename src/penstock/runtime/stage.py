@@ -15,17 +15,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_leaves
 
 from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
 from penstock.runtime.memory import Footprint
+from penstock.runtime.offload import Offload
 from penstock.runtime.rng import StageRNG
-from penstock.runtime.sharded_weights import Sharding
+from penstock.runtime.sharded_weights import Sharding, local_shard
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.split_backward.casts import WeightCasts
-from penstock.runtime.split_backward.deferred import Deferred, PutOff
+from penstock.runtime.split_backward.deferred import PLAIN, Deferred, PutOff
 from penstock.runtime.split_backward.recording import Tape, casting, deferring
 from penstock.schedule import Op
 
@@ -75,6 +77,7 @@ class Stage:
         call: how to run it, often the module itself.
         recomputing: the switch of its activation checkpointing, if it has any.
         shards: None where its weights are not sharded by penstock.
+        offload: of its activations that wait in host memory, if any do.
     """
 
     def __init__(
@@ -84,8 +87,9 @@ class Stage:
         call: StageCall,
         recomputing: Recomputing | None = None,
         shards: Shards | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        self.index, self.module, self.shards = index, module, shards
+        self.index, self.module, self.shards, self.offload = index, module, shards, offload
         self._call, self._recomputing = call, recomputing
         # empty after every step: the first two by microbatch
         self.live: dict[int, Live] = {}  # from F to the end of B or I
@@ -100,7 +104,8 @@ class Stage:
     @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        return len(self.live) + len(self.deferred) + len(self.casts)
+        away = 0 if self.offload is None else self.offload.left_over
+        return len(self.live) + len(self.deferred) + len(self.casts) + away
 
     def forward(
         self,
@@ -210,6 +215,17 @@ class Stage:
         yield from self.sharding.gathered
         yield from self.casts.storages
 
+    def staying(self, number: int, microbatch: Microbatch) -> set[int]:
+        """The storages, by address, that a forward may have saved and that others hold as well.
+
+        Parameters and what is made of them once, buffers, and all that the microbatch or another stage gave.
+        """
+        held = [local_shard(held) for held in (*self.module.parameters(), *self.module.buffers())]
+        given = [value for value in tree_leaves(dict(microbatch)) if isinstance(value, Tensor)]
+        tensors = (tensor for tensor in (*held, *given, *self.live[number].inputs) if type(tensor) in PLAIN)
+        storages = (*(tensor.untyped_storage() for tensor in tensors), *self.shared_storages)
+        return {storage._cdata for storage in storages}
+
     def begin_step(self) -> None:
         """A step that trains begins, with any number of microbatches."""
 
@@ -219,6 +235,8 @@ class Stage:
 
     def reset(self) -> None:
         """Forget a failed step."""
+        if self.offload is not None:
+            self.offload.reset()
         self.live.clear()
         self.deferred.clear()
         self.end_step()
@@ -275,8 +293,9 @@ class RoutedStage(Stage):
         routing: Routing,
         recomputing: Recomputing | None = None,
         shards: Shards | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        super().__init__(index, module, call, recomputing, shards)
+        super().__init__(index, module, call, recomputing, shards, offload)
         self.routing = routing
 
     @property

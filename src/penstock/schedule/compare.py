@@ -24,7 +24,7 @@ from penstock.schedule.timeline import Timeline
 Builder = Callable[..., Schedule]
 
 _DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward",
-            "exchange", "exchange_in_backward")  # fmt: skip
+            "exchange", "exchange_in_backward", "offloaded")  # fmt: skip
 _CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
 _REACH = 4  # numbers that work are looked for within so many times the number of ranks

@@ -19,7 +19,7 @@ Row = list[float]  # one number per microbatch
 
 # the costs that may differ between stages; and those that equal another one if they are None
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
-         "held_in_backward", "exchange", "exchange_in_backward")  # fmt: skip
+         "held_in_backward", "exchange", "exchange_in_backward", "offloaded")  # fmt: skip
 _OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
               "exchange_in_backward": "exchange"}  # fmt: skip
 
@@ -47,6 +47,11 @@ class Costs:
     exchange: the part of F that waits for other ranks within the op, such as for expert parallelism. Above 0,
         overlapped pairs run side by side and each hides the waits of the other, in the best case
     exchange_in_backward: the same of B or I. None: `exchange`
+    offloaded: the part of the activation that waits in host memory (penstock.schedule.offload), in the
+        microbatches that gain by it
+    host_bandwidth: sizes per unit of time that a rank's link to host memory moves, in each of the two
+        directions at once. None: copies take no time
+    offload_ahead: ops in whose time a copy should be over
     """
 
     forward: Cost = 1.0
@@ -62,12 +67,23 @@ class Costs:
     held_in_backward: Cost | None = None
     exchange: Cost = 0.0
     exchange_in_backward: Cost | None = None
+    offloaded: Cost = 0.0
+    host_bandwidth: float | None = None
+    offload_ahead: int = 1
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
-        if self.bandwidth is not None and not (_is_number(self.bandwidth) and self.bandwidth > 0):
-            rule = "it divides bytes, and is a number above 0"
-            raise ConfigError(f"Costs(bandwidth={self.bandwidth!r})", rule, "Give bytes a unit of time")
+        for name in ("bandwidth", "host_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and value > 0):
+                rule = "it divides bytes, and is a number above 0"
+                raise ConfigError(f"Costs({name}={value!r})", rule, "Give bytes a unit of time")
+        if type(self.offload_ahead) is not int or self.offload_ahead < 1:
+            rule = "it is how many ops a copy may take, a whole number from 1 on"
+            raise ConfigError(f"Costs(offload_ahead={self.offload_ahead!r})", rule, "Give 1 or more")
+        if self.offloads and self.overlaps:
+            rule = "the copies of pairs that run side by side are not simulated"
+            raise ConfigError("Costs(offloaded=..., exchange=...)", rule, "Leave one of them out")
         for name in COSTS:
             _check_form(name, getattr(self, name))
 
@@ -80,6 +96,11 @@ class Costs:
     def overlaps(self) -> bool:
         """Whether ops have waits that a pair could hide."""
         return any(map(_is_something, (self.exchange, self.exchange_in_backward)))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether activations wait in host memory."""
+        return _is_something(self.offloaded)
 
     def rows(self, name: str, placement: Placement, microbatches: int) -> list[Row]:
         """The cost called `name` by stage and microbatch; copies of a stage cost the same.

@@ -53,7 +53,8 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) ->
     kept: the costs without recomputation
     recomputed: the sizes of a recomputed forward: `activation` from F on, usually its inputs;
         `held_in_backward` from the start of its I or B, and `held_for_weight` after I, both as in `kept` if
-        None. Its I takes the time of the forward longer; the durations here are not used
+        None; and `offloaded`, the part of the activation that waits in host memory. Its I takes the time of
+        the forward longer; the durations here are not used
     """
     placement, microbatches = schedule.placement, schedule.microbatches
 
@@ -78,6 +79,7 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) ->
         activation=size("activation"),
         held_in_backward=size("held_in_backward"),
         held_for_weight=size("held_for_weight"),
+        offloaded=size("offloaded") if kept.offloads or recomputed.offloads else 0.0,
     )
 
 

@@ -11,17 +11,20 @@ Each op starts as soon as its rank has ended the one before and its input has ar
     a receive       from its post, at the op that `order.posts` says, until an op has taken it:
                     F keeps it as a part of its activation, I and B drop it at their end
     a send          from the end of its op until it has arrived
+
+What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.schedule.costs import Costs
+from penstock.schedule.host_link import Change, HostLinks
 from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, ends
 from penstock.schedule.ops import Op, Pair, Schedule, collector_paused
 from penstock.schedule.order import posts, received, taker
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-Change = tuple[float, float]  # when, and by how much what is held changes
 Times = list[tuple[float, float]]  # start and end of each op of a program
 
 
@@ -58,6 +60,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
             found.critical_path(),
             schedule.overlaps,
             found.waits(),
+            copies=() if found.links is None else tuple(found.links.copies),
         )
 
 
@@ -67,6 +70,7 @@ class _Run:
     start, end: of each op
     free_at: when its rank has ended the op before
     sent, there: when the op that it needs has ended, and when that result is there; 0 if it needs none
+    links: to host memory; None where nothing is offloaded
     """
 
     def __init__(self, arrays: OpArrays, order: list[int], costs: Costs) -> None:
@@ -74,7 +78,13 @@ class _Run:
 
         self._arrays = arrays
         delays, pairs = _delays(arrays, costs), _pairs(arrays, costs)
-        self.end = ends(arrays, order, _durations(arrays, costs), delays, pairs)
+        durations = _durations(arrays, costs)
+        self.links = None
+        if costs.offloads and arrays.schedule.trains:
+            self.links = HostLinks(arrays, order, durations, delays, costs)
+            self.end = self.links.end
+        else:
+            self.end = ends(arrays, order, durations, delays, pairs)
         self.sent = np.where(arrays.needed == NOTHING, 0.0, self.end[arrays.needed])
         self.there = self.sent + delays
         self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before])
@@ -83,6 +93,8 @@ class _Run:
         for one in pairs:
             self._side_by_side(one)
         self.start = np.maximum(self.there, self.free_at)
+        if self.links is not None:
+            self.start = np.maximum(self.start, self.links.gate)
         for one in pairs:
             self.start[one] = self.start[one + 1]
 
@@ -155,7 +167,7 @@ def _delays(arrays: OpArrays, costs: Costs) -> Floats:
 def _memory(arrays: OpArrays, costs: Costs, found: _Run) -> tuple[Curve, ...]:
     """By rank, what it holds over time."""
     held, schedule = _Held(arrays, costs), arrays.schedule
-    if not costs.counts_buffers:
+    if not costs.counts_buffers and found.links is None:
         return held.activations(found)
     times = [found.of_rank(rank) for rank in range(schedule.ranks)]
     all_posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
@@ -164,7 +176,8 @@ def _memory(arrays: OpArrays, costs: Costs, found: _Run) -> tuple[Curve, ...]:
     in_time = itemgetter(0)  # changes at one time keep their order
     curves = []
     for rank, row in enumerate(times):
-        changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at), key=in_time)
+        offloaded = [[]] * len(row) if found.links is None else found.links.of_rank(arrays, rank)
+        changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at, offloaded), key=in_time)
         curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
     return tuple(curves)
 
@@ -215,7 +228,12 @@ class _Held:
         return list(zip(*columns, strict=True))
 
     def with_messages(
-        self, rank: int, times: Times, posted: list[list[Op]], posted_at: dict[Op, float]
+        self,
+        rank: int,
+        times: Times,
+        posted: list[list[Op]],
+        posted_at: dict[Op, float],
+        offloaded: Sequence[Sequence[Change]],
     ) -> Iterator[Change]:
         """Activations, receives and sends. Of changes at one time, arrivals come last.
 
@@ -223,14 +241,16 @@ class _Held:
 
         posted: what the rank posts at each op; posted_at: when each result's receiver posts its receive.
             Until then the result stays with the sender
+        offloaded: what releases and reloads in front of each op change
         """
         arrivals: list[Change] = []
         program = self._schedule.programs[rank]
-        for op, posts_here, reached, (start, end), (at_start, at_end) in zip(
-            program, posted, _reached(times), times, self.of_rank(rank), strict=True
+        for op, posts_here, reached, (start, end), (at_start, at_end), copied in zip(
+            program, posted, _reached(times), times, self.of_rank(rank), offloaded, strict=True
         ):
             for source in posts_here:
                 yield reached, self._message(source)
+            yield from copied
             needed = received(self._schedule, op)
             taken = 0.0 if needed is None else self._message(needed)
             yield start, at_start - (taken if op.kind == "F" else 0.0)

@@ -49,11 +49,26 @@ class Reduction(NamedTuple):
     end: float
 
 
+class Copy(NamedTuple):
+    """Activations of a microbatch on their way between the device of `rank` and its host memory.
+
+    up: back to the device; stalled: how long the rank stood still until they were there
+    """
+
+    rank: int
+    stage: int
+    microbatch: int
+    up: bool
+    start: float
+    end: float
+    stalled: float = 0.0
+
+
 class Idle(NamedTuple):
     """The time in which a rank did not compute. With its busy time it adds up to the makespan.
 
     peer, wire: waiting for another rank's compute, and for its message
-    runtime: the rest of the gaps between its first op and its last
+    runtime: the rest of the gaps between its first op and its last, waits for the host link among them
     outside: before its first op and after its last
     reduce: reducing gradients over the data-parallel ranks, which counts as an op here
     """
@@ -75,6 +90,7 @@ class Timeline:
     overlaps: the pairs meant to run side by side
     waits: when each rank waited, and for which op; empty if not recorded
     reductions: when each rank reduced gradients over the data-parallel ranks
+    copies: the activations that went to host memory and back; only of a simulation
     """
 
     name: str
@@ -86,6 +102,7 @@ class Timeline:
     overlaps: frozenset[Pair] = frozenset()
     waits: tuple[Wait, ...] = ()
     reductions: tuple[Reduction, ...] = ()
+    copies: tuple[Copy, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -199,6 +216,7 @@ class Timeline:
                 w._replace(start=w.start - start, end=w.end - start, sent=w.sent - start) for w in self.waits
             ),
             reductions=tuple(r._replace(start=r.start - start, end=r.end - start) for r in self.reductions),
+            copies=tuple(c._replace(start=c.start - start, end=c.end - start) for c in self.copies),
         )
 
     def to_data(self) -> dict[str, Any]:
@@ -238,6 +256,14 @@ class Timeline:
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:
         return self._by_rank[rank]
+
+    @cached_property
+    def stalled(self) -> tuple[float, ...]:
+        """How long each rank stood still for its link to host memory."""
+        stalls = [0.0] * self.ranks
+        for copy in self.copies:
+            stalls[copy.rank] += copy.stalled
+        return tuple(stalls)
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Span, ...], ...]:

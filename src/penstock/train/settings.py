@@ -14,6 +14,7 @@ from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
 from penstock.launch.start import under_torchrun
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_offloading import Offloading
 from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.compiling import Compile, as_compile, check_compiler
@@ -179,6 +180,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         timeout=pipeline.timeout_seconds,
         trace_folder=trace_folder(config, axes),
         activation_checkpointing=_checkpointing(config),
+        activation_offloading=_offloading(config),
         replay_routing=config.train.replay_routing,
         compile=_compile(config),
         shapes=make_padding(pipeline) or pipeline.shapes,
@@ -222,6 +224,11 @@ def _compile(config: TrainConfig) -> bool | Compile:
     if isinstance(section, bool):
         return section
     return Compile(loss=False) if section == "layers" else Compile(layers="none")
+
+
+def _offloading(config: TrainConfig) -> bool | Offloading:
+    section = config.train.activation_offloading
+    return section if isinstance(section, bool) else Offloading(**section.model_dump())
 
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from penstock.train.config.values import (
     Layout,
     Natural,
     NotNegative,
+    Offloading,
     Patterns,
     Positive,
     Ranks,
@@ -509,6 +510,8 @@ class TrainSection(Section):
     # torch.compile. true: of each layer and of the loss; layers or loss: of these alone; or a mapping. Not
     # with replay_routing, nor with adapter.quantize
     compile: Compile = False
+    # what layers save waits in host memory between forward and backward, copied while the GPU computes
+    activation_offloading: Offloading = False
     # A layer that runs again chooses the same experts as before, even where scores are nearly tied. Refused
     # for a model without experts, or whose routers choose in an unknown way
     replay_routing: bool = False

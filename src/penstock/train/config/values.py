@@ -120,6 +120,32 @@ class CheckpointingSection(Section):
         return self
 
 
+class OffloadingSection(Section):
+    """Which activations wait in host memory between forward and backward."""
+
+    modules: Patterns = ()  # what these modules of a layer save, as mlp or "*norm*"; none: all of each layer
+    layers: Count | None = None  # the first so many of each stage; null: all
+    # ops of a rank in whose time a copy should be over: with more, a slow link holds up less, and more
+    # microbatches lie on the device
+    ahead: Count = 1
+    min_bytes: Natural = 2**20  # smaller tensors stay on the device
+
+
+def _offloading(value: object) -> object:
+    if isinstance(value, bool | dict | OffloadingSection):
+        return value
+    raise ValueError(
+        f"{value!r} does not say what is offloaded; write true, false, or a mapping, as {{modules: [mlp]}}"
+    )
+
+
+Offloading = Annotated[
+    Annotated[bool, Tag("mode")] | Annotated[OffloadingSection, Tag("settings")],
+    Discriminator(lambda value: "settings" if isinstance(value, dict | OffloadingSection) else "mode"),
+    BeforeValidator(_offloading),
+]
+
+
 def _checkpointing(value: object) -> object:
     """`none` is the word for false; what is neither a mode nor a mapping is refused here, once."""
     if isinstance(value, bool | dict | CheckpointingSection) or value in ("none", "full", "selective"):

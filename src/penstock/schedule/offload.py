@@ -1,0 +1,121 @@
+"""Activation offloading: when what a forward left for its backward waits in host memory.
+
+Rank 0 of 1F1B with P = 4 ranks, where each copy gets the time of one op (`ahead` = 1):
+
+    ops              F0   F1   F2   F3   B0   F4   B1   F5   ...
+    F0 on device     ====#####      <<<<<====                       ==== in use   #### copied to the host
+    F1 on device          ====#####           <<<<<====             <<<< copied back
+
+A microbatch makes four steps:
+
+    offload   behind its forward: the copy to host memory begins
+    release   `ahead` ops later: the copy is over, or the rank waits for it; the device's memory is free
+    reload    `ahead` ops before its backward: memory is taken, and the copy back begins
+    restore   in front of its backward: the copy back is over, or the rank waits for it
+
+One that would be reloaded before an op has run without it stays on the device. So a rank holds as much as if
+copies took no time, and a slow link makes it wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple, get_args
+
+from penstock.errors import ScheduleError
+from penstock.schedule.ops import Op, Schedule, Violation
+from penstock.schedule.verify import Proof
+
+Step = Literal["offload", "release", "reload", "restore"]
+STEPS: tuple[Step, ...] = get_args(Step)
+
+
+class HostCopy(NamedTuple):
+    """One step of the copies of a microbatch's activations on one stage."""
+
+    step: Step
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.step} {self.stage}F{self.microbatch}"
+
+
+# by position in the program of a rank: what is done in front of the op there, in this order
+HostCopies = Sequence[Sequence[HostCopy]]
+
+
+def host_copies(schedule: Schedule, ahead: int = 1) -> tuple[HostCopies, ...]:
+    """By rank, every step of every microbatch that is worth offloading.
+
+    ahead: ops of the rank in whose time a copy should be over, 1 or more
+    """
+    return tuple(_of_rank(schedule, program, ahead) for program in schedule.programs)
+
+
+def _of_rank(schedule: Schedule, program: Sequence[Op], ahead: int) -> HostCopies:
+    steps: list[dict[Step, list[HostCopy]]] = [{step: [] for step in STEPS} for _ in program]
+    for (stage, microbatch), forward, backward in _spans(schedule, program):
+        positions = forward + 1, forward + 1 + ahead, backward - ahead, backward
+        if positions[1] < positions[2]:
+            for step, position in zip(STEPS, positions, strict=True):
+                steps[position][step].append(HostCopy(step, stage, microbatch))
+    return [[copy for step in STEPS for copy in at[step]] for at in steps]
+
+
+def _spans(schedule: Schedule, program: Sequence[Op]) -> Iterator[tuple[tuple[int, int], int, int]]:
+    """Each (stage, microbatch) of a rank that trains, with the positions of its forward and its backward."""
+    forwards: dict[tuple[int, int], int] = {}
+    for position, (stage, kind, microbatch) in enumerate(program):
+        if kind == "F":
+            forwards[stage, microbatch] = position
+        elif kind in ("B", "I"):
+            yield (stage, microbatch), forwards[stage, microbatch], position
+
+
+def offloaded(copies: Sequence[HostCopies]) -> frozenset[tuple[int, int]]:
+    """The (stage, microbatch) whose activations leave the device, of any rank."""
+    steps = (copy for rank in copies for at in rank for copy in at)
+    return frozenset((stage, microbatch) for step, stage, microbatch in steps if step == "offload")
+
+
+def verify_copies(proof: Proof, copies: Sequence[HostCopies]) -> None:
+    """Prove that all that leaves comes back once, and in time. Raises ScheduleError with every violation.
+
+    Each of the four steps of a microbatch is there once, on its rank, in order, between its forward and its
+    backward.
+    """
+    schedule = proof.schedule
+    violations: list[Violation] = []
+    if len(copies) != schedule.ranks:
+        violations.append(Violation(f"host copies of {len(copies)} ranks, for {schedule.ranks}"))
+    else:
+        for rank, found in enumerate(copies):
+            violations += _violations(schedule, rank, found)
+    if violations:
+        raise ScheduleError(schedule.name, violations)
+
+
+def _violations(schedule: Schedule, rank: int, copies: HostCopies) -> Iterator[Violation]:
+    program = schedule.programs[rank]
+    if len(copies) != len(program):
+        yield Violation(f"host copies in front of {len(copies)} ops, and it has {len(program)}", rank)
+        return
+    spans = {place: (forward, backward) for place, forward, backward in _spans(schedule, program)}
+    seen: dict[tuple[int, int], list[tuple[int, Step]]] = {}
+    for position, at in enumerate(copies):
+        for step, *place in at:
+            seen.setdefault((place[0], place[1]), []).append((position, step))
+    for (stage, microbatch), steps in seen.items():
+        forward = Op(stage, "F", microbatch)
+        if (stage, microbatch) not in spans:
+            yield Violation(f"{steps[0][1]}: no forward on this rank, or no backward", rank, None, forward)
+            continue
+        after, before = spans[stage, microbatch]
+        if tuple(step for _, step in steps) != STEPS:
+            found, wanted = ", ".join(step for _, step in steps), ", ".join(STEPS)
+            yield Violation(f"its steps are {found}, and not {wanted}", rank, None, forward)
+        for position, step in steps:
+            if not after < position <= before:
+                rule = f"{step}: not between its forward at {after} and its backward at {before}"
+                yield Violation(rule, rank, position, forward)
