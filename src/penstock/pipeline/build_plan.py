@@ -306,7 +306,7 @@ def check_fits(
 def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
     """Raise ModelError unless each layer needs only its own tokens."""
     odd = not (chain.only_hidden_states or chain.more_crosses)
-    if odd or chain.has_early_inputs:
+    if odd or chain.has_early_inputs or chain.features:
         raise ModelError(
             f"{type(model).__name__} with sequence_parallel",
             "its hidden states are not (rows, tokens, width)"

@@ -38,6 +38,7 @@ from penstock.models.tracing.placeholder import (
     replaced,
     with_hidden,
 )
+from penstock.models.tracing.towers import features_from, with_zeros
 
 if TYPE_CHECKING:
     from penstock.models.stage import StageInfo
@@ -60,6 +61,7 @@ class Boundary:
         "passed_on"   what a layer returns for the next one in addition to the hidden states
         "shared"      values that layers leave in a mapping which all of them get
         "recorded"    what the head collects from the layers
+        "features"    what images add to the hidden states between later layers
     """
 
     def __init__(self, chain: Chain, layers: range, info: StageInfo) -> None:
@@ -67,19 +69,32 @@ class Boundary:
         self._entry = None if info.is_first else layers.start - 1  # -1: the first layer itself
         self._exit = None if info.is_last else max(layers.stop - 1, 0)  # 0, without layers: the first place
         self._needed = () if info.is_last else chain.early_values_from(layers.stop)
+        self._next = layers.stop
+        self._features: dict[str, Any] = {}
         self._received: Any = None
         self._entered = False
         self._output: Any = None
 
     def begin(self, received: Any) -> None:
         self._received, self._entered, self._output = received, False, None
+        self._features = {}
 
     def end(self) -> Any:
         """The output, if the forward ended at the exit. Raises ModelError where it skipped entry or exit."""
         output, self._received, self._output = self._output, None, None
+        self._features = {}
         if self._entered is self._info.is_first or (self._exit is not None and output is None):
             raise _skipped(f"stage {self._info.stage}")
         return output
+
+    def around_layers(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the module around the layers, with the features that were received."""
+        if not self._info.is_first:
+            self._features = self._received["features"]
+            return kwargs | with_zeros(self._features, self._received["hidden"])
+        names = self._chain.features
+        self._features = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        return kwargs
 
     def before_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments of one of the stage's layers, in place of those that the model calls it with."""
@@ -146,6 +161,8 @@ class Boundary:
         if chain.recorded:
             collected = _active_collector.get()
             self._output["recorded"] = {name: tuple(collected[name]) for name in chain.recorded}
+        if chain.features:
+            self._output["features"] = features_from(self._features, self._next)
         self._stop_when_complete()
 
     def _stop_when_complete(self) -> None:
@@ -188,6 +205,21 @@ class BoundaryLayer(nn.Module):
         return boundary.after_layer(index, args, kwargs, super().__call__(*args, **kwargs))
 
 
+class BoundaryAround(nn.Module):
+    """Mixed into the class of the module around the layers: it gets the features of images."""
+
+    boundary: Boundary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **self.boundary.around_layers(kwargs))
+
+
+def make_boundary_around(module: nn.Module, boundary: Boundary) -> None:
+    """Make this module a BoundaryAround."""
+    module.__class__ = _boundary_class(type(module), BoundaryAround)  # type: ignore[arg-type]
+    module.boundary = boundary  # type: ignore[assignment]
+
+
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
     """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
     layer.__class__ = _boundary_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
@@ -195,8 +227,8 @@ def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> Non
 
 
 @cache  # one for all of a kind: torch.compile compiles a forward anew for each class, 8 times at most
-def _boundary_class(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (BoundaryLayer, kind), {"__module__": kind.__module__})
+def _boundary_class(kind: type[nn.Module], mixed: type[nn.Module] = BoundaryLayer) -> type[nn.Module]:
+    return type(kind.__name__, (mixed, kind), {"__module__": kind.__module__})
 
 
 # ---- Placeholders of the other modules: embeddings before the layers, norm and head after them
@@ -280,7 +312,7 @@ class PlaceholderAfter(ModulePlaceholder):
         raise ModelError(
             f"{self._name}, called on a stage that does not hold it",
             "the last stage alone holds what runs after the layers, and what no text goes through",
-            "Set the config's layer dropping to 0; give images and sounds as inputs_embeds",
+            "Set the config's layer dropping to 0",
         )
 
 

@@ -28,6 +28,7 @@ from penstock.models.huggingface.boundary import (
     PlaceholderAfter,
     PlaceholderBefore,
     StageDone,
+    make_boundary_around,
     make_boundary_layer,
 )
 from penstock.models.huggingface.entries import taken
@@ -39,6 +40,7 @@ from penstock.models.mtp import PredictionModel
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import deep_copy, hollow
+from penstock.models.tracing.towers import tower_inputs, without_pixels
 
 
 def cut(
@@ -80,6 +82,8 @@ def cut(
         delattr(owner, attribute)
         owner.register_buffer(attribute, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
     stage.boundary = boundary
+    if chain.features:
+        make_boundary_around(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
     for index in layers:
         takes = bool(chain.early_inputs[index]) and not info.is_first
         enters = index == 0 and not info.is_first
@@ -123,6 +127,7 @@ class HFCall:
             defer_head(model, defers_head)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
+        self._seen = frozenset[str]() if info.is_first else tower_inputs(model)
         self._from_shapes, self._answers, self._edits = from_shapes, dict[object, Any](), Edits(model)
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
@@ -133,6 +138,8 @@ class HFCall:
             return received[0]
         arguments = {name: value for name, value in microbatch.items()
                      if name in self._taken or name.startswith(INNER)}  # fmt: skip
+        if self._seen:
+            arguments = without_pixels(self._seen, arguments)
         self._boundary.begin(received[0] if received else None)
         try:
             with self._answering(arguments, microbatch):

@@ -33,6 +33,7 @@ from penstock.models.tracing.probe import (
     run_layers,
     siblings,
 )
+from penstock.models.tracing.towers import encodes, feature_names
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Chain:
     layer_outputs_passed_on: whether a layer takes more of the one before than its hidden states
     mappings_shared: whether layers leave values for others in a mapping that all of them get
     recorded: what the model's own head collects from the layers, such as router_logits
+    features: arguments of the module around the layers that images reach later layers by, see towers.py
 
     only_hidden_states: whether nothing but (rows, sequence, `width`) of `dtype` crosses
     prediction_layers: how many layers, the last ones, predict tokens after the next (mtp.py); each adds
@@ -70,6 +72,7 @@ class Chain:
     layer_outputs_passed_on: bool = False
     mappings_shared: bool = False
     recorded: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     only_hidden_states: bool = True
     width: int = 0
     dtype: torch.dtype = torch.float32
@@ -87,7 +90,7 @@ class Chain:
     def more_crosses(self) -> bool:
         """Whether anything in addition to hidden states crosses an edge."""
         more = self.layer_outputs_passed_on or self.mappings_shared or bool(self.recorded)
-        return more or self.has_early_inputs
+        return more or self.has_early_inputs or bool(self.features)
 
     def early_values_from(self, layer: int) -> tuple[int, ...]:
         """The numbers of the early values that this layer and later ones take."""
@@ -173,6 +176,7 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Findings) -> Ch
         layer_outputs_passed_on=seen.layer_outputs_passed_on,
         mappings_shared=seen.mappings_shared,
         recorded=_recorded(model),
+        features=feature_names(model.get_submodule(layers.rpartition(".")[0])),
         width=seen.width,
         dtype=model.dtype,
         prediction_layers=prediction_layers(model),
@@ -180,8 +184,12 @@ def _chain(model: PreTrainedModel, layers: str, form: str, seen: Findings) -> Ch
     return replace(chain, only_hidden_states=seen.rows_and_sequence_kept and not chain.more_crosses)
 
 
-def _sides(model: nn.Module, layers: str, seen: Findings) -> tuple[tuple[str, ...], ...]:
-    """The siblings of the layer list: with parameters and before it, after it, and after it with buffers."""
+def _sides(model: PreTrainedModel, layers: str, seen: Findings) -> tuple[tuple[str, ...], ...]:
+    """The siblings of the layer list: with parameters and before it, after it, and after it with buffers.
+
+    A forward of text does not run towers, which are around what the text goes through, and before it.
+    """
+    text, has_towers = layers.rpartition(".")[0], bool(encodes(model))
     before: list[str] = []
     after: list[str] = []
     buffers_after: list[str] = []
@@ -195,7 +203,9 @@ def _sides(model: nn.Module, layers: str, seen: Findings) -> tuple[tuple[str, ..
         if both := inside & seen.before & seen.after:
             raise NoChainError(f"{min(both)} runs both before and after the layers")
         is_before = bool(inside & seen.before or parameters & seen.used_before)
-        if is_before and (inside & seen.after or parameters & seen.used_after):
+        is_after = bool(inside & seen.after or parameters & seen.used_after)
+        is_before |= has_towers and not is_after and not name.startswith(f"{text}.")
+        if is_before and is_after:
             raise NoChainError(f"a part of {name} is used before the layers, and another after them")
         (before if is_before else after).append(name)
     return tuple(before), tuple(after), tuple(buffers_after)

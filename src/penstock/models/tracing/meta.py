@@ -187,6 +187,9 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
                     memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
             for buffer in module.buffers(recurse=False):
                 memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            for value in vars(module).values():  # of an earlier forward, such as Qwen's rope_deltas
+                if isinstance(value, Tensor):
+                    memo[id(value)] = torch.empty(value.shape, dtype=value.dtype)
         memo |= replaced or {}
         yield deep_copy(model, memo)
 
