@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.batch.microbatches import split_batch
+    from penstock.batch.microbatches import PerRow, split_batch
     from penstock.batch.padding import Padding
     from penstock.batch.payload import TensorSpec
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
@@ -37,6 +37,7 @@ __all__ = [
     "LayerCosts",
     "Offloading",
     "Padding",
+    "PerRow",
     "Pipeline",
     "Sharded",
     "StageInfo",
@@ -61,6 +62,7 @@ _HOMES = {
     "LayerCosts": "penstock.models.partition",
     "Offloading": "penstock.models.activation_offloading",
     "Padding": "penstock.batch.padding",
+    "PerRow": "penstock.batch.microbatches",
     "Pipeline": "penstock.pipeline.pipeline",
     "Sharded": "penstock.parallel.fsdp",
     "StageInfo": "penstock.models.stage",

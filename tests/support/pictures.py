@@ -32,8 +32,10 @@ _QWEN = {
     "in_channels": 3,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-_LLAMA = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
-          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 _PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "image_size": 128, "patch_size": 8, "head_dim": 8,
@@ -129,7 +131,9 @@ FORMS: dict[str, Images] = {
 }  # fmt: skip
 
 
-def microbatch(model: PreTrainedModel, rows: Sequence[Row], *, text: int = 6, seed: int = 0) -> dict[str, Any]:
+def microbatch(
+    model: PreTrainedModel, rows: Sequence[Row], *, text: int = 6, seed: int = 0
+) -> dict[str, Any]:
     """input_ids, labels, (rows, sequence), and what belongs to the images; padded with plain tokens.
 
     text: tokens of text around and between images
@@ -164,3 +168,21 @@ def _tokens(model: PreTrainedModel, size: tuple[int, int]) -> int:
     found = model.base_model.get_image_features(**images, return_dict=True).pooler_output
     features = found if isinstance(found, Tensor) else torch.cat(list(found))
     return int(features.numel()) // int(model.config.get_text_config().hidden_size)
+
+
+def refused_model(model_type: str) -> PreTrainedModel:
+    """A small model of a type whose text is no chain."""
+    config: Any = CONFIG_MAPPING[model_type]()
+    if model_type == "blip-2":
+        small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = AutoConfig.for_model(
+            model_type,
+            vision_config={**small, "image_size": 28, "patch_size": 14},
+            qformer_config={**small, "vocab_size": 64, "encoder_hidden_size": 32},
+            text_config={"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "vocab_size": 64, "word_embed_proj_dim": 32},
+        )  # fmt: skip
+    elif model_type == "mllama":
+        config = zoo.tiny_config("mllama")
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config)

@@ -26,6 +26,16 @@ INNER = "penstock:"  # how names of entries begin that the pipeline adds itself
 # of packed documents, in transformers' names: they run over all rows, and are split where the rows are
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
+
+class PerRow(list[Tensor | None]):
+    """An entry of a batch that lists a tensor for each row, or None: such as the pixels of a row's images.
+
+    A microbatch gets those of its rows end to end along dimension 0, or no such entry where there are none:
+
+        {"input_ids": ids, "pixel_values": PerRow([two_images, None, one_image])}
+    """
+
+
 # (output of the last stage, number of the microbatch) -> what the caller wants to keep of it
 Collect = Callable[[Any, int], Any]
 
@@ -63,7 +73,9 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
     parts = {name: _split(name, value, count, _dimension(name, value, sharding))
              for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
     parts |= _split_documents(batch, rows, count, sharding)
-    return [{name: each[number] for name, each in parts.items()} for number in range(count)]
+    absent = {name for name, value in batch.items() if isinstance(value, PerRow)}
+    return [{name: each[number] for name, each in parts.items()
+             if each[number] is not None or name not in absent} for number in range(count)]  # fmt: skip
 
 
 def split_batch(
@@ -136,6 +148,9 @@ def batch_rows(batch: Batch, sharding: Sharding) -> int:
         dim = _dimension(name, value, sharding)
         if not isinstance(dim, int) or (name in _PACKED and name not in sharding):
             continue
+        if isinstance(value, PerRow):
+            lengths[name] = len(value)
+            continue
         for tensor in _tensors(value):
             if tensor.dim() == 0:
                 continue
@@ -178,9 +193,25 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
         return [value] * count
     if isinstance(value, Tensor):
         return value.tensor_split(count, dim=how) if value.dim() else [value] * count
+    if isinstance(value, PerRow):
+        parts = torch.arange(len(value)).tensor_split(count)
+        return [_end_to_end(name, [value[row] for row in part]) for part in parts]
     leaves, tree = tree_flatten(value)
     each = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return [tree_unflatten(list(part), tree) for part in zip(*each, strict=True)] or [value] * count
+
+
+def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
+    found = [tensor for tensor in of_rows if tensor is not None]
+    try:
+        return torch.cat(found) if found else None
+    except (RuntimeError, TypeError) as error:
+        shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in found}))
+        raise BatchError(
+            f"{name} of shapes {shapes} in one microbatch",
+            f"those of its rows are laid end to end ({str(error).splitlines()[0]})",
+            "Pad them to one shape, as the model's processor does, or give a list of microbatches",
+        ) from None
 
 
 def _split_documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
@@ -277,7 +308,9 @@ def named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
+    leaves = (
+        (value,) if isinstance(value, Tensor) else value if isinstance(value, PerRow) else tree_leaves(value)
+    )
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 
 from penstock.batch.loss import IGNORED
 from penstock.cli.shared import table
 from penstock.errors import ConfigError, ModelError
+from penstock.models.source import auto_class
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import AutoPipeline, exchange_of
 from penstock.pipeline.build_plan import BuildPlan
@@ -97,7 +98,7 @@ def whole_model(folder: Path, auto: AutoPipeline, plan: BuildPlan) -> PreTrained
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        loaded: PreTrainedModel = auto_class(plan.source.model.config).from_pretrained(
             folder,
             dtype=plan.source.model.dtype,
             local_files_only=True,

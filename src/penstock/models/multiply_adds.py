@@ -13,14 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.errors import ConfigError
 from penstock.models.activation_sizes import layer_kind
 from penstock.models.balanced_split import LayerCosts
-from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.chain import Chain, prefixes
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import Identity
+from penstock.models.tracing.towers import encodes
 
 SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
 _SHORT = 16  # tokens
@@ -42,14 +43,18 @@ class Work(NamedTuple):
         return self.token * tokens + self.square * squares
 
 
-def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = None) -> LayerCosts:
+def multiply_adds(
+    model: PreTrainedModel, chain: Chain, sequence: int | None = None, image_tokens: int | None = None
+) -> LayerCosts:
     """Multiply-adds of each layer, of the embedding and of the head, in the forward of one row.
 
     Args:
         sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow if that
             is less
+        image_tokens: how many of them stand for images, whose towers' work counts to the embedding's; None
+            takes a quarter
 
-    Raises ConfigError for a row without tokens.
+    Raises ConfigError for a row without tokens, or with more tokens of images than that.
     """
     if sequence is not None and sequence < 1:
         rule = "layers are divided by their multiply-adds for a row of so many tokens"
@@ -58,7 +63,39 @@ def multiply_adds(model: PreTrainedModel, chain: Chain, sequence: int | None = N
     most = getattr(config, "max_position_embeddings", None) or SEQUENCE
     tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
     *layers, embedding, head = (int(work.of(tokens, tokens**2)) for work in works(model, chain))
-    return LayerCosts(layers, embedding, head)
+    seen = tokens // 4 if image_tokens is None else image_tokens
+    if not 0 <= seen <= tokens:
+        rule = f"they are tokens of a row, which has {tokens}"
+        raise ConfigError(f"image_tokens={image_tokens}", rule, f"Give 0 to {tokens}")
+    return LayerCosts(layers, embedding + int(_of_towers(model, chain) * seen), head)
+
+
+def _of_towers(model: PreTrainedModel, chain: Chain) -> float:
+    """The towers' multiply-adds for a token of an image: their parameters, once for each of its patches.
+
+    Of frozen ones a third, as the backward takes two thirds of a step.
+    """
+    if not encodes(model):
+        return 0.0
+    run = {outer for name in chain.called_before for outer in prefixes(name)}
+    towers = [model.get_submodule(name) for name in chain.before if name not in run]
+    held = [parameter for tower in towers for parameter in tower.parameters()]
+    counts = (parameter.numel() / (1 if parameter.requires_grad else 3) for parameter in held)
+    return sum(counts) * _patches(model.config)
+
+
+def _patches(config: PretrainedConfig) -> float:
+    """How many patches of an image its towers put together in one token, by the names that configs use."""
+    vision = getattr(config, "vision_config", None)
+    for owner in (vision, config):
+        for name in ("spatial_merge_size", "scale_factor", "downsample_ratio"):
+            if isinstance(side := getattr(owner, name, None), int | float) and side > 0:
+                return max(side, 1 / side) ** 2
+    size, patch = (getattr(vision, name, None) for name in ("image_size", "patch_size"))
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    return (
+        (size // patch) ** 2 / tokens if tokens and isinstance(size, int) and isinstance(patch, int) else 1.0
+    )
 
 
 def works(model: PreTrainedModel, chain: Chain) -> list[Work]:

@@ -8,12 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from penstock.errors import CheckpointError, ModelError
 from penstock.models import hub
@@ -225,7 +234,7 @@ def _built_from_config(
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"):
-            built: PreTrainedModel = AutoModelForCausalLM.from_config(
+            built: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or config.dtype, trust_remote_code=trusted, **options
             )
             if mtp_factor is None:
@@ -247,6 +256,16 @@ def _built_from_config(
             f"transformers builds no causal LM from it: {said}",
             "Take a config of a decoder-only language model, or fix the value that it names",
         ) from cause
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """transformers' class for models of this config: of images and text where only that one knows it, or
+    where the config's architectures name such a model.
+    """
+    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    sees = seeing is not None and (not known or seeing in (config.architectures or ()))
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _check_gradient_hooks(built: PreTrainedModel) -> None:

@@ -83,6 +83,8 @@ class AutoPipeline(Options):
         head_weight: number of layers that the head counts as, in an even division of layers
         sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
             model's positions allow if that is less
+        image_tokens: how many of these tokens stand for images, for a model that sees: so many does the
+            first stage's tower work for. None takes a quarter
         layout: a layout string such as ``Ett|(ttt|)*2tL``, or a list of Megatron's names for each stage
             (penstock.schedule.layout)
         layers_per_stage: number of layers of each stage. A single number is the most for all, and chooses how
@@ -120,6 +122,7 @@ class AutoPipeline(Options):
     embedding_weight: int | None = None
     head_weight: int | None = None
     sequence_length: int | None = None
+    image_tokens: int | None = None
     layout: str | Sequence[Sequence[str]] | None = None
     layers_per_stage: int | Sequence[int] | None = None
     first_stage_layers: int | None = None
@@ -339,7 +342,8 @@ class AutoPipeline(Options):
         self, model: PreTrainedModel, chain: Chain, schedule: Schedule, memory: Memory | None = None
     ) -> list[range]:
         check_enough(chain.count, schedule.placement.depth)
-        return fastest_split(multiply_adds(model, chain, self.sequence_length), schedule, memory)
+        costs = multiply_adds(model, chain, self.sequence_length, self.image_tokens)
+        return fastest_split(costs, schedule, memory)
 
 
 def exchange_of(auto: AutoPipeline, plan: BuildPlan) -> str:

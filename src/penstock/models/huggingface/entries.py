@@ -23,6 +23,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
 from penstock.models.huggingface.masks import made_from_shapes
 from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.tracing.towers import encodes
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
 _SET_BY_PIPELINE = ("use_cache", "past_key_values", "cache_position", "return_dict", "output_router_logits")
@@ -131,7 +132,7 @@ class MicrobatchCompleter:
         """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
         self._model = model if is_empty(model) else bare(model)
-        self._routed = routed
+        self._routed, self._images = routed, ImageCheck(model)
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
@@ -149,4 +150,57 @@ class MicrobatchCompleter:
             self._keeps_apart = True
         if self._routed is not None:
             self._routed(microbatch)
+        self._images(microbatch)
         return whole
+
+
+class ImageCheck:
+    """Refuses a microbatch whose images are not those that its tokens stand for. Raises BatchError.
+
+    Without images a model would take the tokens for words. How many tokens an image has, only models with
+    grids of patches say beforehand; others find it in their forward, see `HFCall`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config
+        self._kinds = {}
+        for kind, entries in _PIXELS.items():
+            token = getattr(config, f"{kind}_token_id", None)
+            if kind in encodes(model) and isinstance(token, int):
+                self._kinds[kind] = token, entries
+        self._takes_types = "mm_token_type_ids" in inspect.signature(model.forward).parameters
+        vision = getattr(config, "vision_config", None)
+        self._merged = getattr(vision, "spatial_merge_size", None)
+
+    def __call__(self, microbatch: Microbatch) -> None:
+        ids = microbatch.get("input_ids")
+        for kind, (token, (entries, grid_name)) in self._kinds.items() if isinstance(ids, Tensor) else ():
+            assert isinstance(ids, Tensor)
+            found = int((ids == token).sum())
+            given = [name for name in entries if microbatch.get(name) is not None]
+            words = f"a microbatch with {found or 'no'} tokens of {kind}s ({kind}_token_id={token})"
+            if found and not given:
+                rule = f"each stands for a part of an {kind}, and it has no {' or '.join(entries)}"
+                raise BatchError(words, rule.replace("an video", "a video"), _REMEDY)
+            if given and not found:
+                rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
+                raise BatchError(words, rule, _REMEDY)
+            grid = microbatch.get(grid_name)
+            if not isinstance(grid, Tensor):
+                continue
+            if self._takes_types and "mm_token_type_ids" not in microbatch:
+                rule = "the model finds the positions of text and images by it"
+                raise BatchError(f"{grid_name} without mm_token_type_ids", rule, _REMEDY)
+            if isinstance(self._merged, int) and grid.dim() == PER_TOKEN and grid.shape[1] == 3:
+                wanted = int(grid.prod(dim=1).sum()) // self._merged**2
+                if wanted != found:
+                    rule = f"those of {len(grid)} in {grid_name} are {wanted}"
+                    raise BatchError(words, rule, _REMEDY)
+
+
+# by what is encoded: the entries of which one holds it, and that of its grids of patches
+_PIXELS = {
+    "image": (("pixel_values", "pixel_values_images", "image_patches"), "image_grid_thw"),
+    "video": (("pixel_values_videos",), "video_grid_thw"),
+}
+_REMEDY = "Give the images of its rows in their order, with all that the model's processor makes of them"

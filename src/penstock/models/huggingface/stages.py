@@ -20,7 +20,7 @@ from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.placement import OnDevice
 from penstock.batch.shapes import Microbatch, model_input
-from penstock.errors import ModelError
+from penstock.errors import BatchError, ModelError
 from penstock.models.adapters import forget_tied_tokens
 from penstock.models.huggingface.boundary import (
     Boundary,
@@ -146,8 +146,14 @@ class HFCall:
                 result = self._model(**arguments, use_cache=False)
         except StageDone:
             return self._boundary.end()
-        except BaseException:
+        except BaseException as error:
             self._boundary.begin(None)
+            if isinstance(error, ValueError) and _UNEQUAL in str(error):
+                raise BatchError(
+                    "images that do not fit the tokens of their microbatch",
+                    str(error),
+                    "Give the images of its rows in their order, as the model's processor makes them",
+                ) from error
             raise
         self._boundary.end()
         return outcome(self._model, result)
@@ -162,6 +168,7 @@ class HFCall:
         return answering(Answers(microbatch, self._answers, constant))
 
 
+_UNEQUAL = "features and "  # of transformers' models: "Image features and image tokens do not match"
 _ON_HOST = nullcontext()  # where values can be read without waiting
 
 

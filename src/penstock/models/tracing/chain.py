@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers import AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
 from penstock.errors import ConfigError
+from penstock.models.model_folder import config_of
+from penstock.models.source import auto_class
 from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.config.sections import OutputSection, TrainConfig
 from penstock.train.data.rows import Fill
@@ -119,7 +121,8 @@ def sample(checkpoint: Path, section: OutputSection, seed: int, *, trusted: bool
     """
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trusted)
     logging.disable_progress_bar()  # "Loading weights" in the middle of the summary
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, trust_remote_code=trusted)
+    kind = auto_class(config_of(checkpoint, trusted))
+    model = kind.from_pretrained(checkpoint, trust_remote_code=trusted)
     logging.enable_progress_bar()
     encoded = tokenizer(section.sample_prompt, return_tensors="pt")
     count, longest = section.sample_tokens, positions(model.config)

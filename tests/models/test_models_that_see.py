@@ -1,0 +1,192 @@
+"""Models that see: exact with any number of images in a microbatch, none included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import AutoPipeline, PerRow
+from penstock.errors import BatchError, ConfigError, ModelError
+from penstock.models.multiply_adds import multiply_adds
+from penstock.models.tracing.chain import find_chain
+from support import pictures
+from support.pool import Pool
+from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_steps
+
+# of two rows each: one image and two, none and one, none at all, one and one
+ROWS: tuple[tuple[pictures.Row, ...], ...] = (
+    ([(1, 1)], [(2, 1), (1, 2)]), ([], [(2, 2)]), ([], []), ([(1, 3)], [(2, 1)]),
+)  # fmt: skip
+TYPICAL = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+
+
+def microbatches(model: Any) -> list[dict[str, Any]]:
+    made = [pictures.microbatch(model, rows, seed=number) for number, rows in enumerate(ROWS)]
+    return [{n: v.to(model.dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made]
+
+
+def assert_exact(model: Any, batch: list[dict[str, Any]], auto: AutoPipeline) -> None:
+    loss, expected = plain_steps(model, batch)
+    pipe = auto.build(model)
+    result = pipe.step(batch)
+    assert abs(result.loss - loss) <= TOLERANCE[model.dtype] * max(1.0, abs(loss))
+    found = gradients_of(pipe)
+    held = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
+    assert found.keys() == held & expected.keys()
+    assert_gradients(found, expected, TOLERANCE[model.dtype])
+    assert abs(pipe.evaluate(batch).loss - loss) <= TOLERANCE[model.dtype] * max(1.0, abs(loss))
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(t, marks=[] if t in TYPICAL else [pytest.mark.sweep]) for t in pictures.TYPES],
+)
+def test_exact(model_type: str) -> None:
+    model = pictures.tiny_model(model_type, torch.float64)
+    assert_exact(model, microbatches(model), AutoPipeline(ranks=4, microbatches=4))
+    model = model.float()  # gemma3's norms round to it
+    assert_exact(model, microbatches(model), AutoPipeline(ranks=2, microbatches=4, schedule="zb_v"))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", pictures.TYPES)
+def test_exact_in_float32_where_layers_run_again(model_type: str) -> None:
+    model = pictures.tiny_model(model_type)
+    auto = AutoPipeline(ranks=2, microbatches=4, schedule="interleaved_1f1b", activation_checkpointing="full")
+    assert_exact(model, microbatches(model), auto)
+
+
+def test_a_frozen_tower_takes_no_backward() -> None:
+    model = pictures.tiny_model("qwen3_vl", torch.float64)
+    model.model.visual.requires_grad_(False)
+    model.model.language_model.embed_tokens.requires_grad_(False)
+    assert_exact(model, microbatches(model), AutoPipeline(ranks=4, microbatches=4))
+    pipe = AutoPipeline(ranks=4, microbatches=4).build(model)
+    shown: list[bool] = []
+    tower: Any = pipe.modules[0].get_submodule("model.visual")
+    tower.register_forward_hook(lambda module, args, out: shown.append(out.pooler_output.requires_grad))
+    pipe.step(microbatches(model))
+    assert shown == [False, False, False]
+
+
+def test_tied_weights() -> None:
+    model = pictures.tiny_model("qwen2_5_vl", torch.float64, tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
+    assert_exact(model, microbatches(model), AutoPipeline(ranks=3, microbatches=4))
+
+
+@pytest.mark.parametrize("ranks", [2])
+def test_exact_over_processes(pool: Pool, ranks: int) -> None:
+    """Features of images cross an edge whose other end cannot know their shapes."""
+    assert pool.run(ranks, exact_on_ranks, ranks) == [None] * ranks
+
+
+def exact_on_ranks(ranks: int) -> None:
+    torch.set_num_threads(1)
+    model = pictures.tiny_model("qwen3_vl", torch.float64)
+    batch = microbatches(model)
+    pipe = AutoPipeline(ranks=ranks, microbatches=4, layout="Et|tttL", timeout=30).build(model)
+    loss, expected = plain_steps(model, batch)
+    for _ in range(2):
+        pipe.zero_grad()
+        assert abs(pipe.step(batch).loss - loss) <= 1e-10 * abs(loss)
+    assert_gradients(gradients_of(pipe), expected, 1e-10)
+    pipe.close()
+
+
+def test_a_batch_that_lists_the_images_of_each_row() -> None:
+    model = pictures.tiny_model("qwen2_5_vl", torch.float64)
+    rows: list[pictures.Row] = [[(1, 1)], [], [(2, 1), (1, 2)], [(2, 2)]]
+    whole = pictures.microbatch(model, rows)
+    counts, grids = [1, 0, 2, 1], whole["image_grid_thw"]
+    patches = [int(each.prod(-1).sum()) for each in grids.split(counts)]
+    pixels = whole["pixel_values"].double().split(patches)
+    batch = {
+        **whole,
+        "pixel_values": PerRow([pixels[0], None, pixels[2], pixels[3]]),
+        "image_grid_thw": PerRow([grids[:1], None, grids[1:3], grids[3:]]),
+    }
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(model)
+    result = pipe.step(batch)
+    split = pipe.microbatches(batch)
+    assert ["pixel_values" in each for each in split] == [True, False, True, True]
+    assert len(split[2]["image_grid_thw"]) == 2
+    loss, expected = plain_steps(model, split)
+    assert result.loss == pytest.approx(loss, rel=1e-10)
+    assert_gradients(gradients_of(pipe), expected, 1e-10)
+    pipe.verify_against(model, batch)
+    with pytest.raises(BatchError, match="pixel_values: 3"):
+        pipe.step({**batch, "pixel_values": PerRow(batch["pixel_values"][:3])})
+    wide = PerRow([pixels[0][:, :5], pixels[2]] * 2)
+    with pytest.raises(BatchError, match=r"of shapes .* in one microbatch: those of its rows are laid end"):
+        pipe.step({**batch, "pixel_values": wide}, microbatches=2)
+
+
+def without(batch: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+def test_images_that_do_not_fit_their_tokens() -> None:
+    model = pictures.tiny_model("qwen2_5_vl")
+    (batch,) = microbatches(model)[:1]
+    pipe = AutoPipeline(ranks=2, microbatches=1).build(model)
+    fitting = pipe.step([batch]).loss
+    for wrong, message in (
+        (
+            without(batch, "pixel_values", "image_grid_thw"),
+            "with 5 tokens of images .* it has no pixel_value",
+        ),
+        ({**batch, "input_ids": batch["input_ids"] % 60}, "with no tokens of images"),
+        (without(batch, "mm_token_type_ids"), "image_grid_thw without mm_token_type_ids"),
+        ({**batch, "image_grid_thw": batch["image_grid_thw"][:2]}, "with 5 tokens .* those of 2 in .* are 3"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            pipe.step([wrong])
+    pipe.zero_grad()
+    assert pipe.step([batch]).loss == pytest.approx(fitting)
+
+
+def test_images_that_only_the_forward_finds_too_few() -> None:
+    model = pictures.tiny_model("llava")
+    (batch,) = microbatches(model)[:1]
+    pipe = AutoPipeline(ranks=2, microbatches=1).build(model)
+    with pytest.raises(
+        BatchError, match=r"images that do not fit the tokens .*: Image features and image tok"
+    ):
+        pipe.step([{**batch, "pixel_values": batch["pixel_values"][:2]}])
+
+
+@pytest.mark.parametrize("model_type", ["blip-2", "idefics", "mllama"])
+def test_refused(model_type: str) -> None:
+    with pytest.raises(ModelError, match=r"a pipeline cuts a chain of layers, and in this model"):
+        find_chain(pictures.refused_model(model_type))
+
+
+def test_the_split_counts_the_towers_work() -> None:
+    """The more tokens are of images, the fewer layers has the first stage; a frozen tower counts less."""
+    config = pictures.tiny_config("qwen2_5_vl", layers=12)
+    auto = AutoPipeline(ranks=2, microbatches=2, sequence_length=64)
+    first = [len(replace(auto, image_tokens=n).build_plan(config).stages[0].layers) for n in (0, 16, 48)]
+    assert first == sorted(first, reverse=True)
+    assert first[0] > first[-1]
+    model = pictures.tiny_model("qwen2_5_vl")
+    chain = find_chain(model)
+    text, whole = (multiply_adds(model, chain, 64, count).embedding for count in (0, 64))
+    model.model.visual.requires_grad_(False)
+    frozen = multiply_adds(model, chain, 64, 64).embedding
+    assert frozen - text == pytest.approx((whole - text) / 3, rel=1e-3)
+    with pytest.raises(ConfigError, match="image_tokens=65: they are tokens of a row, which has 64"):
+        multiply_adds(model, chain, 64, 65)
+
+
+def test_a_config_and_a_folder_are_built_with_their_towers(tmp_path: Any) -> None:
+    config = pictures.tiny_config("qwen3_vl")
+    pipe = AutoPipeline(ranks=2, microbatches=4).build(config)
+    assert any(name.startswith("model.visual.") for name, _ in pipe.named_parameters())
+    pipe.save_pretrained(tmp_path / "model")
+    again = AutoPipeline(ranks=3, microbatches=4).build(tmp_path / "model")
+    batch = microbatches(pictures.tiny_model("qwen3_vl"))
+    assert again.step(batch).loss == pytest.approx(pipe.step(batch).loss, rel=1e-6)
