@@ -22,6 +22,11 @@ Batch = Mapping[str, Any]
 # number of microbatches) that returns one part for each
 Split = int | None | Callable[[Any, int], Sequence[Any]]
 Sharding = Mapping[str, Split]  # by entry; other entries are split along their rows, dimension 0
+# what holds images and videos, in transformers' names: of a microbatch as many as its rows have
+PIXELS = {
+    "image": ("pixel_values", "pixel_values_images", "image_patches"),
+    "video": ("pixel_values_videos",),
+}
 INNER = "penstock:"  # how names of entries begin that the pipeline adds itself
 # of packed documents, in transformers' names: they run over all rows, and are split where the rows are
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})

@@ -37,7 +37,7 @@ ROUTED = "routed_experts"  # which experts each token has to choose, -1 where th
 
 # What transformers' models take, and choices of experts. From the end, as position_ids may have a dimension
 # for text, height and width before the rows. The first of them in a microbatch gives its length.
-KNOWN: dict[str, PadEntry] = {
+KNOWN: dict[str, PadEntry | None] = {
     "input_ids": PadEntry(-1, 0),
     "inputs_embeds": PadEntry(1, 0),
     "labels": PadEntry(-1, IGNORED),
@@ -45,6 +45,17 @@ KNOWN: dict[str, PadEntry] = {
     "attention_mask": PadEntry(-1, 0),
     "position_ids": PadEntry(-1, 0),
     "token_type_ids": PadEntry(-1, 0),
+    "mm_token_type_ids": PadEntry(-1, 0),
+    **dict.fromkeys(
+        (
+            "pixel_values",
+            "pixel_values_videos",
+            "pixel_attention_mask",
+            "image_sizes",
+            "image_grid_thw",
+            "video_grid_thw",
+        )
+    ),
     ROUTED: PadEntry(1, -1),
 }
 BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and what follows from each

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -188,7 +189,13 @@ def _refuse_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 class StageShards:
-    """Reduces a stage's gradients with FSDP2 once a step, after the stage's last backward."""
+    """Reduces a stage's gradients with FSDP2 once a step, after the stage's last backward.
+
+    Attributes:
+        uneven: the mesh of ranks of which some may lack gradients that others have; None where all are alike
+    """
+
+    uneven: DeviceMesh | None = None
 
     def __init__(self, module: nn.Module, sharded: Sharded) -> None:
         from torch.distributed.fsdp import FSDPModule
@@ -228,6 +235,8 @@ class StageShards:
 
     def reduce(self) -> None:
         """Sum the gradients of all microbatches over the mesh into shards, and free the whole weights."""
+        if self.uneven is not None:
+            self._fill_missing(self.uneven)
         self._module.set_is_last_backward(True)
         self._module.set_reshard_after_backward(True)
         self._module.set_requires_gradient_sync(True)
@@ -237,6 +246,21 @@ class StageShards:
             if state._is_root:
                 state._root_post_backward_final_callback()
         self._defer_reduction()
+
+    def _fill_missing(self, mesh: DeviceMesh) -> None:
+        """Give zeros to weights without a gradient of which another rank has one. Collective over `mesh`.
+
+        A tower has none where a rank's rows have no image; FSDP2 would reduce those that each rank has.
+        """
+        weights = [w for group in self._groups() for w in group.fsdp_params if hasattr(w, "_unsharded_param")]
+        local = [w.unsharded_accumulated_grad is not None or w._unsharded_param.grad is not None
+                 for w in weights]  # fmt: skip
+        present = torch.tensor(local, dtype=torch.int32, device=mesh.device_type)
+        for group in mesh.get_all_groups():
+            dist.all_reduce(present, dist.ReduceOp.MAX, group=group)
+        for weight, here, somewhere in zip(weights, local, present.tolist(), strict=True):
+            if somewhere and not here:
+                weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
 
     def reshard(self) -> None:
         """Free the whole weights after a step without backwards, or one that failed."""

@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from penstock.batch.microbatches import PIXELS
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.parallel.axes import Axes
 from penstock.parallel.context import check as context_check
 from penstock.parallel.context import sequence
@@ -172,11 +173,18 @@ class MeshPlan:
             experts = [] if self._experts is None else list(expert.mixtures(module).values())
             copies = None if self._experts is None else self._experts.copies
             options = self._options
-            return shard_stage(module, layers, self._data, options.sharded, experts, copies, options.autocast)
+            shards = shard_stage(
+                module, layers, self._data, options.sharded, experts, copies, options.autocast
+            )
+            seeing = isinstance(module, PreTrainedModel) and hasattr(module.base_model, "get_image_features")
+            shards.uneven = self._data if seeing else None
+            return shards
         return _TensorShards(module) if self.axes.tp > 1 else None
 
     def split_sequences(self, microbatches: Sequence[Microbatch]) -> None:
         """Split the microbatches of a step, for `local` and `gather_output`. Raises BatchError."""
+        if max(self.axes.cp, self.axes.tp) > 1:
+            _refuse_images(microbatches, self.axes)
         if self.axes.cp > 1:
             index, count = self._mesh.get_local_rank("cp"), self.axes.cp
             self._split = [(whole, sequence.split(whole, index, count)) for whole in microbatches]
@@ -216,6 +224,16 @@ class MeshPlan:
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.axes.cp)]
         dist.all_gather(parts, local.contiguous(), group=self._mesh.get_group("cp"))
         return sequence.concatenate(parts, 1)[:, :length]
+
+
+def _refuse_images(microbatches: Sequence[Microbatch], axes: Axes) -> None:
+    for name in (name for names in PIXELS.values() for name in names):
+        if any(name in microbatch for microbatch in microbatches):
+            raise BatchError(
+                f"{name} in a batch with {axes}",
+                "cp and tp split rows and matrices, and a model's towers take images whole",
+                "Leave cp and tp at 1; dp_shard and dp_replicate take images",
+            )
 
 
 class _TensorShards:

@@ -52,6 +52,7 @@ from penstock.train.checkpoints import (
     start_after,
 )
 from penstock.train.config.sections import TrainConfig
+from penstock.train.data.images import Processor
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
 from penstock.train.data.tokenizer import Tokenizer
@@ -133,6 +134,8 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     planned = _planned(config, auto, named, auto.build_plan(named), resume)
     model = planned.plan.source.model
     tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, Processor):
+        tokenizer.check_fits(model.config)
     check_prompt(config.output, tokenizer, model.config)
     data = load_data(
         config,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
 from penstock.batch.loss import check_labels, check_tokens
+from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_positions
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
@@ -164,7 +165,7 @@ class ImageCheck:
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
         self._kinds = {}
-        for kind, entries in _PIXELS.items():
+        for kind, entries in PIXELS.items():
             token = getattr(config, f"{kind}_token_id", None)
             if kind in encodes(model) and isinstance(token, int):
                 self._kinds[kind] = token, entries
@@ -174,7 +175,7 @@ class ImageCheck:
 
     def __call__(self, microbatch: Microbatch) -> None:
         ids = microbatch.get("input_ids")
-        for kind, (token, (entries, grid_name)) in self._kinds.items() if isinstance(ids, Tensor) else ():
+        for kind, (token, entries) in self._kinds.items() if isinstance(ids, Tensor) else ():
             assert isinstance(ids, Tensor)
             found = int((ids == token).sum())
             given = [name for name in entries if microbatch.get(name) is not None]
@@ -185,7 +186,7 @@ class ImageCheck:
             if given and not found:
                 rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
                 raise BatchError(words, rule, _REMEDY)
-            grid = microbatch.get(grid_name)
+            grid = microbatch.get(grid_name := f"{kind}_grid_thw")
             if not isinstance(grid, Tensor):
                 continue
             if self._takes_types and "mm_token_type_ids" not in microbatch:
@@ -198,9 +199,4 @@ class ImageCheck:
                     raise BatchError(words, rule, _REMEDY)
 
 
-# by what is encoded: the entries of which one holds it, and that of its grids of patches
-_PIXELS = {
-    "image": (("pixel_values", "pixel_values_images", "image_patches"), "image_grid_thw"),
-    "video": (("pixel_values_videos",), "video_grid_thw"),
-}
 _REMEDY = "Give the images of its rows in their order, with all that the model's processor makes of them"

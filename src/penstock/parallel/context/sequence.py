@@ -187,8 +187,8 @@ def _sequence_dim(name: str, value: Any, padded: int) -> int | None:
     """The dimension to split; None for an entry that every rank gets. Raises BatchError if unknown."""
     if not isinstance(value, Tensor) or value.dim() < 2:
         return None
-    if name in KNOWN:
-        return KNOWN[name].dim
+    if (known := KNOWN.get(name)) is not None:
+        return known.dim
     if value.shape[1] == padded:
         raise BatchError(
             f"{name} of shape {list(value.shape)} under context parallelism",

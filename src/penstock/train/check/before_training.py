@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.batch.loss import IGNORED, Loss
+from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import boundaries
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
@@ -194,13 +195,21 @@ def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
 
 
 def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
-    """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long."""
+    """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long.
+
+    Microbatches with images stay whole: some entries have an image, or a patch of one, where others have rows.
+    """
     if isinstance(batch, Mapping):
         rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
     else:
-        rows = [{name: value[:1] if _has_rows(value) else value for name, value in each.items()}
+        rows = [each if _has_images(each) else
+                {name: value[:1] if _has_rows(value) else value for name, value in each.items()}
                 for each in batch]  # fmt: skip
-    return [_cut(row, length) for row in rows]
+    return [dict(row) if _has_images(row) else _cut(row, length) for row in rows]
+
+
+def _has_images(microbatch: Mapping[str, Any]) -> bool:
+    return any(name in microbatch for names in PIXELS.values() for name in names)
 
 
 def _has_rows(value: Any) -> bool:

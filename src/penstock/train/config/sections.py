@@ -165,6 +165,8 @@ class DataSection(RecordSection):
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
     tokenizer: str | None = None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
     chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
+    # Chats show images: the folder that their paths are relative to. A processor takes the tokenizer's place
+    images: str | None = None
     # Which tokens of a chat the loss counts. assistant: those of its turns, or of the completion; last: of
     # the last turn; all: every one
     loss_on: Literal["assistant", "last", "all"] = "assistant"
@@ -179,7 +181,8 @@ class DataSection(RecordSection):
     # fit; best_fit: the longest first, each where it leaves the least room
     packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
     # A document that is too long, unless packing is stream. cut: into pieces; truncate: its end is left out
-    # (the default of chats); drop: all of it is
+    # (the default of chats); drop: all of it is (the default of chats
+    # that show images)
     overlong: Literal["cut", "truncate", "drop"] = "cut"
     streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
     # Of a resumed run, where the data is not that of its checkpoint. refuse: it does not start; accept: its
@@ -200,7 +203,7 @@ class DataSection(RecordSection):
         )
         sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
         if any(isinstance(source, dict) and source.get("kind") == "chat" for source in sources):
-            keys = {"packing": "none", "overlong": "truncate"} | keys
+            keys = {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"} | keys
 
         def completed(source: Any) -> Any:
             if not isinstance(source, dict):
@@ -258,6 +261,28 @@ class DataSection(RecordSection):
     def dummy_is_of_its_kind(self) -> Self:
         if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
             raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
+        return self
+
+    @model_validator(mode="after")
+    def images_are_whole(self) -> Self:
+        """An image and its tokens stay together: no row is cut, and none has two documents."""
+        if self.images is None:
+            return self
+        for name, value, wanted in (
+            ("packing", self.packing, "none"),
+            ("overlong", self.overlong, "drop"),
+            ("streaming", None if self.streaming is None else "on", None),
+        ):
+            if value != wanted:
+                remedy = "leave it out" if wanted is None else f"set data.{name}={wanted}"
+                raise ValueError(f"data.images with data.{name}={value} would cut images apart; {remedy}")
+        everything = [*self.sources, *([self.validation] if self.validation else [])]
+        if odd := next((source.kind for source in everything if source.kind != "chat"), None):
+            raise ValueError(f"data.images is of chats, and here is data.kind={odd}; set data.kind=chat")
+        if self.tokenizer == "bytes":
+            raise ValueError(
+                "data.images with data.tokenizer=bytes, which reads no image; give a processor's folder"
+            )
         return self
 
     @model_validator(mode="after")
@@ -660,6 +685,8 @@ class TrainConfig(Section):
         self._check_ramp("train.batch_size", [phase.batch_size for phase in self.train.ramp])
         lengths = [phase.sequence_length for phase in self.train.ramp]
         self._check_ramp("data.sequence_length", lengths)
+        if self.data.images is not None:
+            self._check_images(lengths)
         self.optimizer.check_steps(self.train.steps)
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
@@ -684,6 +711,16 @@ class TrainConfig(Section):
             rule = "data.tokenizer is missing and model.config brings none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
         return self
+
+    def _check_images(self, lengths: list[int | None]) -> None:
+        """Raise ValueError for settings that would cut rows, and with them images."""
+        if any(lengths):
+            rule = "train.ramp with sequence_length cuts rows, and data.images has images in them"
+            raise ValueError(f"{rule}; give a ramp of batch_size alone")
+        for axis in ("cp", "tp"):
+            if (size := getattr(self.parallel, axis)) > 1:
+                rule = f"parallel.{axis}={size} splits rows or matrices, and towers take images whole"
+                raise ValueError(f"{rule}; take parallel.dp_shard, or leave data.images out")
 
     def _check_ramp(self, name: str, sizes: list[int | None]) -> None:
         """Raise ValueError where the sizes of the phases do not grow up to the full one, a key of `name`."""

@@ -16,6 +16,7 @@ a prompt and its completion: what comes after the prompt.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from jinja2 import TemplateSyntaxError
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.reading import parse_json
-from penstock.train.data.tokenizer import HuggingFace, Ids
+from penstock.train.data.tokenizer import HuggingFace, Ids, Messages
 
 Labels = npt.NDArray[np.int32]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -48,16 +49,18 @@ class Encoded(NamedTuple):
     """A document's ids, and its label at each: the id, or -100 where the loss does not count it.
 
     labels: None where all count
+    shown: the chat once more, in JSON, where it may show images; see penstock.train.data.images
     """
 
     ids: Ids
     labels: Labels | None = None
+    shown: bytes | None = None
 
 
 class Chat(NamedTuple):
     """Messages. prompt: how many of them are a prompt, with a completion after it; None: no such thing"""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     prompt: int | None = None
 
 
@@ -121,7 +124,7 @@ class ChatEncoder:
     columns: Columns | None = None
 
     def __post_init__(self) -> None:
-        if self.columns is None and not self.tokenizer.own.chat_template:
+        if self.columns is None and not self.tokenizer.has_template:
             raise DataError(
                 "data.kind=chat",
                 "the tokenizer has no chat template, which says how messages become text",
@@ -134,6 +137,8 @@ class ChatEncoder:
         Raises: DataError that names what is wrong with it.
         """
         found = self._read(name, row)
+        if isinstance(found, Chat):
+            found = found._replace(messages=self.tokenizer.resolved(name, row, found.messages))
         try:
             if isinstance(found, Texts):
                 ids, counted = self._texts(*found)
@@ -159,7 +164,20 @@ class ChatEncoder:
                 "it has no token that the loss counts: no turn of the assistant, or an empty one",
                 "Mend it, or leave such chats out with data.unanswered=drop",
             )
-        return Encoded(ids, np.where(counted, ids.astype(np.int32), np.int32(IGNORED)))
+        labels = np.where(counted, ids.astype(np.int32), np.int32(IGNORED))
+        return Encoded(ids, labels, self._shown(name, row, found))
+
+    def _shown(self, name: str, row: Mapping[str, Any], found: Chat | Texts) -> bytes | None:
+        """What images are read from again, in JSON; None where the chats show none."""
+        if not self.tokenizer.sees:
+            return None
+        if isinstance(found, Texts):
+            rule = "it has a prompt and a completion without a template, and data.images reads messages"
+            raise DataError(f"data file {name}", rule, "Write them as messages, or leave data.images out")
+        if options := _options(name, row):
+            rule = f"it has {' and '.join(options)} for the template, and data.images reads messages alone"
+            raise DataError(f"data file {name}", rule, "Leave them out, or leave data.images out")
+        return json.dumps(found.messages).encode()
 
     # ---- From a record to messages
 
@@ -203,20 +221,17 @@ class ChatEncoder:
         return _after(ids, [(_common(before, ids), len(ids))])
 
     def _chat(self, name: str, chat: Chat, options: Mapping[str, Any]) -> tuple[Ids, npt.NDArray[np.bool_]]:
-        messages, own = chat.messages, self.tokenizer.own
+        messages = chat.messages
         if chat.prompt is not None:
-            ids = self._ids(messages, options)
+            ids = self.tokenizer.chat_ids(messages, options)
             return _after(ids, [(self._start(name, messages, chat.prompt, ids, options), len(ids))])
-        if self.loss_on != "all" and _MARK.search(own.get_chat_template(None, options.get("tools"))):
-            found = own.apply_chat_template(
-                messages, return_dict=True, return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False}, **options,
-            )  # fmt: skip
-            counted = np.array(found["assistant_masks"], dtype=np.bool_)
+        if self.loss_on != "all" and _MARK.search(self.tokenizer.template(options.get("tools"))):
+            ids, marks = self.tokenizer.chat_marked(messages, options)
+            counted = np.array(marks, dtype=np.bool_)
             if self.loss_on == "last":
                 counted[: _last_run(counted)] = False
-            return np.asarray(found["input_ids"], dtype=np.uint32), counted
-        ids = self._ids(messages, options)
+            return np.asarray(ids, dtype=np.uint32), counted
+        ids = self.tokenizer.chat_ids(messages, options)
         if self.loss_on == "all":
             return _after(ids, [])
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -243,8 +258,7 @@ class ChatEncoder:
         prompt: with the generation prompt
         """
         first, more = messages[:count], {**options, "add_generation_prompt": prompt}
-        texts = [self.tokenizer.own.apply_chat_template(each, tokenize=False, **keys)
-                 for each, keys in ((first, more), (messages, options))]  # fmt: skip
+        texts = [self.tokenizer.chat_text(*each) for each in ((first, more), (messages, options))]
         if not texts[1].startswith(texts[0]):
             some = "message" if count == 1 else f"{count} messages"
             at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[1]))
@@ -255,14 +269,7 @@ class ChatEncoder:
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
                 "data.loss_on=all",
             )
-        return _common(self._ids(first, more), ids)
-
-    def _ids(self, messages: Sequence[Any], options: Mapping[str, Any]) -> list[int]:
-        verbose = {"verbose": False}
-        found = self.tokenizer.own.apply_chat_template(
-            messages, return_dict=True, tokenizer_kwargs=verbose, **options
-        )
-        return list(found["input_ids"])
+        return _common(self.tokenizer.chat_ids(first, more), ids)
 
 
 def messages_of(name: str, field: str, value: object) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes, of_files, of_tokens
 from penstock.train.data.encode import Block, Encoder, encoded, make_encoder
+from penstock.train.data.images import Processor
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
 from penstock.train.data.rows import (
     Content,
@@ -58,7 +59,7 @@ from penstock.train.data.store import (
     write_store,
 )
 from penstock.train.data.streaming import Options, Position, Stream, Streamed
-from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.data.tokenizer import Tokenizer, open_tokenizer, read_template
 from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import Sizes
 
@@ -297,8 +298,10 @@ def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
     chat = any(source.kind == "chat" for source in section.sources)
-    trusted = config.model.trust_remote_code
-    return open_tokenizer(tokenizer_folder(config), chat, section.chat_template, trusted=trusted)
+    name, trusted = tokenizer_folder(config), config.model.trust_remote_code
+    if section.images is not None:
+        return Processor(name, read_template(section.chat_template), section.images, trusted)
+    return open_tokenizer(name, chat, section.chat_template, trusted=trusted)
 
 
 def load_data(
@@ -327,7 +330,8 @@ def load_data(
     if section.packing != "stream":
         packed = section.packing in ("sequential", "best_fit")
         calls = (config.pipeline.microbatches * config.train.accumulate,)
-        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document)
+        images = tokenizer.entries if isinstance(tokenizer, Processor) else None
+        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, images)
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:

@@ -8,7 +8,7 @@ as its longest row.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -47,10 +47,18 @@ class Fill:
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one: its ids and labels, int64; -100 where the loss does not count it."""
+    """A document, or a part of one: its ids and labels, int64; -100 where the loss does not count it.
+
+    shown: of a document what its images are read from, if it may show any
+    """
 
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
+    shown: bytes | None = None
+
+    def part(self, start: int, count: int) -> Piece:
+        """`count` of its tokens, from `start` on, without images."""
+        return Piece(self.ids[start : start + count], self.labels[start : start + count])
 
 
 class Rows(Protocol):
@@ -82,7 +90,10 @@ class SourceRows:
 
     def read(self, row: int) -> list[Piece]:
         starts, lengths = (of[self.packing.row(row)].tolist() for of in self.pieces)
-        return [Piece(*self.store.read(at, count)) for at, count in zip(starts, lengths, strict=True)]
+        return [
+            Piece(*self.store.read(at, count), self.store.shown_at(at))
+            for at, count in zip(starts, lengths, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -145,7 +156,7 @@ class CutRows:
 
     def read(self, row: int) -> list[Piece]:
         pieces = zip(self.rows.read(row), self.lengths(row), strict=False)  # some may be cut off whole
-        return [Piece(*(of[:count] for of in piece)) for piece, count in pieces]
+        return [piece.part(0, count) for piece, count in pieces]
 
 
 # ---- Batches of rows
@@ -190,7 +201,8 @@ class StreamLayout:
     def content(self, rows: Rows, chosen: Sequence[int]) -> dict[str, Tensor]:
         """input_ids and labels, int64, (rows, sequence). Labels are not shifted: the loss does it."""
         pieces = [piece for row in chosen for piece in rows.read(row)]
-        ids, labels = (torch.from_numpy(np.stack(each)) for each in zip(*pieces, strict=True))
+        ids = torch.from_numpy(np.stack([piece.ids for piece in pieces]))
+        labels = torch.from_numpy(np.stack([piece.labels for piece in pieces]))
         return {"input_ids": ids, "labels": labels}
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
@@ -209,6 +221,7 @@ class DocumentLayout:
         padding: how the pipeline will pad those of a call; None pads each microbatch to its longest row
         flash: whether the model has a flash attention, which wants the bounds of documents
         longest: tokens of a document at most, which padding at the end of a row keeps to
+        images: makes the further entries of a microbatch of chats that show images, one a row
     """
 
     calls: tuple[int, ...]
@@ -216,6 +229,7 @@ class DocumentLayout:
     padding: Padding | None = None
     flash: bool = False
     longest: int | None = None
+    images: Callable[[Sequence[Piece]], Mapping[str, Tensor]] | None = None
 
     @property
     def microbatches(self) -> int:
@@ -288,4 +302,6 @@ class DocumentLayout:
             microbatch["position_ids"] = positions(ends).view(len(rows), length)
             if self.flash:  # transformers derives the bounds from positions only for a batch of one row
                 microbatch |= boundaries(ends)
+        if self.images is not None:
+            microbatch |= self.images([row[0] for row in rows])
         return microbatch

@@ -3,6 +3,8 @@
     <cache>/<key>/tokens        of all documents, end to end
                   labels        of each token; not there where all count
                   lengths       of each document, in tokens
+                  shown         of chats that show images: the chats once more, end to end, in JSON
+                  shown_ends    where each of these ends, in bytes
                   facts.json    counts and digests
 
 The key is a digest of everything that the tokens follow from. A folder is complete or absent: it is written
@@ -22,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +65,13 @@ class Facts(NamedTuple):
     digest: str
 
 
+class Shown(NamedTuple):
+    """Bytes of all documents, end to end, and where each document's end."""
+
+    content: npt.NDArray[np.uint8]
+    ends: Numbers
+
+
 @dataclass(frozen=True)
 class Store:
     """Documents end to end.
@@ -69,17 +79,31 @@ class Store:
     Attributes:
         tokens, labels: of each token; labels None where all count
         lengths: tokens of each document
+        shown: of each document what its images are read from; None where none shows any
     """
 
     tokens: Ids
     labels: Labels | None
     lengths: Numbers
     facts: Facts
+    shown: Shown | None = None
 
     def read(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """ids and labels of `count` tokens, copied."""
         ids = self.tokens[start : start + count].astype(np.int64)
         return ids, ids if self.labels is None else self.labels[start : start + count].astype(np.int64)
+
+    def shown_at(self, start: int) -> bytes | None:
+        """What the images of the document that begins at this token are read from."""
+        if self.shown is None:
+            return None
+        document = int(np.searchsorted(self._ends, start, side="right"))
+        ends = self.shown.ends
+        return self.shown.content[int(ends[document - 1]) if document else 0 : int(ends[document])].tobytes()
+
+    @cached_property
+    def _ends(self) -> Numbers:
+        return np.cumsum(self.lengths)
 
 
 def forget(arrays: Iterable[object]) -> None:
@@ -191,6 +215,7 @@ def write_store(
         labelled: whether some tokens may not count
     """
     lengths: list[int] = []
+    shown: list[bytes] = []
     counted = dropped = highest = 0
     at = ""
     hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
@@ -209,6 +234,7 @@ def write_store(
                     highest = max(highest, separator)
                 pieces.append(found.ids)
                 lengths.append(len(found.ids))
+                shown += [] if found.shown is None else [found.shown]
                 if labelled:
                     marks.append(found.labels)
                 most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
@@ -230,6 +256,10 @@ def write_store(
         (folder / "labels").unlink()
         hashes.pop()
     whole = hashlib.blake2b(array.tobytes() + b"".join(each.digest() for each in hashes), digest_size=16)
+    if shown:
+        (folder / "shown").write_bytes(b"".join(shown))
+        np.cumsum([len(each) for each in shown], dtype=np.int64).tofile(folder / "shown_ends")
+        whole.update(b"".join(shown))
     longest = int(array.max(initial=0))
     facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, whole.hexdigest())
     _write_facts(folder, facts, dtype)
@@ -264,7 +294,16 @@ def open_store(folder: Path) -> Store:
         _mapped(labels, np.dtype(np.int32), facts.tokens) if labels.exists() else None,
         _mapped(folder / "lengths", np.dtype(np.int64), facts.documents),
         facts,
+        _open_shown(folder, facts.documents),
     )
+
+
+def _open_shown(folder: Path, documents: int) -> Shown | None:
+    file = folder / "shown"
+    if not file.exists():
+        return None
+    content = _mapped(file, np.dtype(np.uint8), file.stat().st_size)
+    return Shown(content, _mapped(folder / "shown_ends", np.dtype(np.int64), documents))
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> Any:

@@ -62,7 +62,7 @@ class _Document:
         return len(self.piece.ids) - self.taken
 
     def take(self, count: int) -> Piece:
-        part = Piece(*(of[self.taken : self.taken + count] for of in self.piece))
+        part = self.piece.part(self.taken, count)
         self.taken += count
         return part
 
@@ -165,7 +165,7 @@ class Reader:
     def _document(self, number: int, record: Record, taken: int = 0) -> _Document:
         ((name, found),) = self._encoder.encode([record])
         if found is None or not len(found.ids):
-            return _Document(number, Piece(*(np.empty(0, np.int64) for _ in Piece._fields)))
+            return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
         ids, labels = _checked(name, found, self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
@@ -184,7 +184,8 @@ class Reader:
             missing -= len(pieces[-1].ids)
             if not self._open[0].left:
                 self._open.popleft()
-        return [Piece(*map(np.concatenate, zip(*pieces, strict=True)))]
+        ids, labels = ([getattr(piece, name) for piece in pieces] for name in ("ids", "labels"))
+        return [Piece(np.concatenate(ids), np.concatenate(labels))]
 
     def _document_row(self) -> list[Piece]:
         """As many pieces as fit, in order, none longer than a document may be; one with packing none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from penstock.models.model_folder import TOKENIZER, check_folder, code_refused, 
 from penstock.reading import MIB, read_text
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
+Messages = Sequence[Mapping[str, Any]]
 
 # ChatML, with the marks around what the assistant writes
 CHAT_TEMPLATE = """\
@@ -75,6 +76,9 @@ class HuggingFace:
         separator: None where it has no such token
     """
 
+    sees = False  # whether chats may show images
+    _files: tuple[str, ...] = TOKENIZER
+
     def __init__(self, name: str, template: str | None = None, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
         self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name, trusted)
@@ -97,7 +101,7 @@ class HuggingFace:
         whole = hashlib.blake2b(str(self.own.chat_template).encode(), digest_size=16)
         if self._name != "bytes":
             folder = Path(self._name).expanduser()
-            files = other_files(folder, (*TOKENIZER, "config.json"), trusted=self._trusted)
+            files = other_files(folder, (*self._files, "config.json"), trusted=self._trusted)
             for name, file in sorted(files.items()):
                 whole.update(name.encode() + file.read_bytes())
         return whole.hexdigest()
@@ -110,6 +114,38 @@ class HuggingFace:
 
     def prompt(self, text: str) -> list[int]:
         return list(self.own(text, verbose=False)["input_ids"])
+
+    # ---- Chats
+
+    def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+        """The messages of a record, with all that belongs to them. Raises DataError."""
+        return messages
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.own.chat_template)
+
+    def template(self, tools: Any = None) -> str:
+        """The chat template."""
+        return str(self.own.get_chat_template(None, tools))
+
+    def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
+        """What the template writes. options: the template's"""
+        return str(self.own.apply_chat_template(messages, tokenize=False, **options))
+
+    def chat_ids(self, messages: Messages, options: Mapping[str, Any]) -> list[int]:
+        """The ids of what the template writes."""
+        return list(self._chat(messages, options)["input_ids"])
+
+    def chat_marked(self, messages: Messages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        """The ids, and 1 for each that the template has between its marks of generation."""
+        found = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
+        return list(found["input_ids"]), list(found["assistant_masks"])
+
+    def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
+        return self.own.apply_chat_template(
+            messages, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.own.decode(ids))
@@ -135,13 +171,18 @@ def open_tokenizer(
     """
     if name == "bytes" and not chat:
         return Bytes()
-    if template is not None:
-        try:
-            template = read_text(Path(template).expanduser(), _LARGEST_TEMPLATE)
-        except (OSError, UnicodeDecodeError) as error:
-            rule = f"the file cannot be read ({getattr(error, 'strerror', error)})"
-            raise DataError(f"data.chat_template={template}", rule, "Give a Jinja file") from None
-    return HuggingFace(name, template, trusted)
+    return HuggingFace(name, read_template(template), trusted)
+
+
+def read_template(template: str | None) -> str | None:
+    """The chat template in this file, if one is named. Raises DataError."""
+    if template is None:
+        return None
+    try:
+        return read_text(Path(template).expanduser(), _LARGEST_TEMPLATE)
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"the file cannot be read ({getattr(error, 'strerror', error)})"
+        raise DataError(f"data.chat_template={template}", rule, "Give a Jinja file") from None
 
 
 def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
