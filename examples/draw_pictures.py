@@ -5,7 +5,7 @@
 
     runs/pictures/model/         config.json, the processor's files; no weights
     runs/pictures/images/        0.png, 1.png, ...: a shape in a colour, on white, in many sizes
-    runs/pictures/chats.jsonl    {"messages": [{"role": "user", "content": [{"type": "image", "path": "0.png"}, ...
+    runs/pictures/chats.jsonl    {"messages": [{"role": "user", "content": [{"type": "image", ...
 
 A chat shows one picture, or two, or none. Nothing is downloaded: tokens are bytes, weights will be random.
 """
@@ -110,9 +110,9 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
     processor.save_pretrained(folder)
     vocabulary = len(tokenizer)
     text = {
-        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": 3 * hidden,
-        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 256, "pad_token_id": tokenizer.pad_token_id,
+        "model_type": "llama", "vocab_size": vocabulary, "hidden_size": hidden,
+        "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     vision = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2,

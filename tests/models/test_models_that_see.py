@@ -8,36 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import AutoPipeline, PerRow
+from penstock import AutoPipeline, Axes, PerRow
 from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.models.multiply_adds import multiply_adds
 from penstock.models.tracing.chain import find_chain
 from support import pictures
+from support.mesh import build_whole
+from support.pictures import assert_exact, microbatches
 from support.pool import Pool
-from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_steps
+from support.reference import assert_gradients, gradients_of, plain_steps
 
-# of two rows each: one image and two, none and one, none at all, one and one
-ROWS: tuple[tuple[pictures.Row, ...], ...] = (
-    ([(1, 1)], [(2, 1), (1, 2)]), ([], [(2, 2)]), ([], []), ([(1, 3)], [(2, 1)]),
-)  # fmt: skip
-TYPICAL = ("gemma3", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")
-
-
-def microbatches(model: Any) -> list[dict[str, Any]]:
-    made = [pictures.microbatch(model, rows, seed=number) for number, rows in enumerate(ROWS)]
-    return [{n: v.to(model.dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made]
-
-
-def assert_exact(model: Any, batch: list[dict[str, Any]], auto: AutoPipeline) -> None:
-    loss, expected = plain_steps(model, batch)
-    pipe = auto.build(model)
-    result = pipe.step(batch)
-    assert abs(result.loss - loss) <= TOLERANCE[model.dtype] * max(1.0, abs(loss))
-    found = gradients_of(pipe)
-    held = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
-    assert found.keys() == held & expected.keys()
-    assert_gradients(found, expected, TOLERANCE[model.dtype])
-    assert abs(pipe.evaluate(batch).loss - loss) <= TOLERANCE[model.dtype] * max(1.0, abs(loss))
+TYPICAL = ("gemma3", "qwen3_vl", "smolvlm")
 
 
 @pytest.mark.parametrize(
@@ -46,9 +27,9 @@ def assert_exact(model: Any, batch: list[dict[str, Any]], auto: AutoPipeline) ->
 )
 def test_exact(model_type: str) -> None:
     model = pictures.tiny_model(model_type, torch.float64)
-    assert_exact(model, microbatches(model), AutoPipeline(ranks=4, microbatches=4))
+    assert_exact(model, AutoPipeline(ranks=4, microbatches=4))
     model = model.float()  # gemma3's norms round to it
-    assert_exact(model, microbatches(model), AutoPipeline(ranks=2, microbatches=4, schedule="zb_v"))
+    assert_exact(model, AutoPipeline(ranks=2, microbatches=4, schedule="zb_v"))
 
 
 @pytest.mark.sweep
@@ -56,14 +37,14 @@ def test_exact(model_type: str) -> None:
 def test_exact_in_float32_where_layers_run_again(model_type: str) -> None:
     model = pictures.tiny_model(model_type)
     auto = AutoPipeline(ranks=2, microbatches=4, schedule="interleaved_1f1b", activation_checkpointing="full")
-    assert_exact(model, microbatches(model), auto)
+    assert_exact(model, auto)
 
 
 def test_a_frozen_tower_takes_no_backward() -> None:
     model = pictures.tiny_model("qwen3_vl", torch.float64)
     model.model.visual.requires_grad_(False)
     model.model.language_model.embed_tokens.requires_grad_(False)
-    assert_exact(model, microbatches(model), AutoPipeline(ranks=4, microbatches=4))
+    assert_exact(model, AutoPipeline(ranks=4, microbatches=4))
     pipe = AutoPipeline(ranks=4, microbatches=4).build(model)
     shown: list[bool] = []
     tower: Any = pipe.modules[0].get_submodule("model.visual")
@@ -75,7 +56,7 @@ def test_a_frozen_tower_takes_no_backward() -> None:
 def test_tied_weights() -> None:
     model = pictures.tiny_model("qwen2_5_vl", torch.float64, tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
-    assert_exact(model, microbatches(model), AutoPipeline(ranks=3, microbatches=4))
+    assert_exact(model, AutoPipeline(ranks=3, microbatches=4))
 
 
 @pytest.mark.parametrize("ranks", [2])
@@ -95,6 +76,39 @@ def exact_on_ranks(ranks: int) -> None:
         assert abs(pipe.step(batch).loss - loss) <= 1e-10 * abs(loss)
     assert_gradients(gradients_of(pipe), expected, 1e-10)
     pipe.close()
+
+
+def test_exact_where_one_part_of_the_batch_has_no_image(pool: Pool) -> None:
+    """FSDP2 would add the gradients of one rank's tower to another rank's embedding, or wait for ever."""
+    assert pool.run(4, exact_on_a_mesh) == [True] * 4
+
+
+def exact_on_a_mesh() -> bool:
+    torch.set_num_threads(1)
+    model = pictures.tiny_model("qwen3_vl", torch.float64)
+    seen, plain = microbatches(model), microbatches(model)[2]
+    pipe = build_whole(model, 2, Axes(dp_shard=2), microbatches=2)
+    mine = [seen[0], seen[3]] if pipe.batch_part[0] else [plain, plain]
+    report = pipe.verify_against(model, mine)
+    pipe.step(mine)
+    tower = [p for name, p in pipe.named_parameters() if ".visual." in name]
+    pipe.close()
+    return report.passed and all(p.grad is not None for p in tower)
+
+
+def test_images_are_refused_where_rows_are_split(pool: Pool) -> None:
+    for found in pool.run(4, refused_on_a_mesh):
+        assert "pixel_values in a batch with" in found
+
+
+def refused_on_a_mesh() -> str:
+    torch.set_num_threads(1)
+    model = pictures.tiny_model("llava", attn_implementation="eager")
+    pipe = build_whole(model, 2, Axes(tp=2), microbatches=2)
+    with pytest.raises(BatchError) as caught:
+        pipe.step(microbatches(model)[:2])
+    pipe.close()
+    return str(caught.value)
 
 
 def test_a_batch_that_lists_the_images_of_each_row() -> None:
@@ -159,7 +173,7 @@ def test_images_that_only_the_forward_finds_too_few() -> None:
         pipe.step([{**batch, "pixel_values": batch["pixel_values"][:2]}])
 
 
-@pytest.mark.parametrize("model_type", ["blip-2", "idefics", "mllama"])
+@pytest.mark.parametrize("model_type", ["blip-2", "mllama", pytest.param("idefics", marks=pytest.mark.sweep)])
 def test_refused(model_type: str) -> None:
     with pytest.raises(ModelError, match=r"a pipeline cuts a chain of layers, and in this model"):
         find_chain(pictures.refused_model(model_type))

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from penstock import AutoPipeline
 from support import zoo
+from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_steps
 
 IMAGE, VIDEO, START, END = 60, 61, 62, 63  # token ids; those of text are below
 Row = Sequence[tuple[int, int]]
@@ -168,6 +170,31 @@ def _tokens(model: PreTrainedModel, size: tuple[int, int]) -> int:
     found = model.base_model.get_image_features(**images, return_dict=True).pooler_output
     features = found if isinstance(found, Tensor) else torch.cat(list(found))
     return int(features.numel()) // int(model.config.get_text_config().hidden_size)
+
+
+# of two rows each: one image and two, none and one, none at all, one and one
+ROWS: tuple[tuple[Row, ...], ...] = (
+    ([(1, 1)], [(2, 1), (1, 2)]), ([], [(2, 2)]), ([], []), ([(1, 3)], [(2, 1)]),
+)  # fmt: skip
+
+
+def microbatches(model: PreTrainedModel) -> list[dict[str, Any]]:
+    made = [microbatch(model, rows, seed=number) for number, rows in enumerate(ROWS)]
+    return [{n: v.to(model.dtype) if v.is_floating_point() else v for n, v in each.items()} for each in made]
+
+
+def assert_exact(model: PreTrainedModel, auto: AutoPipeline) -> None:
+    """Loss, every gradient and an evaluation are those of the plain model, of microbatches with images."""
+    batch, tolerance = microbatches(model), TOLERANCE[model.dtype]
+    loss, expected = plain_steps(model, batch)
+    pipe = auto.build(model)
+    result = pipe.step(batch)
+    assert abs(result.loss - loss) <= tolerance * max(1.0, abs(loss))
+    found = gradients_of(pipe)
+    held = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
+    assert found.keys() == held & expected.keys()
+    assert_gradients(found, expected, tolerance)
+    assert abs(pipe.evaluate(batch).loss - loss) <= tolerance * max(1.0, abs(loss))
 
 
 def refused_model(model_type: str) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 
 from penstock.batch.loss import IGNORED
+from penstock.batch.microbatches import PIXELS
 from penstock.cli.shared import table
 from penstock.errors import ConfigError, ModelError
 from penstock.models.source import auto_class
@@ -159,6 +160,8 @@ def random_batch(model: PreTrainedModel, shape: tuple[int, int]) -> dict[str, Te
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, shape, generator=generator)
+    for kind in PIXELS:  # whose tokens want images
+        tokens = tokens.masked_fill(tokens == getattr(model.config, f"{kind}_token_id", -1), 0)
     ignored = torch.rand(shape, generator=generator) < 0.2
     ignored[0, : shape[1] // 2] = True
     ignored[:, -1] = False  # or a short row might have none

@@ -80,8 +80,8 @@ def _of_towers(model: PreTrainedModel, chain: Chain) -> float:
     run = {outer for name in chain.called_before for outer in prefixes(name)}
     towers = [model.get_submodule(name) for name in chain.before if name not in run]
     held = [parameter for tower in towers for parameter in tower.parameters()]
-    counts = (parameter.numel() / (1 if parameter.requires_grad else 3) for parameter in held)
-    return sum(counts) * _patches(model.config)
+    counts = [parameter.numel() / (1 if parameter.requires_grad else 3) for parameter in held]
+    return float(sum(counts)) * _patches(model.config)
 
 
 def _patches(config: PretrainedConfig) -> float:

@@ -219,8 +219,13 @@ def whole_backward(
             share = total_of(loss, output, microbatch, number) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
-    for parameter in model.parameters():
-        if parameter.grad is not None:
+    held = list(model.parameters())
+    # a tower has no gradient where a part of the batch has no image
+    flags = torch.tensor([float(each.grad is not None) for each in held], dtype=torch.float64, device=device)
+    for parameter, somewhere in zip(held, reductions.sum_over_batch(flags).tolist(), strict=True):
+        if somewhere:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             reductions.sum_over_batch(parameter.grad)
     return float(reductions.sum_over_batch(torch.tensor([total], dtype=torch.float64, device=device)))
 

@@ -135,7 +135,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     model = planned.plan.source.model
     tokenizer = tokenizer_of(config)
     if isinstance(tokenizer, Processor):
-        tokenizer.check_fits(model.config)
+        tokenizer.check_fits(model)
     check_prompt(config.output, tokenizer, model.config)
     data = load_data(
         config,

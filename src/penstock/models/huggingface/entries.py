@@ -164,39 +164,41 @@ class ImageCheck:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        self._kinds = {}
-        for kind, entries in PIXELS.items():
-            token = getattr(config, f"{kind}_token_id", None)
-            if kind in encodes(model) and isinstance(token, int):
-                self._kinds[kind] = token, entries
+        tokens = {
+            kind: getattr(config, f"{kind}_token_id", None) for kind in PIXELS if kind in encodes(model)
+        }
+        self._tokens = {kind: token for kind, token in tokens.items() if isinstance(token, int)}
         self._takes_types = "mm_token_type_ids" in inspect.signature(model.forward).parameters
-        vision = getattr(config, "vision_config", None)
-        self._merged = getattr(vision, "spatial_merge_size", None)
+        self._merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", None)
 
     def __call__(self, microbatch: Microbatch) -> None:
         ids = microbatch.get("input_ids")
-        for kind, (token, entries) in self._kinds.items() if isinstance(ids, Tensor) else ():
-            assert isinstance(ids, Tensor)
-            found = int((ids == token).sum())
-            given = [name for name in entries if microbatch.get(name) is not None]
-            words = f"a microbatch with {found or 'no'} tokens of {kind}s ({kind}_token_id={token})"
-            if found and not given:
-                rule = f"each stands for a part of an {kind}, and it has no {' or '.join(entries)}"
-                raise BatchError(words, rule.replace("an video", "a video"), _REMEDY)
-            if given and not found:
-                rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
+        if not self._tokens or not isinstance(ids, Tensor):
+            return
+        found = {kind: int((ids == token).sum()) for kind, token in self._tokens.items()}
+        given = [name for names in PIXELS.values() for name in names if microbatch.get(name) is not None]
+        kind = next((kind for kind, count in found.items() if count), "image")
+        words = f"a microbatch with {found.get(kind) or 'no'} tokens of {kind}s"
+        words += f" ({kind}_token_id={self._tokens.get(kind)})"
+        if any(found.values()) and not given:
+            rule = f"each stands for a part of its {kind}, and it has no {' or '.join(PIXELS[kind])}"
+            raise BatchError(words, rule, _REMEDY)
+        if given and not any(found.values()):
+            rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
+            raise BatchError(words, rule, _REMEDY)
+        grid = microbatch.get("image_grid_thw")
+        if isinstance(grid, Tensor) and given == ["pixel_values"]:  # some count videos by the same tokens
+            self._check_grid(grid, "mm_token_type_ids" in microbatch, found.get("image", 0), words)
+
+    def _check_grid(self, grid: Tensor, has_types: bool, found: int, words: str) -> None:
+        if self._takes_types and not has_types:
+            rule = "the model finds the positions of text and images by it"
+            raise BatchError("image_grid_thw without mm_token_type_ids", rule, _REMEDY)
+        if isinstance(self._merged, int) and grid.dim() == PER_TOKEN and grid.shape[1] == 3:
+            wanted = int(grid.prod(dim=1).sum()) // self._merged**2
+            if wanted != found:
+                rule = f"those of {len(grid)} in image_grid_thw are {wanted}"
                 raise BatchError(words, rule, _REMEDY)
-            grid = microbatch.get(grid_name := f"{kind}_grid_thw")
-            if not isinstance(grid, Tensor):
-                continue
-            if self._takes_types and "mm_token_type_ids" not in microbatch:
-                rule = "the model finds the positions of text and images by it"
-                raise BatchError(f"{grid_name} without mm_token_type_ids", rule, _REMEDY)
-            if isinstance(self._merged, int) and grid.dim() == PER_TOKEN and grid.shape[1] == 3:
-                wanted = int(grid.prod(dim=1).sum()) // self._merged**2
-                if wanted != found:
-                    rule = f"those of {len(grid)} in {grid_name} are {wanted}"
-                    raise BatchError(words, rule, _REMEDY)
 
 
 _REMEDY = "Give the images of its rows in their order, with all that the model's processor makes of them"

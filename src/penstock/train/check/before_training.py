@@ -197,15 +197,16 @@ def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
 def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
     """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long.
 
-    Microbatches with images stay whole: some entries have an image, or a patch of one, where others have rows.
+    Microbatches with images stay whole: some of their entries have images, or patches of them, and no rows.
     """
     if isinstance(batch, Mapping):
         rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
-    else:
-        rows = [each if _has_images(each) else
-                {name: value[:1] if _has_rows(value) else value for name, value in each.items()}
-                for each in batch]  # fmt: skip
-    return [dict(row) if _has_images(row) else _cut(row, length) for row in rows]
+        return [_cut(row, length) for row in rows]
+    return [dict(each) if _has_images(each) else _cut(_first_row(each), length) for each in batch]
+
+
+def _first_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value[:1] if _has_rows(value) else value for name, value in microbatch.items()}
 
 
 def _has_images(microbatch: Mapping[str, Any]) -> bool:

@@ -181,8 +181,7 @@ class DataSection(RecordSection):
     # fit; best_fit: the longest first, each where it leaves the least room
     packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
     # A document that is too long, unless packing is stream. cut: into pieces; truncate: its end is left out
-    # (the default of chats); drop: all of it is (the default of chats
-    # that show images)
+    # (the default of chats); drop: all of it is (the default of chats that show images)
     overlong: Literal["cut", "truncate", "drop"] = "cut"
     streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
     # Of a resumed run, where the data is not that of its checkpoint. refuse: it does not start; accept: its

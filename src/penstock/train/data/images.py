@@ -14,17 +14,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoProcessor, PretrainedConfig
+from transformers import AutoProcessor, PreTrainedModel
 
 from penstock.errors import DataError
 from penstock.models.model_folder import OTHERS, TOKENIZER, check_folder
+from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, open_regular
 from penstock.train.data.rows import Piece
 from penstock.train.data.tokenizer import HuggingFace, Messages
@@ -62,15 +63,20 @@ class Processor(HuggingFace):
     def __reduce__(self) -> Any:
         return Processor, (self._name, self._template, self._images, self._trusted)
 
+    @cached_property
+    def digest(self) -> str:
+        """With the folder of the images, whose paths are relative to it."""
+        return f"{super().digest} {Path(self._images).absolute()}"
+
     def save(self, folder: Path) -> None:
         self.processor.save_pretrained(folder)
 
-    def check_fits(self, config: PretrainedConfig) -> None:
-        """Raise DataError where its images are not those that a model of this config takes."""
+    def check_fits(self, model: PreTrainedModel) -> None:
+        """Raise DataError where its images are not those that the model takes."""
         value = f"data.tokenizer={self._name}"
-        theirs = getattr(config, "image_token_id", None)
+        theirs = getattr(model.config, "image_token_id", None) if "image" in encodes(model) else None
         if theirs is None:
-            rule = f"it makes images for a model, and {config.model_type} takes none"
+            rule = f"it makes images for a model, and {type(model).__name__} takes none"
             raise DataError(value, rule, "Take a model that sees, or leave data.images out")
         ours = self.own.convert_tokens_to_ids(self._token) if self._token else None
         if ours != theirs:
@@ -87,7 +93,7 @@ class Processor(HuggingFace):
         return str(self.processor.chat_template)
 
     def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
-        """The messages, in which each image has the absolute path of its file and a digest of its bytes."""
+        """The messages, in which each image has the path of its file and a digest of its bytes."""
         left = list(row.get("images") or ())
         found = [{**message, "content": self._content(name, message.get("content"), left)}
                  for message in messages]  # fmt: skip
@@ -133,10 +139,10 @@ class Processor(HuggingFace):
         if not isinstance(given, str) or "://" in given or given.startswith("data:"):
             rule = f"an image is a file on this machine, and here is {str(given)[:60]!r}"
             raise DataError(value, rule, "Save it, and give its path, relative to data.images")
-        path = str((Path(self._images) / given).absolute())
+        path = str(Path(self._images) / given)
         content = _bytes_of(path, value)
         _opened(path, value, content)
-        return {"type": "image", "path": path, "digest": _digest(content)}
+        return {"type": "image", "path": given, "digest": _digest(content)}
 
     def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
         return str(self.processor.apply_chat_template(messages, tokenize=False, **options))
@@ -160,11 +166,18 @@ class Processor(HuggingFace):
         Raises: DataError for an image that is no longer the one that was tokenised.
         """
         chats = [json.loads(piece.shown or b"[]") for piece in rows]
-        found = self.processor.apply_chat_template(
-            [self._with_pixels(messages) for messages in chats],
-            tokenize=True, return_dict=True, return_tensors="pt",
-            processor_kwargs={"padding": True, "padding_side": "right"},
-        )  # fmt: skip
+        try:
+            found = self.processor.apply_chat_template(
+                [self._with_pixels(messages) for messages in chats],
+                tokenize=True, return_dict=True, return_tensors="pt",
+                processor_kwargs={"padding": True, "padding_side": "right"},
+            )  # fmt: skip
+        except DataError:
+            raise
+        except Exception as error:  # whatever a processor says to images that it took one by one
+            rule = f"its processor refuses the chats of a microbatch ({' '.join(str(error).split())})"
+            remedy = "Give images that fit together, or one row a microbatch"
+            raise DataError(f"data.tokenizer={self._name}", rule, remedy) from error
         for piece, ids in zip(rows, found["input_ids"].numpy(), strict=True):
             if not np.array_equal(ids[: len(piece.ids)], piece.ids):
                 rule = "its processor gives other ids for a chat than it gave when the data was tokenised"
@@ -177,7 +190,8 @@ class Processor(HuggingFace):
         def opened(part: Any) -> Any:
             if not isinstance(part, dict) or part.get("type") != "image":
                 return part
-            return {"type": "image", "image": _image_at(part["path"], part["digest"])}
+            path = str(Path(self._images) / part["path"])
+            return {"type": "image", "image": _image_at(path, part["digest"])}
 
         return [
             {**message, "content": [opened(part) for part in message["content"]]}

@@ -166,7 +166,7 @@ class Reader:
         ((name, found),) = self._encoder.encode([record])
         if found is None or not len(found.ids):
             return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
-        ids, labels = _checked(name, found, self._options.vocabulary)
+        ids, labels, _ = _checked(name, found, self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
                 ids, labels = (np.append(each, separator) for each in (ids, labels))
