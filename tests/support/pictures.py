@@ -58,6 +58,16 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"vision_config": _QWEN, "text_config": {"rope_parameters": _ROPE}},
     "qwen3_vl": {"vision_config": _QWEN, "text_config": {"rope_parameters": _ROPE}},
     "qwen3_vl_moe": {"vision_config": _QWEN, "text_config": {"rope_parameters": _ROPE}},
+    "aya_vision": {"vision_config": _SIGLIP, "downsample_factor": 2},
+    "cohere2_vision": {"vision_config": _SIGLIP, "downsample_factor": 2},
+    "deepseek_vl": {"vision_config": _SIGLIP, "text_config": _LLAMA},
+    "exaone4_5": {"vision_config": _QWEN},
+    "glm4v": {"vision_config": {**_QWEN, "image_size": 32}, "text_config": {"rope_parameters": _ROPE}},
+    "got_ocr2": {"vision_config": {"image_size": 32, "window_size": 2, "global_attn_indexes": [0]}},
+    "idefics2": {"vision_config": {**_SIGLIP, "model_type": "idefics2_vision"}, "text_config": _MISTRAL},
+    "lighton_ocr": {"vision_config": _PIXTRAL, "text_config": {**_LLAMA, "model_type": "qwen3"}},
+    "qwen3_5": {"vision_config": _QWEN},
+    "vipllava": {"vision_config": _CLIP, "text_config": _LLAMA, "vision_feature_layers": [-1, -2]},
     "smolvlm": {"vision_config": {**_SIGLIP, "model_type": "smolvlm_vision"}, "text_config": _LLAMA},
 }  # fmt: skip
 TYPES = tuple(OWN)
@@ -128,7 +138,9 @@ def _by_row(model: PreTrainedModel, rows: Sequence[Row], generator: torch.Genera
 
 
 FORMS: dict[str, Images] = {
-    "idefics3": _by_row, "smolvlm": _by_row, "mistral3": _sized,
+    **dict.fromkeys(("idefics2", "idefics3", "smolvlm"), _by_row),
+    **dict.fromkeys(("lighton_ocr", "mistral3"), _sized),
+    **dict.fromkeys(("exaone4_5", "glm4v", "qwen3_5"), _patches),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _patches),
 }  # fmt: skip
 
