@@ -36,8 +36,8 @@ lint: env  ## Style and formatting
 types: env  ## Static types, strict
 	$(BIN)/mypy
 
-tests: env  ## The test suite: four processes keep two cores busy, as many tests wait for others
-	$(BIN)/pytest --numprocesses 4 --dist loadgroup
+tests: env  ## The test suite: three processes keep two cores busy, as many tests wait for others
+	$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
 test-fast: env  ## The inner loop: a case of each short test that starts no process
 	$(BIN)/pytest --fast --numprocesses 2

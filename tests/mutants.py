@@ -424,25 +424,34 @@ def problem(mutant: Mutant) -> str:
 
 
 def run(mutant: Mutant, tree: Path) -> str:
-    """Run its tests on `tree`, which has nothing else changed; caught, survived, or what else happened."""
+    """Run its tests on `tree`, which has nothing else changed; caught, survived, or what else happened.
+
+    Those of the sweep run where the others notice nothing.
+    """
     file = tree / "src" / "penstock" / mutant.file
     original = file.read_text(encoding="utf-8")
     file.write_text(original.replace(mutant.snippet, mutant.replacement), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    if EVERY in mutant.tests:  # a change that every case shows
-        command += ["--fast", "--cases=3"]
-    paths = [str(tree / "tests" / path) for path in mutant.tests.split()]
     try:
-        done = subprocess.run(
-            [*command, *paths], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT,
-            check=False,
-        )  # fmt: skip
+        verdict = _verdict(mutant, tree)
+        return _verdict(mutant, tree, "-m", "sweep") if verdict == "SURVIVED" else verdict
     except subprocess.TimeoutExpired:
         return f"no verdict within {LIMIT} s"
     finally:
         file.write_text(original, encoding="utf-8")
-    verdicts = {0: "SURVIVED", 1: "caught", 2: "caught"}  # 2: it cannot even be imported
+
+
+def _verdict(mutant: Mutant, tree: Path, *options: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *options]
+    if EVERY in mutant.tests:  # a change that every case shows
+        command += ["--fast", "--cases=3"]
+    paths = [str(tree / "tests" / path) for path in mutant.tests.split()]
+    done = subprocess.run(
+        [*command, *paths], cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT,
+        check=False,
+    )  # fmt: skip
+    # 2: it cannot even be imported; 5: all of its tests are in the sweep, or none is
+    verdicts = {0: "SURVIVED", 1: "caught", 2: "caught", 5: "SURVIVED"}
     return verdicts.get(done.returncode, f"pytest ended with {done.returncode}: {done.stdout[-300:]}")
 
 

@@ -119,6 +119,7 @@ def test_an_edit_that_would_take_padding_for_tokens_is_refused(edit: str) -> Non
 # ---- each rank in a process of its own, and other axes of the mesh
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 @pytest.mark.timeout(400)  # 8 s where nothing else runs
 @given(case=ON_TWO)

@@ -86,10 +86,11 @@ def test_part_a_with_few_settings(part: Part, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(exactness, "SETTINGS", settings)
     monkeypatch.setattr(exactness, "SCHEDULES", ("zb_v",))
     exactness.run(part, exactness.TINY._replace(every=1, repeats=2))
-    assert len(bars_met(part)) == 4 + 1  # one of repeats
+    assert len(bars_met(part)) == 4 + 1 + len(exactness.OFFLOADED)  # one of repeats
     assert len([row for row in part.rows if row.why.startswith("not run")]) == 1
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_part_c_without_compiled_layers(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_compiled", lambda *_: None)
@@ -122,6 +123,7 @@ def test_every_case_of_part_a(part: Part) -> None:
     assert len(bars_met(part)) == judged - 3 * len(exactness.SCHEDULES)  # no efficient attention on a CPU
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_part_b(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_pool(monkeypatch)
@@ -183,6 +185,7 @@ def test_part_b_misses_other_bits_other_errors_and_late_ones(
     assert [row.met for row in part.rows] == [True, False, False, False]
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_part_d_misses_what_a_checkpoint_has_lost(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
 

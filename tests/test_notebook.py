@@ -70,6 +70,7 @@ def test_every_cell_runs_and_says_what_the_text_says(outputs: dict[str, Output])
     assert float(split) == pytest.approx(float(whole), rel=1e-5)
 
 
+@pytest.mark.sweep
 def test_the_schedule_and_the_measured_step_are_drawn(outputs: dict[str, Output]) -> None:
     schedule, step = (outputs[name].value._repr_svg_() for name in ("svg", "timeline"))
     assert ">predicted" not in schedule

@@ -314,6 +314,7 @@ def hashed_on_a_mesh(path: str) -> list[str]:
     return names
 
 
+@pytest.mark.sweep
 def test_each_file_is_hashed_once_by_all_pipelines_of_a_mesh(pool: Pool, tmp_path: Path) -> None:
     """0.5.0 hashed it once for each pipeline, and raised other errors on processes that found nothing."""
     found = pool.run(4, hashed_on_a_mesh, str(tmp_path / "checkpoint"))

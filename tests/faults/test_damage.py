@@ -56,6 +56,7 @@ def test_a_disk_that_is_full_at_any_byte_costs_one_checkpoint(
     row.note(seconds=ended.seconds, cause=ended.cause, lost=lost)
 
 
+@pytest.mark.sweep
 @pytest.mark.fault("a disk is full", "a row of metrics (/dev/full)")
 @pytest.mark.parametrize("nth", [6])
 def test_a_disk_that_takes_no_row_ends_the_run_with_a_typed_error(

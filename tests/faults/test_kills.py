@@ -60,6 +60,7 @@ def parameters(strikes: list[Strike]) -> list[object]:
     return [pytest.param(strike, marks=marks(strike), id=strike.point) for strike in strikes]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("strike", parameters(KILLS))
 def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Path, row: Row, strike: Strike

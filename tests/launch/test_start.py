@@ -219,7 +219,7 @@ def launch_in(folder: str, command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
-        (signal.SIGINT, 130, "penstock: interrupted\n"),
+        pytest.param(signal.SIGINT, 130, "penstock: interrupted\n", marks=pytest.mark.sweep),
         pytest.param(signal.SIGTERM, 143, "penstock: ended by SIGTERM\n", marks=pytest.mark.sweep),
         (signal.SIGKILL, -9, ""),
     ],

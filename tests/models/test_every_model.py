@@ -21,7 +21,7 @@ from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_s
 # of each way to differ from Llama at least one; test_every_schedule.py has Llama and its kin
 TYPICAL = (
     "bert", "ctrl",  # tied in the head, writes into its embeddings
-    "mamba2", "jamba", "qwen3_next", "xlstm",  # states and convolutions
+    "mamba2", "jamba", "qwen3_next",  # states and convolutions
     "deepseek_v3", "longcat_flash",
     "gemma3n_text",  # per-layer inputs, keys and values shared
     "zamba2", "cpmant",  # layers take the embeddings, or a table, and share a block
@@ -123,6 +123,7 @@ def test_exact_where_layers_run_again(model_type: str, how: str) -> None:
     assert census.judge(model_type, (2,), checkpointing=how, schedule="zb_h1").chain is not None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(t, marks=[] if t in ("mixtral", "jamba") else [pytest.mark.sweep]) for t in ROUTED],
@@ -151,6 +152,7 @@ OVER_GLOO: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [(2, OVER_GLOO[:2]), *later((2, OVER_GLOO[2:]), (4, OVER_GLOO), mark=pytest.mark.sweep)],

@@ -59,6 +59,7 @@ def test_tied_weights() -> None:
     assert_exact(model, AutoPipeline(ranks=3, microbatches=4))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", [2])
 def test_exact_over_processes(pool: Pool, ranks: int) -> None:
     """Features of images cross an edge whose other end cannot know their shapes."""
@@ -96,6 +97,7 @@ def exact_on_a_mesh() -> bool:
     return report.passed and all(p.grad is not None for p in tower)
 
 
+@pytest.mark.sweep
 def test_images_are_refused_where_rows_are_split(pool: Pool) -> None:
     for found in pool.run(4, refused_on_a_mesh):
         assert "pixel_values in a batch with" in found

@@ -62,6 +62,7 @@ def exact(folder: Path) -> dict[str, Any]:
     return {"same": first == pytest.approx(second, rel=1e-6), "differs": not torch.equal(quantised, plain)}
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 @pytest.mark.skipif(not TORCHAO.is_dir(), reason="make env puts torchao there")
 def test_every_gradient_is_that_of_the_quantised_model(tmp_path: Path) -> None:

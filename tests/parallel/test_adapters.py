@@ -59,6 +59,7 @@ def exact(form: str, axes: Axes, options: dict[str, Any], folder: Path) -> bool:
     return True
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("form", "axes", "options"),
     [

@@ -163,6 +163,7 @@ PADDED: Table = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("ranks", "axes", "options", "table"), every(3, [
     (2, Axes(dp_shard=2), {}, OF_PARTS),
     (1, Axes(dp_shard=2, cp=2), {}, OF_CP),

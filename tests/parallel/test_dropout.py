@@ -238,6 +238,7 @@ def test_a_providers_stages_on_a_mesh_draw_the_numbers_of_one_process(pool: Pool
     assert found == [pytest.approx(expected, rel=1e-12)] * 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_the_trainer_needs_no_option_for_it(pool: Pool, tmp_path: Path, packing: str) -> None:
     """Rows of one length, dealt out in order; and microbatches that go round the parts by their length."""

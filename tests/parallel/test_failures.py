@@ -34,6 +34,7 @@ def limits(cases: list[tuple[int, Axes]]) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.sweep
 def test_every_group_has_the_pipelines_time_limit(pool: Pool) -> None:
     """0.5.0: torch's 30 minutes, but for those of ep; and an axis over all processes used the job's own."""
     cases = [(2, Axes(dp_shard=2, ep=2)), (1, Axes(dp_shard=4, ep=4)), (1, Axes(dp_replicate=2, cp=2))]

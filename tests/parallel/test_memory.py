@@ -128,6 +128,7 @@ def count(case: Case) -> tuple[int, Counted]:
 LATER = later(*((CASES[at],) for at in (0, 1, 2, 4, 5, 6)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", [CASES[3], *LATER], ids=str)
 def test_what_a_step_holds_is_as_predicted(pool: Pool, case: Case) -> None:
     """0.5.0: a mesh took twice the weights more, whatever Sharded said, and tp and ep sharded nothing."""

@@ -129,6 +129,7 @@ def built(cases: list[Built]) -> list[float]:
     return losses
 
 
+@pytest.mark.sweep
 def test_minus_one_may_resolve_to_one(pool: Pool) -> None:
     cases: list[Built] = [
         ("llama", 2, Axes(dp_shard=2, cp=-1), {}),

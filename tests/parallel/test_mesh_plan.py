@@ -136,6 +136,7 @@ BUILDS: list[tuple[str, int, Axes, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_builds_are_refused_on_every_rank(pool: Pool) -> None:
     """Sizes of -1 too, which are known once the processes are."""
     found = same_on_all(pool.run(4, refused_builds, [case[:4] for case in BUILDS]))

@@ -64,6 +64,7 @@ def padded(ranks: int, axes: Axes, options: dict[str, Any]) -> list[tuple[float,
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "axes", "shapes"),
     [

@@ -96,6 +96,7 @@ CLOSE = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("family", "axes", "options"), SAME)
 def test_axes_that_shard_no_product_give_the_gradients_of_autocast(
     pool: Pool, family: str, axes: Axes, options: dict[str, Any]

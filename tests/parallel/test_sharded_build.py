@@ -169,6 +169,7 @@ CASES: list[tuple[str, int, Axes, int]] = [
 MORE = [(*case, tied) for case in CASES[2:] for tied in (False, True)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("family", "ranks", "axes", "world", "tied"), [(*CASES[1], True), *later((*CASES[0], False), *MORE)]
 )
@@ -230,6 +231,7 @@ def test_a_buffer_without_dimensions_is_saved(pool: Pool, tmp_path: Path) -> Non
     assert all(torch.equal(value, expected[name]) for name, value in held.items())
 
 
+@pytest.mark.sweep
 def test_parallelize_fn_gets_values(pool: Pool) -> None:
     for given, loss, expected in pool.run(4, wrapped, Axes(dp_shard=2, tp=2)):
         assert given

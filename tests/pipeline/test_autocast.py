@@ -384,7 +384,7 @@ def update(module: nn.Module) -> None:
         parameter.sub_(parameter.grad)
 
 
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("reshard", [pytest.param(False, marks=pytest.mark.sweep), True])
 def test_sharded_weights(pool: Pool, reshard: bool) -> None:
     """They are gathered for a step, or for each op."""
     assert all(pool.run(4, passes, reshard))
@@ -495,6 +495,7 @@ def test_what_autocast_cannot_be(options: dict[str, Any], message: str) -> None:
         AutoPipeline(ranks=2, **options).build_plan(made())
 
 
+@pytest.mark.sweep
 def test_the_bytes_under_autocast_are_predicted() -> None:
     """0.5.0 left autocast out: casts of weights were missing, and activations counted in float32."""
     model, auto = made(tied=True), AutoPipeline(ranks=2, microbatches=4, schedule="1f1b", autocast=LOW)

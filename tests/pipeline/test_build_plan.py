@@ -127,6 +127,7 @@ def test_recomputation_keeps_the_memory_limit() -> None:
         AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)
 
 
+@pytest.mark.sweep
 @pytest.mark.long
 def test_the_default_split_keeps_the_memory_limit() -> None:
     """The embedding and seven layers are as fast as the head and one, and take the most memory."""
@@ -189,7 +190,10 @@ def test_a_memory_limit_counts_shards() -> None:
         assert limited.account(limited.build_plan(model)).recomputed() == frozenset()
 
 
-@pytest.mark.parametrize(("family", "how"), [("llama", Checkpointing(every=2)), ("gemma2", None)])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("llama", Checkpointing(every=2)), pytest.param("gemma2", None, marks=pytest.mark.sweep)],
+)
 def test_stages_that_are_alike_are_traced_once_and_hold_as_much(
     monkeypatch: pytest.MonkeyPatch, family: str, how: Checkpointing | None
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_stage_that_trains_nothing_has_no_w_whatever_the_count() -> None:
     pipe.close()
 
 
+@pytest.mark.sweep
 def test_a_memory_limit_chooses_anew_for_each_count() -> None:
     """The model that the limit is computed from does not live on: the caller's may be dropped."""
     model = tiny_model("llama", torch.float64, layers=4)
@@ -402,6 +403,7 @@ def over_processes(forms: Sequence[str], steps: int) -> None:
         pipe.close()
 
 
+@pytest.mark.sweep
 def test_any_count_over_processes(pool: Pool) -> None:
     """Over shared memory and gloo in turn."""
     pool.run(2, over_processes, ["1f1b", "zb_v"], 3)

@@ -142,6 +142,7 @@ SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b")
 DEFAULT = (("zb_v", 2),)  # the others are in the sweep
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     [
@@ -164,6 +165,7 @@ def test_in_one_process(ranks: int) -> None:
     assert compare(ranks, "1f1b") == (0, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_stages_that_share_a_weight_step_after_all_have_ended(pool: Pool, schedule: str) -> None:
     assert pool.run(2, tied, schedule) == [(0, 0)] * 2

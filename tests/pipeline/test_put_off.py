@@ -132,7 +132,7 @@ def test_a_product_in_a_function_of_its_own_is_named_by_its_module() -> None:
     assert "OwnLinear 80%" in said(two_products(prepare=prepare), batch())[0]
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+@pytest.mark.parametrize("schedule", ["zb_h1", pytest.param("zb_v", marks=pytest.mark.sweep)])
 def test_compiled_layers_are_named(schedule: str) -> None:
     def compiled(part: nn.Module) -> nn.Module:
         for layer in each_layer(part):

@@ -34,6 +34,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("form", "ragged", "how"), CASES)
 def test_a_step_reports_what_it_holds_as_predicted(pool: Pool, form: str, ragged: bool, how: str) -> None:
     assert_as_counted(pool.run(4, peaks, 4, FORMS[form], ragged, MODES[how], "gloo"))

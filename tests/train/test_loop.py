@@ -114,6 +114,7 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(
     assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
 
 
+@pytest.mark.sweep
 def test_optimizers_that_step_in_the_drain_train_the_same_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
 ) -> None:

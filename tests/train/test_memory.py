@@ -338,6 +338,7 @@ def test_a_lost_host_has_its_copies_on_the_next(pool: Pool, tmp_path: Path, keep
     assert [list(host.iterdir()) for host in hosts] == [[], []]
 
 
+@pytest.mark.sweep
 def test_a_copy_that_was_cut_short_is_not_taken(pool: Pool, tmp_path: Path) -> None:
     """It would end the start of each attempt alike, where its bytes could not be mapped to be sent."""
     made, hosts = sections(tmp_path), [tmp_path / "a", tmp_path / "b"]
@@ -351,6 +352,7 @@ def test_a_copy_that_was_cut_short_is_not_taken(pool: Pool, tmp_path: Path) -> N
     assert "going on from step 3, which was in memory" in said
 
 
+@pytest.mark.sweep
 def test_where_both_copies_are_lost_the_disk_counts(pool: Pool, tmp_path: Path) -> None:
     made, hosts = sections(tmp_path), [tmp_path / "a", tmp_path / "b"]
     made["train"]["checkpoint_every"] = 2

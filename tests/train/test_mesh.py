@@ -98,6 +98,7 @@ def test_a_mesh_has_the_curve_of_one_process(
     assert_close(curve(tmp_path), alone(tmp_path, made))
 
 
+@pytest.mark.sweep
 def test_all_ranks_take_the_checkpoint_before_where_one_cannot_read(pool: Pool, tmp_path: Path) -> None:
     """0.5.0: the run ended, with OSError on the rank whose disk failed; no rank knew of another's error."""
     made = sections(tmp_path, dp_replicate=2)
@@ -233,6 +234,7 @@ def test_ragged_rows_are_dealt_out_to_the_pipelines(pool: Pool, tmp_path: Path, 
     assert_close([row[:-1] for row in curve(tmp_path)], [row[:-1] for row in expected])  # padding is another
 
 
+@pytest.mark.sweep
 def test_a_step_that_one_part_spoils_is_left_out_by_all(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +280,7 @@ MIXTURE = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("parallel", "name"),
     [

@@ -68,6 +68,7 @@ def test_all_ranks_save_after_the_step_in_which_one_was_asked_to_stop(
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "axes", [{"parallel.tp": 2}, pytest.param({"parallel.dp_shard": 2}, marks=pytest.mark.sweep)]
 )
@@ -89,6 +90,7 @@ def test_a_run_in_one_process_is_asked_to_stop_as_well(tmp_path: Path, pool: Poo
     assert [(each["step"], each["stopped"]) for each in results] == [(1, True)]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("before", "now"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.sweep)])
 @pytest.mark.fault("a machine is lost", "the run goes on with fewer processes, or more")
 def test_a_run_goes_on_with_another_number_of_processes_and_says_so(

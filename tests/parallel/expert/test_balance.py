@@ -124,6 +124,7 @@ def check_cases(pool: Pool, cases: list[Case]) -> None:
             assert found_losses["outputs"] == pytest.approx(found_losses["auxiliary"], rel=1e-5), case
 
 
+@pytest.mark.sweep
 def test_as_one_process(pool: Pool) -> None:
     check_cases(pool, CASES[1:2])
 

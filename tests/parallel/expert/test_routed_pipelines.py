@@ -354,6 +354,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("axes", "options"),
     [(Axes(dp_shard=2), {}), pytest.param(None, PADDED, marks=pytest.mark.parallel)],

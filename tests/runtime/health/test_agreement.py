@@ -134,6 +134,7 @@ FOLLOWS = {  # from what differs
 }
 
 
+@pytest.mark.sweep
 def test_processes_of_a_mesh_that_differ(pool: Pool) -> None:
     """Before any group is made: with other numbers of channels they would hang in making them.
 

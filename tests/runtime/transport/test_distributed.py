@@ -50,6 +50,7 @@ def test_a_pipeline_that_was_not_closed_is_not_kept(pool: Pool) -> None:
     assert pool.run(2, jobs.dropped) == [0, 0]
 
 
+@pytest.mark.sweep
 def test_a_process_group_for_each_channel(pool: Pool) -> None:
     """What NCCL needs; on gloo each channel has a tag."""
     pool.run(4, jobs.group_per_channel, 4)

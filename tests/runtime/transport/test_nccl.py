@@ -164,6 +164,7 @@ def random_schedules(schedule: Schedule, seed: int, exchange: str) -> None:
 RANDOM = given(valid(always_trains=True), st.integers(0, 1000), st.sampled_from(["auto", "channels"]))
 
 
+@pytest.mark.sweep
 @RANDOM
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 def test_schedules_at_random(schedule: Schedule, seed: int, exchange: str) -> None:

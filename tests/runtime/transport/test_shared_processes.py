@@ -100,6 +100,7 @@ def one_pipeline_without() -> list[str]:
     return [without_segments(3, axes=Axes(dp_shard=2)) for _ in range(2)]
 
 
+@pytest.mark.sweep
 def test_pipelines_of_a_mesh_choose_each_for_itself(pool: Pool) -> None:
     """They hung in making the mesh's next group: those with gloo had made one more."""
     taken = pool.run(4, one_pipeline_without)
