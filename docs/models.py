@@ -42,14 +42,14 @@ The prediction layers (MTP) of deepseek_v3 and glm4_moe [train too](guides/predi
 
 
 _SEEING = """
-## Models that see
+## Vision-language models
 
 Types of `AutoModelForImageTextToText`, tiny and random, on microbatches with one image, with several of other
 sizes, and with none. Each was cut into two and into four stages, its towers on the first, and loss and every
 gradient compared with plain PyTorch in one process: within 1e-10 in float64. Other types are cut by the same
 rules, and `pipe.verify_against(model, batch)` compares them. Where layers take images in another way than
 through the embeddings (mllama, idefics, BLIP-2), or an encoder reads the text (Florence-2), a `ModelError`
-says so. [Models that see](guides/pictures.md) is the guide.
+says so. [Vision-language models](guides/pictures.md) is the guide.
 
 | model type | class | result | crosses an edge |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""Models that see: exact with any number of images in a microbatch, none included."""
+"""Vision-language models: exact with any number of images in a microbatch, none included."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class AutoPipeline(Options):
         head_weight: number of layers that the head counts as, in an even division of layers
         sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
             model's positions allow if that is less
-        image_tokens: how many of these tokens stand for images, for a model that sees: so many does the
+        image_tokens: how many of these tokens stand for images, for a vision-language model: so many does the
             first stage's tower work for. None takes a quarter
         layout: a layout string such as ``Ett|(ttt|)*2tL``, or a list of Megatron's names for each stage
             (penstock.schedule.layout)

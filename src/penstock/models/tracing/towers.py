@@ -1,4 +1,4 @@
-"""Models that see or hear: what encodes images, videos and sounds in addition to the text.
+"""Vision-language models: what encodes images, videos and sounds in addition to the text.
 
 A model of transformers that has towers has a method for each kind of input that they encode:
 

@@ -77,7 +77,7 @@ class Processor(HuggingFace):
         theirs = getattr(model.config, "image_token_id", None) if "image" in encodes(model) else None
         if theirs is None:
             rule = f"it makes images for a model, and {type(model).__name__} takes none"
-            raise DataError(value, rule, "Take a model that sees, or leave data.images out")
+            raise DataError(value, rule, "Take a vision-language model, or leave data.images out")
         ours = self.own.convert_tokens_to_ids(self._token) if self._token else None
         if ours != theirs:
             rule = f"its token of images, {self._token!r}, is {ours}, and the model's is {theirs}"
