@@ -192,6 +192,8 @@ def open_source(
             "AutoPipeline takes a transformers model, a config of one, a local folder or a Hub name",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
+    if found.weights:
+        _check_not_quantized(config, found.weights[0].parent)
     built = _built_from_config(config, dtype, attention, mtp_factor, trusted=trusted)
     _check_causal(built)
     _check_gradient_hooks(built)
@@ -266,6 +268,18 @@ def auto_class(config: PretrainedConfig) -> Any:
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     sees = seeing is not None and (not known or seeing in (config.architectures or ()))
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+
+
+def _check_not_quantized(config: PretrainedConfig, folder: Path) -> None:
+    """Raise ModelError for files in which a weight is a matrix of few bits and its scales."""
+    how = getattr(config, "quantization_config", None)
+    if how is not None:
+        method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
+        raise ModelError(
+            f"the weights in {folder}, quantized by {method or 'an unknown method'}",
+            "weights are read as they are stored, and these mean nothing without their scales",
+            "Take the model in bfloat16, or dequantize it with transformers and save that",
+        )
 
 
 def _check_gradient_hooks(built: PreTrainedModel) -> None:

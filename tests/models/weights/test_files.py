@@ -134,7 +134,10 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
     shard.unlink()
     with pytest.raises(CheckpointError, match="the index names it and it is missing"):
         auto.build_plan(tmp_path)
-    for broken in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}'):
+    outside = [
+        json.dumps({"weight_map": {"lm_head.weight": name}}) for name in ("../x", "/x", "a/../../x", "")
+    ]
+    for broken in ("{", "[]", '{"weight_map": {"lm_head.weight": 3}}', *outside):
         (tmp_path / weights.INDEX).write_text(broken)
         with pytest.raises(CheckpointError, match="no index of weight files"):
             auto.build_plan(tmp_path)
@@ -152,6 +155,18 @@ def test_weights_in_other_formats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    """As DeepSeek-V3's on the Hub: matrices of 8 bits were read without their scales, in silence."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    keys = json.loads((tmp_path / "config.json").read_text())
+    keys["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    with pytest.raises(ModelError, match=r"quantized by fp8: .* without their scales\. Take the model in bf"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)  # random weights
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:

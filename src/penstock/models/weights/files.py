@@ -11,7 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
@@ -93,18 +93,26 @@ def weight_files(folder: Path) -> list[Path]:
 def named_files(folder: Path) -> list[str]:
     """The names of a folder's weight files, which need not be there: those in its index, or the only one.
 
-    Raises CheckpointError for an index that cannot be read.
+    Raises CheckpointError for an index that cannot be read, or that names a file outside of the folder.
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
     try:
-        return sorted({os.fspath(name) for name in read_json(folder / INDEX)["weight_map"].values()})
+        return sorted({_inside(name) for name in read_json(folder / INDEX)["weight_map"].values()})
     except UNREADABLE as cause:
         raise CheckpointError(
             str(folder / INDEX),
             f"it is no index of weight files ({_why(cause)})",
             "Copy the folder again",
         ) from cause
+
+
+def _inside(name: str) -> str:
+    """The name of a file of the folder; an index from elsewhere may name any file of this machine."""
+    parts = PurePosixPath(name).parts
+    if not parts or ".." in parts or parts[0] == "/":
+        raise ValueError(f"{name!r} is no file of this folder")
+    return name
 
 
 def _why(cause: Exception) -> str:
