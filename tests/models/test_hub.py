@@ -230,6 +230,26 @@ def test_one_rank_of_a_host_fetches_and_the_others_hear_of_it(pool: Pool, hub: H
     assert pool.run(4, as_rank, hub.url, cache, NAME) == found  # of the same launch: the same commit
 
 
+def test_the_next_launch_asks_again(
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container it has the process numbers, the address and the port of the one before."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(hubs, "_began", lambda process: "100")
+    first = hubs.fetch(NAME)
+    hub.add(NAME, {**files, "README.md": b"# new"})
+    assert hubs.fetch(NAME) == first
+    monkeypatch.setattr(hubs, "_began", lambda process: "200")
+    assert hubs.fetch(NAME).name == hub.revisions[NAME]["main"] != first.name
+
+
+def test_a_process_began_at_one_time() -> None:
+    parent = hubs._began(os.getppid())
+    assert parent.isdigit()
+    assert int(parent) <= int(hubs._began(os.getpid()))
+    assert hubs._began(2**31) == ""
+
+
 def test_a_rank_that_comes_late_takes_the_commit_of_the_others(pool: Pool, hub: Hub, tmp_path: Path) -> None:
     found = pool.run(4, as_rank, hub.url, str(tmp_path / "cache"), NAME, False)
     assert len(set(found)) == 1

@@ -127,7 +127,16 @@ def _launch() -> str | None:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-    return " ".join([str(os.getppid()), *(os.environ.get(name, "") for name in names)])
+    parent = os.getppid()
+    return " ".join([str(parent), _began(parent), *(os.environ.get(name, "") for name in names)])
+
+
+def _began(process: int) -> str:
+    """When a process began: in a container the next launch has the same number, address and port."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since boot
+    except (OSError, IndexError):
+        return ""
 
 
 def _heard(file: TextIO | None, began: float) -> Path | None:
