@@ -331,14 +331,12 @@ MUTANTS = [
     Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
     # ---- prediction layers
     Mutant(LOSS, "documents == reached", "documents >= 0", "models/test_mtp.py"),
-    Mutant(LOSS, "following[:, depth:], (0, depth)", "following[:, 1:], (0, 1)", "models/test_mtp.py"),
+    Mutant(LOSS, "ahead(following, depth, IGNORED)", "ahead(following, 1, IGNORED)", "models/test_mtp.py"),
     Mutant(LOSS, '["mtp_loss_scaling_factor"] / len(predicted)', '["mtp_loss_scaling_factor"]', OF_MTP),
     Mutant(
         MTP, "hidden_states[-len(mtp_tokens) :]", "hidden_states[: len(mtp_tokens)]", "models/test_mtp.py"
     ),
-    Mutant(
-        MTP, "mtp_tokens[:, self.depth :], (0, self.depth)", "mtp_tokens[:, 1:], (0, 1)", "models/test_mtp.py"
-    ),
+    Mutant(MTP, "ahead(mtp_tokens, self.depth, 0)", "ahead(mtp_tokens, 1, 0)", "models/test_mtp.py"),
     Mutant(
         MTP,
         "[self.enorm(following), self.hnorm(previous)]",

@@ -98,6 +98,8 @@ def test_no_token_of_another_document_is_predicted() -> None:
     assert prediction_labels(following, 1).tolist() == [[2, 3, -100, 5, 6, -100, -100]]
     assert prediction_labels(following, 1, positions).tolist() == [[2, 3, -100, -100, 6, -100, -100]]
     assert prediction_labels(following, 2, positions).tolist() == [[3, -100, -100, -100, -100, -100, -100]]
+    short, one = torch.tensor([[4]]), torch.tensor([[0]])
+    assert prediction_labels(short, 2).tolist() == prediction_labels(short, 2, one).tolist() == [[-100]]
     # positions that run on add nothing, wherever they begin
     assert torch.equal(
         prediction_labels(following, 1, torch.arange(3, 10)[None]), prediction_labels(following, 1)
@@ -116,14 +118,30 @@ def test_the_loss_is_a_tenth_where_the_config_says_nothing() -> None:
     assert losses[0] < losses[1] == losses[2]
 
 
-def test_with_a_cache_it_is_the_plain_model() -> None:
-    model = tiny_predicting().eval()
+@torch.no_grad()
+def test_a_call_takes_what_one_of_the_plain_class_takes() -> None:
+    """Position ids by their place did not reach the loss, and a tuple had no logits."""
+    model: Any = tiny_predicting()
+    batch = packed_batch()
+    ids, labels, mask = batch["input_ids"], batch["labels"], torch.ones_like(batch["input_ids"])
+    expected = model(**batch, attention_mask=mask)
+    assert torch.equal(model(ids, mask, batch["position_ids"], None, None, labels).loss, expected.loss)
+    loss, logits, (drafted,) = model(**batch, attention_mask=mask, return_dict=False)
+    assert torch.equal(loss, expected.loss)
+    assert torch.equal(logits, expected.logits)
+    assert torch.equal(drafted, expected.mtp_logits[0])
+
+
+@pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
+def test_with_a_cache_it_is_the_plain_model(mode: bool) -> None:
+    model = tiny_predicting().train(mode)
     prompt = zoo.tiny_batch("deepseek_v3", rows=2)["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     plain = plain_of(model)
     assert torch.equal(found, plain.generate(prompt, attention_mask=torch.ones_like(prompt), **options))
-    assert "mtp_logits" not in model(prompt)
+    assert "mtp_logits" not in model(prompt, use_cache=True)
+    assert ("mtp_logits" in model(prompt)) == mode
 
 
 def test_files_have_the_names_of_the_models_checkpoints(tmp_path: Path) -> None:

@@ -63,6 +63,13 @@ def test_documents_and_lengths_that_differ(batch: Any) -> None:
     pipe_of(model, "Ett|tt|m|L", TWO_EACH).verify_against(model, batch)
 
 
+def test_rows_shorter_than_the_layers_look_ahead() -> None:
+    """Rows of one token, and with position ids of two: "The size of tensor a (2) must match" (b (3))."""
+    whole = {**BATCH, "position_ids": torch.arange(BATCH["input_ids"].shape[1]).expand(8, -1)}
+    batch = [{name: value[:2, :length] for name, value in whole.items()} for length in (1, 2, 3, 9)]
+    pipe_of(tiny_predicting(count=2), "Et|ttt|m|mL", "zb_v").verify_against(tiny_predicting(count=2), batch)
+
+
 def test_in_blocks_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_logits, "HELD_BYTES", 1 << 10)
     model = tiny_predicting()

@@ -115,7 +115,7 @@ class NextToken:
                 "Give a loss_fn that knows which belongs to which",
             )
         labels = labels.to(logits.device, torch.int64)
-        following = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        following = labels if shifted else ahead(labels, 1, IGNORED)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
         seen = host_values(microbatch)["shift_labels" if shifted else "labels"]
@@ -148,13 +148,18 @@ def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = 
         positions: of the tokens, (rows, sequence) or (1, sequence), where a row may hold several documents:
             no token of another document is predicted.
     """
-    labels = F.pad(following[:, depth:], (0, depth), value=IGNORED)
+    labels = ahead(following, depth, IGNORED)
     if positions is None or positions.dim() != PER_TOKEN:
         return labels
     begins = F.pad(positions.to(labels.device).diff() != 1, (1, 0))
     documents = begins.cumsum(-1)
-    reached = F.pad(documents[:, depth + 1 :], (0, depth + 1), value=-1)
+    reached = ahead(documents, depth + 1, -1)
     return torch.where(documents == reached, labels, IGNORED)
+
+
+def ahead(tokens: Tensor, places: int, past_end: int) -> Tensor:
+    """What stands `places` on from each of (rows, sequence), and `past_end` where the row is over."""
+    return F.pad(tokens, (0, places), value=past_end)[:, places:].contiguous()
 
 
 def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Tensor:

@@ -23,15 +23,16 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
+from transformers.utils.generic import can_return_tuple
 
-from penstock.batch.loss import IGNORED, prediction_labels
+from penstock.batch.loss import IGNORED, ahead, prediction_labels
 from penstock.errors import BatchError, ConfigError, ModelError
 
 FACTOR = 0.1  # of the prediction layers' loss where the config has no mtp_loss_scaling_factor; Megatron's
@@ -130,25 +131,24 @@ def check_factor(factor: float | None) -> None:
 
 
 def _forward(kind: type[PreTrainedModel]) -> Callable[..., Any]:
+    names = [*signature(kind.forward).parameters][1:]  # without self
+
     @wraps(kind.forward)
-    def forward(
-        self: PredictionModel,
-        input_ids: Tensor | None = None,
-        *args: Any,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **inputs: Any,
-    ) -> Any:
-        if labels is None and not self.training and use_cache is not False:
-            return kind.forward(self, input_ids, *args, use_cache=use_cache, **inputs)
+    def forward(self: PredictionModel, *args: Any, **inputs: Any) -> Any:
+        inputs |= zip(names, args, strict=False)
+        labels, shift_labels = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+        use_cache = inputs.pop("use_cache", None)
+        caches = not self.training if use_cache is None else use_cache
+        if labels is None and caches:
+            return kind.forward(self, **inputs, use_cache=use_cache, return_dict=True)
+        input_ids = inputs.get("input_ids")
         if input_ids is None:
             raise BatchError(
                 f"a batch without input_ids for {kind.__name__} with prediction layers",
                 "these embed the tokens that follow",
                 "Give input_ids, or build the model without mtp_loss_scaling_factor",
             )
-        result = kind.forward(self, input_ids, *args, use_cache=False, mtp_tokens=input_ids, **inputs)
+        result = kind.forward(self, **inputs, use_cache=False, mtp_tokens=input_ids, return_dict=True)
         rows, logits = len(input_ids), result.logits
         output = MTPOutput(**{each.name: getattr(result, each.name, None) for each in fields(MTPOutput)})
         output.logits = logits[:rows]
@@ -157,11 +157,11 @@ def _forward(kind: type[PreTrainedModel]) -> Callable[..., Any]:
         )
         if labels is None:
             return output
-        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
+        shifted = ahead(labels, 1, IGNORED) if shift_labels is None else shift_labels
         loss = _loss(self, output, shifted, inputs)
         return MTPOutput(loss=loss, **{name: value for name, value in output.items() if name != "loss"})
 
-    return forward
+    return can_return_tuple(forward)  # type: ignore[no-any-return]
 
 
 def _loss(model: PredictionModel, output: MTPOutput, shifted: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -209,7 +209,7 @@ class PredictionLayer(nn.Module):
         if mtp_tokens is None:
             return hidden_states
         previous = hidden_states[-len(mtp_tokens) :]
-        following = self.embed_tokens(F.pad(mtp_tokens[:, self.depth :], (0, self.depth)))
+        following = self.embed_tokens(ahead(mtp_tokens, self.depth, 0))
         joined = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(previous)], -1))
         predicted = self.shared_head["norm"](super().forward(joined, *args, **options))
         return torch.cat([hidden_states, predicted])
