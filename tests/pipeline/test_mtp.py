@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import AutoPipeline, Axes
 from penstock.batch import head_logits
+from penstock.cli.merge import merge_folder
 from penstock.errors import ConfigError, InputError, ModelError, PartitionError
 from penstock.models.multiply_adds import multiply_adds
 from penstock.models.tracing.meta import bare
@@ -122,6 +124,30 @@ def test_weights_in_and_out(tmp_path: Path) -> None:
         tmp_path / "ours"
     )  # the plain model of the same folder
     assert not any("layers.4" in name for module in without.modules.values() for name in module.state_dict())
+
+
+def test_an_adapter_of_prediction_layers_is_merged(tmp_path: Path) -> None:
+    """The merged folder had none, though the base has them and the adapter was trained on them."""
+    tiny_predicting(dtype=torch.float32).save_pretrained(tmp_path / "base")
+    adapter = LoraConfig(r=2, target_modules=["o_proj", "eh_proj"])
+    options: dict[str, Any] = {
+        "ranks": 2,
+        "microbatches": 4,
+        "layout": "Ettt|tmL",
+        "mtp_loss_scaling_factor": 0.1,
+    }
+    pipe = AutoPipeline(**options, adapter=adapter).build(tmp_path / "base")
+    for parameter in pipe.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    pipe.save_pretrained(tmp_path / "adapter")
+    merge_folder(tmp_path / "adapter", tmp_path / "merged", tmp_path / "base", "5GB")
+    base, merged = held_in(tmp_path / "base"), held_in(tmp_path / "merged")
+    assert merged.keys() == base.keys()
+    changed = {name for name, value in base.items() if not torch.equal(value, merged[name])}
+    assert changed == {name for name in base if "o_proj" in name or "eh_proj" in name}
+    again = AutoPipeline(**options).build(tmp_path / "merged")
+    assert again.evaluate(BATCH).loss == pytest.approx(pipe.evaluate(BATCH).loss, rel=1e-5)
 
 
 def test_initial_values_do_not_depend_on_the_layout() -> None:

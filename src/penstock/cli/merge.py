@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
-from penstock.models.model_folder import other_files
+from penstock.models.model_folder import config_of, other_files
+from penstock.models.mtp import FACTOR
 from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
@@ -20,7 +21,13 @@ from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
-from penstock.models.weights.saved_adapter import ADAPTER_CONFIG, check_base, load_adapter, read_object
+from penstock.models.weights.saved_adapter import (
+    ADAPTER_CONFIG,
+    check_base,
+    load_adapter,
+    read_object,
+    safe_open_adapter,
+)
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import newest_checkpoint
 
@@ -50,7 +57,8 @@ def merge_folder(
             "Give the base model's folder: --base FOLDER",
         )  # fmt: skip
     config.init_lora_weights = True  # the values come from the file
-    source = open_source(Path(named), None, None, config, trusted=trusted)
+    factor = _prediction_factor(folder, config_of(Path(named), trusted))
+    source = open_source(Path(named), None, None, config, mtp_factor=factor, trusted=trusted)
     if not source.files:
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
     check_base(folder, source.base_fingerprint(0))
@@ -78,6 +86,19 @@ def _adapter_config(folder: Path) -> Any:
     except (ValueError, KeyError, TypeError, AttributeError) as cause:
         rule, remedy = f"PEFT cannot read it: {cause}", "Give a folder that PEFT or penstock wrote"
         raise CheckpointError(str(folder / ADAPTER_CONFIG), rule, remedy) from cause
+
+
+def _prediction_factor(adapter: Path, config: PretrainedConfig) -> float | None:
+    """The base config's mtp_loss_scaling_factor where the adapter was trained on prediction layers, too."""
+    text = config.get_text_config()
+    if not getattr(text, "num_mtp_layers", None):
+        return None
+    first = f".layers.{text.num_hidden_layers}."
+    with safe_open_adapter(adapter) as file:
+        if not any(first in name for name in file.keys()):  # noqa: SIM118
+            return None
+    factor = getattr(config, "mtp_loss_scaling_factor", None)
+    return FACTOR if factor is None else float(factor)
 
 
 class _Merger:
