@@ -271,6 +271,17 @@ def test_replay_keeps_gradients_where_routers_flip(case: Case, size: float) -> N
     recomputed(case, size, without=True)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_the_first_step_keeps_the_products_of_each_forward_apart(schedule: str) -> None:
+    """In it routers run once more, to be learnt: selective checkpointing must not keep that as theirs."""
+    model, whole = model_of("mixtral"), batch(16)
+    loss, expected = plain_step(model, whole)
+    case: Case = ("mixtral", 2, None, schedule, {"activation_checkpointing": "selective"})
+    pipe = build(model, case, replay_routing=True)
+    assert pipe.step(whole).loss == pytest.approx(loss, rel=1e-10)
+    assert_exact(pipe, expected, 1e-10)
+
+
 @pytest.mark.parallel
 def test_replay_keeps_gradients_where_routers_of_sharded_experts_flip(pool: Pool) -> None:
     """Without replay the shapes of what is sent differ, which is an error."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.dispatch import without_values
@@ -186,13 +187,14 @@ class Router:
     def _learn_choice(self, block: nn.Module, forward: Callable[[], Any]) -> None:
         """Find out once which top-k of the block is the choice.
 
-        The forward ends where the experts are called, on every rank, before anything is sent.
+        The forward ends where the experts are called, on every rank, before anything is sent. Modes do not
+        see it: selective checkpointing would count its products, which a backward does not run again.
         """
         training = [(part, part.training) for part in block.modules()]
         for part, _ in training:
             part.training = False  # so that nothing random is drawn, and no noise put on the input in place
         try:
-            with torch.no_grad(), suppress(_LearntError), self._watching(_LOOK):
+            with torch.no_grad(), _disable_current_modes(), suppress(_LearntError), self._watching(_LOOK):
                 forward()
         finally:
             for part, before in training:
