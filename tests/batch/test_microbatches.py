@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.batch.microbatches import batch_rows, checksum, fingerprint, split, split_batch
+from penstock.batch.microbatches import PerRow, batch_rows, checksum, fingerprint, joined, split, split_batch
 from penstock.errors import BatchError
 
 
@@ -125,3 +125,20 @@ def test_a_batch_is_split_as_a_step_splits_it() -> None:
 def test_a_batch_that_is_not_split(batch: dict[str, object], count: int, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         split_batch(batch, count, even=True)
+
+
+def test_tensors_of_each_row_are_laid_end_to_end() -> None:
+    first, last = torch.zeros(2, 3), torch.ones(1, 3)
+    batch = {"x": torch.arange(4), "seen": PerRow([first, None, None, last])}
+    whole = torch.cat([first, last])
+    for given in (split_batch(batch, 1)[0], joined(batch), split(batch, 2, {"seen": None})[1]):
+        assert torch.equal(given["seen"], whole)
+    assert ["seen" in each for each in split_batch(batch, 4)] == [True, False, False, True]
+    assert fingerprint([batch], 1, 0) != fingerprint(
+        [{**batch, "seen": PerRow([None, first, None, last])}], 1, 0
+    )
+
+
+def test_rows_that_list_no_tensors_are_refused() -> None:
+    with pytest.raises(BatchError, match="seen with a list: PerRow lists a tensor or None for each row"):
+        split_batch({"x": torch.arange(2), "seen": PerRow([[1.0, 2.0], None])}, 1)  # type: ignore[list-item]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from penstock.batch.packing import split_lens
 from penstock.batch.payload import TensorSpec
@@ -40,6 +40,9 @@ class PerRow(list[Tensor | None]):
         {"input_ids": ids, "pixel_values": PerRow([two_images, None, one_image])}
     """
 
+
+# so that what goes through all tensors of a batch comes to these
+register_pytree_node(PerRow, lambda per_row: (list(per_row), None), lambda of_rows, _: PerRow(of_rows))
 
 # (output of the last stage, number of the microbatch) -> what the caller wants to keep of it
 Collect = Callable[[Any, int], Any]
@@ -78,9 +81,17 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
     parts = {name: _split(name, value, count, _dimension(name, value, sharding))
              for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
     parts |= _split_documents(batch, rows, count, sharding)
-    absent = {name for name, value in batch.items() if isinstance(value, PerRow)}
-    return [{name: each[number] for name, each in parts.items()
-             if each[number] is not None or name not in absent} for number in range(count)]  # fmt: skip
+    return [joined({name: each[number] for name, each in parts.items()}) for number in range(count)]
+
+
+def joined(microbatch: Microbatch) -> Microbatch:
+    """`microbatch` with what `PerRow` entries list laid end to end, without those that list nothing."""
+    per_row = {name: value for name, value in microbatch.items() if isinstance(value, PerRow)}
+    if not per_row:
+        return microbatch
+    found = {name: _end_to_end(name, value) for name, value in per_row.items()}
+    rest = {name: value for name, value in microbatch.items() if name not in per_row}
+    return rest | {name: value for name, value in found.items() if value is not None}
 
 
 def split_batch(
@@ -130,6 +141,15 @@ def check_entries(batch: Batch, sharding: Sharding) -> None:
     for name, value in batch.items():
         if name.startswith(INNER):
             raise BatchError(f"{name!r} in a batch", "the pipeline adds this entry itself", "Take it out")
+        if isinstance(value, PerRow):
+            odd = next((each for each in value if not (each is None or isinstance(each, Tensor))), None)
+            if odd is not None:
+                shown, rule = (
+                    f"{name} with a {type(odd).__name__}",
+                    "PerRow lists a tensor or None for each row",
+                )
+                raise BatchError(shown, rule, "Give torch.as_tensor of it")
+            continue
         if name in sharding:
             continue
         numbers = isinstance(value, list | tuple) and value and all(
@@ -200,7 +220,7 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
         return value.tensor_split(count, dim=how) if value.dim() else [value] * count
     if isinstance(value, PerRow):
         parts = torch.arange(len(value)).tensor_split(count)
-        return [_end_to_end(name, [value[row] for row in part]) for part in parts]
+        return [PerRow(value[row] for row in part) for part in parts]
     leaves, tree = tree_flatten(value)
     each = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
     return [tree_unflatten(list(part), tree) for part in zip(*each, strict=True)] or [value] * count
@@ -313,9 +333,7 @@ def named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    leaves = (
-        (value,) if isinstance(value, Tensor) else value if isinstance(value, PerRow) else tree_leaves(value)
-    )
+    leaves = (value,) if isinstance(value, Tensor) else tree_leaves(value)
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from penstock.batch.microbatches import Batch, Sharding, check_entries, split
+from penstock.batch.microbatches import Batch, Sharding, check_entries, joined, split
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
@@ -101,6 +101,8 @@ class BatchSplitter(NamedTuple):
                 f"this call is of {count}, by `microbatches` or by what other ranks give, and of 1 at least",
                 "Give a list of the same length, 1 or more, on every rank, and leave `microbatches` out",
             )
+        else:
+            parts = [joined(part) for part in parts]
         for number, part in enumerate(parts):
             tensors = [value for value in part.values() if isinstance(value, Tensor)]
             if any(tensor.dim() and not len(tensor) for tensor in tensors):
