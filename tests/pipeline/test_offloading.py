@@ -265,6 +265,8 @@ def compile_whole(module: nn.Module) -> nn.Module:
      r"modules=\('mlp',\): every layer runs again, and saves nothing but its inputs"),
     (lambda: provided(Part, Offloading(("act",)), parallelize_fn=compile_whole),
      "activation_offloading of .*act within the stage, which is compiled"),
+    (lambda: pipeline("1f1b", Offloading(("mlp",)), compile=True),
+     r"modules=\('mlp',\): compile takes whole layers, and no module within one is seen"),
     (lambda: Offloading("mlp"), r"modules='mlp': it lists names of modules"),  # type: ignore[arg-type]
     (lambda: Offloading(layers=0), "layers=0: it is a whole number from 1 on"),
     (lambda: Offloading(ahead=0), "ahead=0: it is a whole number from 1 on"),

@@ -21,7 +21,7 @@ from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
-from penstock.models.activation_offloading import Offloading, check_schedule, offloading
+from penstock.models.activation_offloading import Offloading, check_schedule, offloading, refusal
 from penstock.models.stage import Provider
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
@@ -183,6 +183,13 @@ class Options:
             )
         if (away := self.offloading()) is not None:
             check_schedule(away, schedule, self.checkpointing())
+            how = as_compile(self.compile)
+            if away.modules and how is not None and how.layers != "none":
+                rule = (
+                    "compile takes whole layers, and no module within one is seen: its compiler saves tensors"
+                )
+                remedy = "Leave modules out, or compile the loss alone: Compile(layers='none')"
+                raise refusal("modules", away.modules, rule, remedy)
         return schedule
 
     def schedules(self, chosen: Schedule, frozen: Collection[int] = ()) -> Callable[[int], Schedule]:
