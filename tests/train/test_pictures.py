@@ -159,6 +159,9 @@ TEXT = {"type": "text", "text": "?"}
             {},
             "a part of the type 'video', and text and images are read",
         ),
+        ([{"image": "0.png"}, TEXT], {}, r"a message has a part \{'image': '0.png'\} that does not say wh"),
+        (["?"], {}, r"a message has a part \? that does not say what it is"),
+        ([{"type": "image"}], {"images": "0.png"}, "line 1: images lists files, and here is a str"),
         (
             [TEXT],
             {"tools": [{"name": "f"}]},

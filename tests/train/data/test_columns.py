@@ -60,6 +60,9 @@ def test_the_right_ending_counts_alone() -> None:
         ({"endings": "sings."}, "endings is a list of completions, and here is a str"),
         ({"endings": ["sings.", 3]}, "endings is a text, and here is a int"),
         ({"ctx": None}, "ctx is a text, and here is nothing"),
+        ({"ctx": 0}, "ctx is a text, and here is a int"),
+        ({"endings": []}, "endings is a list of completions, and here is nothing"),
+        ({"label": "9" * 5000}, "label is a number from 0 to 1, and here is '9999"),
     ],
 )
 def test_wrong_records_are_named(change: dict[str, Any], message: str) -> None:

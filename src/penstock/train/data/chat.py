@@ -42,6 +42,7 @@ _SHAREGPT = {
     "system": "system",
 }
 _ANSWERS = ("output", "response")
+_DIGITS = 9  # of a number of a completion, given as text
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 
 
@@ -98,10 +99,12 @@ class Columns(NamedTuple):
         return Texts(prompt, self.between + said)
 
     def _chosen(self, name: str, said: object, number: object) -> object:
-        if not isinstance(said, list):
+        if not isinstance(said, list) or not said:
             rule = f"{self.completion} is a list of completions, and here is {_kind(said)}"
             raise DataError(f"data file {name}", rule, "Mend it, or leave data.columns.choice out")
-        place = int(number) if isinstance(number, str) and number.isdecimal() else number
+        place = number
+        if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
+            place = int(number)
         if type(place) is not int or not 0 <= place < len(said):
             rule = f"{self.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
             remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
@@ -319,7 +322,7 @@ def _field(name: str, row: Mapping[str, Any], field: str) -> Any:
 
 
 def _kind(value: object) -> str:
-    return "nothing" if not value and value is not False else f"a {type(value).__name__}"
+    return "nothing" if value in (None, "", [], {}) else f"a {type(value).__name__}"
 
 
 def _after(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, npt.NDArray[np.bool_]]:

@@ -94,7 +94,11 @@ class Processor(HuggingFace):
 
     def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
         """The messages, in which each image has the path of its file and a digest of its bytes."""
-        left = list(row.get("images") or ())
+        left = row.get("images") or []
+        if not isinstance(left, list):
+            rule = f"images lists files, and here is a {type(left).__name__}"
+            raise DataError(f"data file {name}", rule, 'Write ["NAME.png"]')
+        left = list(left)
         found = [{**message, "content": self._content(name, message.get("content"), left)}
                  for message in messages]  # fmt: skip
         if left:
@@ -111,9 +115,13 @@ class Processor(HuggingFace):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in ("image", "image_url"):
                 parts.append(self._image(name, part, left))
-            elif kind in (None, "text"):
-                self._check_text(name, part.get("text") if isinstance(part, dict) else part)
+            elif kind == "text" and isinstance(part.get("text"), str):
+                self._check_text(name, part["text"])
                 parts.append(part)
+            elif kind in (None, "text"):  # templates differ in what they make of it, and some leave it out
+                rule = f"a message has a part {str(part)[:60]} that does not say what it is"
+                remedy = 'Write {"type": "text", "text": ...} or {"type": "image", "path": ...}'
+                raise DataError(f"data file {name}", rule, remedy)
             else:
                 rule = f"a message has a part of the type {kind!r}, and text and images are read"
                 raise DataError(f"data file {name}", rule, "Leave it out")
