@@ -258,6 +258,8 @@ def refuse_padding(model: PreTrainedModel) -> None:
         found = f"{chooses} chooses keys by their scores, and equal scores by the length of the row"
     elif model.config.model_type == "cpmant":
         found = "it counts positions from the end of the row"
+    elif model.config.model_type == "paligemma":
+        found = "its tokens of type 0, which padding has, see each other"
     else:
         return
     raise ModelError(
