@@ -252,4 +252,12 @@ def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
         return NextToken()
     if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
         return loss_fn
-    return MeanOverRows(loss_fn, lambda microbatch: batch_rows(microbatch, sharding))
+    return MeanOverRows(loss_fn, lambda microbatch: _rows(microbatch, sharding))
+
+
+def _rows(microbatch: Microbatch, sharding: Sharding) -> int:
+    """Rows of a microbatch: of its tokens, if it has any, as images have no rows."""
+    ids, dim = microbatch.get("input_ids"), sharding.get("input_ids", 0)
+    if isinstance(ids, Tensor) and ids.dim() and isinstance(dim, int):
+        return ids.shape[dim]
+    return batch_rows(microbatch, sharding)
