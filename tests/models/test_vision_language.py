@@ -195,8 +195,11 @@ def test_the_split_counts_the_towers_work() -> None:
     model.model.visual.requires_grad_(False)
     frozen = multiply_adds(model, chain, 64, 64).embedding
     assert frozen - text == pytest.approx((whole - text) / 3, rel=1e-3)
-    with pytest.raises(ConfigError, match="image_tokens=65: they are tokens of a row, which has 64"):
-        multiply_adds(model, chain, 64, 65)
+    rule = "it is a number of tokens of a row, which has 64"
+    wrong: Any
+    for wrong in (65, -1, "x", 2.5, True):
+        with pytest.raises(ConfigError, match=f"image_tokens={wrong!r}: {rule}"):
+            multiply_adds(model, chain, 64, wrong)
 
 
 def test_a_config_and_a_folder_are_built_with_their_towers(tmp_path: Any) -> None:

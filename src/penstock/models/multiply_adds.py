@@ -64,9 +64,9 @@ def multiply_adds(
     tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
     *layers, embedding, head = (int(work.of(tokens, tokens**2)) for work in works(model, chain))
     seen = tokens // 4 if image_tokens is None else image_tokens
-    if not 0 <= seen <= tokens:
-        rule = f"they are tokens of a row, which has {tokens}"
-        raise ConfigError(f"image_tokens={image_tokens}", rule, f"Give 0 to {tokens}")
+    if type(seen) is not int or not 0 <= seen <= tokens:
+        rule = f"it is a number of tokens of a row, which has {tokens}"
+        raise ConfigError(f"image_tokens={image_tokens!r}", rule, f"Give 0 to {tokens}")
     return LayerCosts(layers, embedding + int(_of_towers(model, chain) * seen), head)
 
 
