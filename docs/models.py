@@ -73,7 +73,7 @@ def page() -> str:
 
 
 def seeing() -> str:
-    """The section on models that see."""
+    """The section on vision-language models."""
     rows = []
     for model_type in sorted(pictures.TYPES):
         model = pictures.tiny_model(model_type, torch.float64)

@@ -124,6 +124,7 @@ def test_what_is_no_name_is_a_path(name: object) -> None:
 
 REFUSED = {
     "unknown": ("makers/none", None, "has no such model that this user may see", "Fix the name"),
+    "no name": ("makers/a--b", None, "no name on the Hub is like it", "Fix the name"),
     "private": ("makers/private", None, "has no such model that this user may see", "log in: hf auth login"),
     "gated": ("makers/gated", None, "only to those who were granted access", "Ask for access on its page"),
     "forbidden": ("makers/forbidden", None, "only to those who were granted access", "set HF_TOKEN"),

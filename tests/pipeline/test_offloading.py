@@ -267,7 +267,7 @@ def compile_whole(module: nn.Module) -> nn.Module:
      "activation_offloading of .*act within the stage, which is compiled"),
     (lambda: pipeline("1f1b", Offloading(("mlp",)), compile=True),
      r"modules=\('mlp',\): compile takes whole layers, and no module within one is seen"),
-    (lambda: Offloading("mlp"), r"modules='mlp': it lists names of modules"),  # type: ignore[arg-type]
+    (lambda: Offloading("mlp"), r"modules='mlp': it lists names of modules"),
     (lambda: Offloading(layers=0), "layers=0: it is a whole number from 1 on"),
     (lambda: Offloading(ahead=0), "ahead=0: it is a whole number from 1 on"),
     (lambda: Offloading(min_bytes=-1), "min_bytes=-1: it is a whole number from 0 on"),

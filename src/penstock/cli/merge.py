@@ -95,7 +95,7 @@ def _prediction_factor(adapter: Path, config: PretrainedConfig) -> float | None:
         return None
     first = f".layers.{text.num_hidden_layers}."
     with safe_open_adapter(adapter) as file:
-        if not any(first in name for name in file.keys()):  # noqa: SIM118
+        if not any(first in name for name in file.keys()):  # noqa: SIM118 - a handle of safetensors, no dict
             return None
     factor = getattr(config, "mtp_loss_scaling_factor", None)
     return FACTOR if factor is None else float(factor)

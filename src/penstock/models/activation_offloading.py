@@ -40,15 +40,15 @@ class Offloading:
         min_bytes: of a tensor's memory; smaller ones stay on the device
     """
 
-    modules: tuple[str, ...] = ()
+    modules: Sequence[str] = ()
     layers: int | None = None
     ahead: int = 1
     min_bytes: int = 2**20
 
     def __post_init__(self) -> None:
-        if isinstance(given := getattr(self, "modules"), list):  # noqa: B009
-            object.__setattr__(self, "modules", tuple(given))
-        if type(self.modules) is not tuple:
+        if isinstance(self.modules, list):  # as a config has them; frozen, to be compared
+            object.__setattr__(self, "modules", tuple(self.modules))
+        if not isinstance(self.modules, tuple):  # a string is a sequence, too
             rule = "it lists names of modules within a layer"
             raise refusal("modules", self.modules, rule, f"Write modules=({self.modules!r},)")
         for name, least in (("layers", 1), ("ahead", 1), ("min_bytes", 0)):

@@ -27,6 +27,7 @@ from typing import Any, Literal, TextIO
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -88,9 +89,9 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
     key = hashlib.sha256(repr((constants.ENDPOINT, name, revision, part, trusted)).encode()).hexdigest()
     began = time.time()
     with _lock(key[:16]) as file:
-        heard = _heard(file, began)
-        if heard is not None:
-            return heard
+        found = _outcome_of_another(file, began)
+        if found is not None:
+            return found
         outcome: dict[str, Any] = {"launch": _launch()}
         try:
             folder = _fetched(name, revision, part, trusted=trusted)
@@ -99,7 +100,7 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
             outcome |= {"error": [error.value, error.rule, error.remedy], "at": time.time()}
             raise
         finally:
-            _tell(file, outcome)
+            _write_outcome(file, outcome)
     return folder
 
 
@@ -139,7 +140,7 @@ def _began(process: int) -> str:
         return ""
 
 
-def _heard(file: TextIO | None, began: float) -> Path | None:
+def _outcome_of_another(file: TextIO | None, began: float) -> Path | None:
     """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
 
     began: when this process came. An older error is not its own: the Hub may answer by now.
@@ -158,7 +159,7 @@ def _heard(file: TextIO | None, began: float) -> Path | None:
     return Path(folder) if folder is not None and Path(folder).is_dir() else None
 
 
-def _tell(file: TextIO | None, outcome: dict[str, Any]) -> None:
+def _write_outcome(file: TextIO | None, outcome: dict[str, Any]) -> None:
     if file is not None:
         with suppress(OSError):  # the others then see for themselves
             file.seek(0)
@@ -223,6 +224,10 @@ def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
     if isinstance(cause, RepositoryNotFoundError) or status == 401:
         rule = f"there is no such local folder, and {hub} has no such model that this user may see"
         return HubError(value, rule, f"Fix the name; for a private model {log_in}")
+    if isinstance(cause, HFValidationError):
+        return HubError(
+            value, "there is no such local folder, and no name on the Hub is like it", "Fix the name"
+        )
     if isinstance(cause, RevisionNotFoundError):
         return HubError(value, f"{hub} has no such revision of it", "Give a branch, a tag or a commit of it")
     if constants.HF_HUB_OFFLINE:
