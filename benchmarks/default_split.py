@@ -23,11 +23,11 @@ from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import Rounds, in_turn, summary
 from penstock import AutoPipeline
-from penstock.models.balanced_split import LayerCosts, ranges
-from penstock.models.multiply_adds import SEQUENCE, multiply_adds
-from penstock.models.partition import even_split, to_layout
+from penstock.models.split.balanced_split import LayerCosts, ranges
+from penstock.models.split.multiply_adds import SEQUENCE, multiply_adds
+from penstock.models.split.partition import even_split, to_layout
 from penstock.models.tracing.chain import find_chain
-from penstock.pipeline.build_plan import fastest_split
+from penstock.pipeline.build.build_plan import fastest_split
 from penstock.schedule import Costs, Schedule, build, simulate
 
 RANKS, MICROBATCHES = 4, 32

@@ -32,9 +32,9 @@ from penstock.batch.microbatches import fingerprint
 from penstock.batch.padding import Padding
 from penstock.runtime import ops
 from penstock.runtime import step_report as report
+from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat, shake_hands
-from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Schedule

@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.svg from the imports of the source: layers, folders, files, and two trips.
+"""Draw docs/pictures/architecture.svg from the imports of the source: layers, folders, files, and four trips.
 
     python docs/architecture.py            write the picture
     python docs/architecture.py --check    exit 1 where the picture on disk is not the code's
@@ -49,7 +49,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
     ),
     "a build": (
         "pipeline/auto_pipeline",
-        "pipeline/build_plan",
+        "pipeline/build/build_plan",
         "models/huggingface/stages",
         "models/tracing/chain",
         "models/tracing/probe",

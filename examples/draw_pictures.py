@@ -21,7 +21,7 @@ from typing import Any
 from PIL import Image, ImageDraw
 from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Processor
 
-from penstock.train.data.tokenizer import byte_level_tokenizer
+from penstock.train.encoding.tokenizer import byte_level_tokenizer
 
 COLOURS = {"red": "#d02020", "green": "#20a040", "blue": "#2040d0", "black": "#101010"}
 SHAPES = ("circle", "square", "cross")

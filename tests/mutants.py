@@ -35,10 +35,13 @@ class Mutant(NamedTuple):
 
 EVERY = "test_every_schedule.py"
 EXECUTOR, PLAN = "runtime/executor.py", "runtime/plan.py"
-OFFLOAD, OFFLOADED = "schedule/offload.py", "runtime/offload.py"
-OF_OFFLOAD, OF_OFFLOADING = "schedule/test_offload.py", "runtime/test_offload.py pipeline/test_offloading.py"
+OFFLOAD, OFFLOADED = "schedule/offload.py", "runtime/device/offload.py"
+OF_OFFLOAD, OF_OFFLOADING = (
+    "schedule/test_offload.py",
+    "runtime/device/test_offload.py pipeline/test_offloading.py",
+)
 OPS, STAGE, SHARED = "runtime/ops.py", "runtime/stage.py", "runtime/shared_weights.py"
-VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulate.py"
+VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulation/simulate.py"
 ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
@@ -47,14 +50,14 @@ REDUCTIONS = "parallel/reductions.py"
 OPTIMIZER_STEP, OF_OPTIMIZER_STEP = "pipeline/optimizer_step.py", "pipeline/test_optimizer_step.py"
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
-OF_SIMULATE = "schedule/test_simulate.py schedule/test_costs.py"
+OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_SHARED = "runtime/test_shared_weights.py"
 
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
 OF_READING = "models/weights/test_reading.py"
-SCHEDULES, OF_COUNTS = "pipeline/schedules.py", "pipeline/test_counts.py"
+SCHEDULES, OF_COUNTS = "pipeline/build/schedules.py", "pipeline/test_counts.py"
 OF_NCCL = "parallel/test_nccl.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
 
@@ -63,20 +66,23 @@ OF_EVERY_STAGE, OF_LENGTHS = "pipeline/test_on_every_stage.py", "train/data/test
 MUTANTS = [
     # ---- options of the seeds
     Mutant(
-        "pipeline/stages.py",
+        "pipeline/build/stages.py",
         " for stage, names in copies.items() if stage % depth}",
         " for stage, names in ()}",
         OF_EVERY_STAGE,
     ),
-    Mutant("pipeline/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
+    Mutant("pipeline/build/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
     Mutant(
-        "pipeline/options.py", "splits=bool(schedule.split)", "splits=False", "pipeline/test_compiling.py"
+        "pipeline/options.py",
+        "splits=bool(schedule.split)",
+        "splits=False",
+        "pipeline/build/test_compiling.py",
     ),
     Mutant(
-        "pipeline/experts.py",
+        "pipeline/build/experts.py",
         "        model.set_experts_implementation(name)\n",
         "        pass\n",
-        "pipeline/test_experts.py",
+        "pipeline/build/test_experts.py",
     ),
     Mutant("train/data/rows.py", "min(end, bounds[-2] + longest)", "end", OF_LENGTHS),
     Mutant(
@@ -85,7 +91,7 @@ MUTANTS = [
         "size = min(self._open[0].left, self._options.length)",
         OF_LENGTHS,
     ),
-    Mutant("train/data/chat.py", "return said[place]", "return said[0]", "train/data/test_columns.py"),
+    Mutant("train/encoding/chat.py", "return said[place]", "return said[0]", "train/data/test_columns.py"),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),
@@ -104,7 +110,7 @@ MUTANTS = [
     ),
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
-        "pipeline/split_model.py",
+        "pipeline/build/split_model.py",
         "            stream.reach(copied_at)  # a GPU may still be copying\n",
         "",
         "checkpoint/test_save_load.py",
@@ -210,7 +216,12 @@ MUTANTS = [
     Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
     Mutant("train/spikes.py", "Seen(losses, (", "Seen(self.seen.losses, (", "train/test_spikes.py"),
-    Mutant("train/slow_ranks.py", "known[at + (at >= place)]", "known[at]", "train/test_slow_ranks.py"),
+    Mutant(
+        "train/records/slow_ranks.py",
+        "known[at + (at >= place)]",
+        "known[at]",
+        "train/records/test_slow_ranks.py",
+    ),
     Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_spikes.py"),
     Mutant(
         "train/checkpoints.py",
@@ -321,12 +332,12 @@ MUTANTS = [
         "            pass\n",
         "train/optimizers/test_low_bit.py",
     ),
-    Mutant(OPS, "comes_first and before is None", "False", "runtime/test_memory.py"),
+    Mutant(OPS, "comes_first and before is None", "False", "runtime/device/test_memory.py"),
     Mutant(
         OPS,
         "            self.ledger.correct(before, found)\n",
         "            pass\n",
-        "runtime/test_memory.py",
+        "runtime/device/test_memory.py",
     ),
     Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
     # ---- prediction layers
@@ -404,7 +415,7 @@ MUTANTS = [
         STAGE,
         "self._recomputing.on = recompute",
         "self._recomputing.on = False",
-        "models/test_activation_checkpointing.py runtime/test_memory.py",
+        "models/test_activation_checkpointing.py runtime/device/test_memory.py",
     ),
 ]
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
     from penstock.models.activation_checkpointing import Checkpointing
     from penstock.models.activation_offloading import Offloading
-    from penstock.models.balanced_split import LayerCosts
     from penstock.models.mtp import with_mtp
+    from penstock.models.split.balanced_split import LayerCosts
     from penstock.models.stage import StageInfo, distribute_layers
     from penstock.models.tracing.probe import register_chain
     from penstock.parallel.axes import Axes
@@ -59,7 +59,7 @@ _HOMES = {
     "CheckpointWriter": "penstock.checkpoint.save_load",
     "Checkpointing": "penstock.models.activation_checkpointing",
     "Evaluation": "penstock.pipeline.evaluate",
-    "LayerCosts": "penstock.models.partition",
+    "LayerCosts": "penstock.models.split.partition",
     "Offloading": "penstock.models.activation_offloading",
     "Padding": "penstock.batch.padding",
     "PerRow": "penstock.batch.microbatches",

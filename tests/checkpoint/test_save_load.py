@@ -29,9 +29,9 @@ from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.reductions import Reductions
-from penstock.pipeline import split_model
+from penstock.pipeline.build import split_model
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime import stream
+from penstock.runtime.device import stream
 from support.families import tiny_model
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from penstock.launch import start as launch
-from penstock.train.data.tokenizer import byte_level_tokenizer
+from penstock.train.encoding.tokenizer import byte_level_tokenizer
 from support.command import Command
 from support.hub import Hub, files_in, serving, use
 from support.tiny import checkpoint, config_file, save_model

@@ -15,7 +15,7 @@ from rich.console import Console
 from penstock import Axes
 from penstock.cli import plan
 from penstock.models.weights import files
-from penstock.pipeline.memory import RankMemory
+from penstock.pipeline.build.memory import RankMemory
 from penstock.train.data import loading
 from support.command import Command
 from support.tiny import QWEN3, config_file, save_model

@@ -15,8 +15,8 @@ import pytest
 from penstock.cli import schedule as commands
 from penstock.schedule import Costs, build, simulate, wave
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.compare import compare, share
 from penstock.schedule.files import dump, load
+from penstock.schedule.simulation.compare import compare, share
 from support.command import Command
 
 SMALL = ("--ranks", "2", "--microbatches", "4")

@@ -17,7 +17,7 @@ from penstock.errors import DataError, InputError, ModelError
 from penstock.models.model_folder import check_folder, config_of, other_files
 from penstock.models.source import open_source
 from penstock.models.weights.files import weight_files
-from penstock.train.data.tokenizer import byte_level_tokenizer, open_tokenizer
+from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
 from support.tiny import QWEN3
 
 CODE = """

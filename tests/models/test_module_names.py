@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from models.test_partition import counts
+from models.split.test_partition import counts
 from penstock.errors import PartitionError
 from penstock.models.module_names import ModuleNames, named_split
 

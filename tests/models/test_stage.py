@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from models.weights.test_folder import on_threads
 from penstock.batch.payload import EdgeSpecs, TensorSpec, declared
 from penstock.errors import ModelError, PartitionError, ShapeError
-from penstock.models.partition import even_split
+from penstock.models.split.partition import even_split
 from penstock.models.stage import (
     DeclaredEdges,
     InferredEdges,

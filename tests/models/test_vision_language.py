@@ -10,7 +10,7 @@ import torch
 
 from penstock import AutoPipeline, Axes, PerRow
 from penstock.errors import BatchError, ConfigError, ModelError
-from penstock.models.multiply_adds import multiply_adds
+from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.tracing.chain import find_chain
 from support import pictures
 from support.mesh import build_whole

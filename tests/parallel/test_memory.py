@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline, Sharded
-from penstock.runtime.memory import Ledger
+from penstock.runtime.device.memory import Ledger
 from penstock.runtime.sharded_weights import local_shard, param_groups, sharded_modules
 from penstock.schedule import simulate
 from support.families import tiny_model

@@ -15,9 +15,9 @@ from penstock import AutoPipeline, Axes
 from penstock.batch import head_logits
 from penstock.cli.merge import merge_folder
 from penstock.errors import ConfigError, InputError, ModelError, PartitionError
-from penstock.models.multiply_adds import multiply_adds
+from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.tracing.meta import bare
-from penstock.pipeline.build_plan import balance
+from penstock.pipeline.build.build_plan import balance
 from support import zoo
 from support.mesh import build_whole, own_part
 from support.pool import Pool

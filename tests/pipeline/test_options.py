@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import ConfigError, PartitionError
-from penstock.models.balanced_split import LayerCosts
+from penstock.models.split.balanced_split import LayerCosts
 from penstock.pipeline.options import Options, with_pipeline_axis
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.own_chain import Piece, squares, x_batch

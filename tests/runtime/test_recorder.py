@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.pipeline import summary
-from penstock.runtime import stream
+from penstock.pipeline.build import summary
+from penstock.runtime.device import stream
 from penstock.runtime.recorder import Recorder
 from penstock.schedule import Op
 
@@ -145,7 +145,7 @@ def test_a_layer_is_timed_by_its_own_stream(gpu: PaperGPU, monkeypatch: pytest.M
 def test_the_anchor_of_a_gpu_is_a_point_that_it_has_just_come_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host looks on: after a sleep it would know too late."""
     clock = iter(range(1, 9))
-    monkeypatch.setattr("penstock.runtime.stream.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("penstock.runtime.device.stream.time.perf_counter", lambda: float(next(clock)))
 
     class Moment:
         def __init__(self, device: torch.device) -> None:

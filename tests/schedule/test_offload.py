@@ -16,7 +16,7 @@ from penstock.schedule import Costs, Op, Schedule, build, simulate, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.offload import HostCopies, HostCopy, host_copies, offloaded, verify_copies
 from penstock.schedule.ops import loop
-from penstock.schedule.timeline import Copy
+from penstock.schedule.simulation.timeline import Copy
 from support.programs import valid
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from penstock import Axes
-from penstock.pipeline import stages
-from penstock.runtime.memory import is_held_elsewhere
-from penstock.runtime.offload import Offload
+from penstock.pipeline.build import stages
+from penstock.runtime.device.memory import is_held_elsewhere
+from penstock.runtime.device.offload import Offload
 from support.mesh import exact_steps
 
 _NAN = 0xFF  # as every byte of a number

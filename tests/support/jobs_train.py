@@ -17,7 +17,7 @@ from torch.optim import AdamW
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import EquivalenceError, PenstockError
 from penstock.models.weights.saved import SavedModel
-from penstock.runtime.memory import PeakMemory
+from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.sharded_weights import local_shard
 from penstock.train import loop
 from penstock.train.check.before_training import Reference, check_split

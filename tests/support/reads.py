@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from penstock.batch import placement
 from penstock.models.huggingface import masks
 from penstock.pipeline import step
-from penstock.runtime import executor, stream
+from penstock.runtime import executor
+from penstock.runtime.device import stream
 
 # the host needs the values of an argument, or the size of the result depends on them
 _BY_VALUE = {

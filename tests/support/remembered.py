@@ -58,7 +58,7 @@ def _types(key: object) -> Iterator[type]:
 
 def share(folder: Path) -> None:
     """Let this process, and those that it starts and that call `share_again`, remember in `folder`."""
-    from penstock.models import multiply_adds
+    from penstock.models.split import multiply_adds
     from penstock.models.tracing import chain
 
     os.environ[FOLDER] = str(folder)

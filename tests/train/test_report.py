@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, build, simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.simulation.timeline import Timeline
 from penstock.train.records.metrics import Row
 from penstock.train.report.charts import Chart, Line, draw
 from penstock.train.report.page import charts, page, report, seconds_by_part, state

@@ -44,9 +44,9 @@ from penstock.checkpoint.shards import (
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, together
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime import stream
-from penstock.runtime.copies import CudaCopies, pin
-from penstock.runtime.stream import Time
+from penstock.runtime.device import stream
+from penstock.runtime.device.copies import CudaCopies, pin
+from penstock.runtime.device.stream import Time
 
 _LINGERS = 2.0  # seconds for the thread to end after an error
 

@@ -17,7 +17,7 @@ from penstock.cli.shared import table
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, Rows, SourceRows
-from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import config_in
 
 _COUNTED, _OTHER = "bold green", "dim"

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
-from penstock.models.multiply_adds import multiply_adds
 from penstock.models.source import sdpa_for_flash
+from penstock.models.split.multiply_adds import multiply_adds
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
-from penstock.pipeline.build_plan import StagePlan
-from penstock.pipeline.memory import RankMemory
+from penstock.pipeline.build.build_plan import StagePlan
+from penstock.pipeline.build.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig

@@ -17,8 +17,8 @@ from penstock.schedule import Costs, Schedule, loop, render, verify, wave
 from penstock.schedule import compare as all_schedules
 from penstock.schedule import search as best_schedule
 from penstock.schedule import simulate as run_on_paper
-from penstock.schedule.compare import share
 from penstock.schedule.files import check_path, dump
+from penstock.schedule.simulation.compare import share
 
 app = typer.Typer(no_args_is_help=True, help="Build, prove, predict, compare, search and draw schedules.")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.errors import ModelError, PartitionError
-from penstock.models.balanced_split import ranges
+from penstock.models.split.balanced_split import ranges
 from penstock.models.tracing.chain import Chain, prefixes
 
 Names = Sequence[Sequence[str]]  # for each stage, the modules that it holds

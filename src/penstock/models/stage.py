@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
-from penstock.models.partition import partition
+from penstock.models.split.partition import partition
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
 from penstock.runtime.transport.groups import Processes

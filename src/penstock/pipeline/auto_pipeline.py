@@ -21,16 +21,16 @@ from penstock.batch.liger import check_liger
 from penstock.errors import ConfigError, ModelError, PartitionError
 from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import LoraConfig, names_in_file, unwrap
-from penstock.models.balanced_split import LayerCosts, Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, taken
 from penstock.models.huggingface.head import check_for_liger
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
-from penstock.models.multiply_adds import multiply_adds
-from penstock.models.partition import check_enough, check_one_description, partition, stages_of_size
 from penstock.models.quantized import Quantize
 from penstock.models.source import ModelLike, open_source
+from penstock.models.split.balanced_split import LayerCosts, Memory
+from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.weights import files as weights
@@ -43,7 +43,7 @@ from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.build_plan import (
+from penstock.pipeline.build.build_plan import (
     BuildPlan,
     check_adapter,
     check_fits,
@@ -52,11 +52,11 @@ from penstock.pipeline.build_plan import (
     plan_stages,
     shared_weights,
 )
-from penstock.pipeline.experts import choose_experts
-from penstock.pipeline.memory import Account
+from penstock.pipeline.build.experts import choose_experts
+from penstock.pipeline.build.memory import Account
+from penstock.pipeline.build.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
@@ -66,7 +66,7 @@ from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
 from penstock.schedule.ops import collector_paused
-from penstock.schedule.recompute import Places, first_in_flight
+from penstock.schedule.simulation.recompute import Places, first_in_flight
 
 
 @dataclass(frozen=True)

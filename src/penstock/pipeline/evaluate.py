@@ -15,9 +15,9 @@ from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
 from penstock.parallel.reductions import BatchFacts
 from penstock.parallel.world import World
-from penstock.pipeline.schedules import LoweredSchedule
+from penstock.pipeline.build.schedules import LoweredSchedule
+from penstock.pipeline.build.stages import BuiltStages
 from penstock.pipeline.split_batch import BatchLike, as_list
-from penstock.pipeline.stages import BuiltStages
 from penstock.pipeline.step import StepResult, StepRunner
 from penstock.runtime.stage import RoutedStage, evaluating
 

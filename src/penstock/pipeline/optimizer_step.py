@@ -24,11 +24,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.errors import ConfigError
-from penstock.pipeline.split_model import SplitModel, clip_scale
+from penstock.pipeline.build.split_model import SplitModel, clip_scale
 from penstock.runtime import step_report as report
-from penstock.runtime import stream
+from penstock.runtime.device import stream
+from penstock.runtime.device.stream import Time
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.stream import Time
 
 _NO_TENSORS = (bool, int, float, str, type(None))  # values that nothing changes in place
 

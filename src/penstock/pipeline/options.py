@@ -28,7 +28,7 @@ from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, default_device, remaining_ranks
-from penstock.pipeline.compiling import (
+from penstock.pipeline.build.compiling import (
     CompileLike,
     as_compile,
     check_compiler,

@@ -26,14 +26,14 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.parallel.reductions import BatchFacts
+from penstock.pipeline.build.schedules import LoweredSchedule, Schedules
+from penstock.pipeline.build.stages import BuiltStages
 from penstock.pipeline.optimizer_step import OptimizerStep
-from penstock.pipeline.schedules import LoweredSchedule, Schedules
 from penstock.pipeline.split_batch import BatchLike, as_list, on_host
-from penstock.pipeline.stages import BuiltStages
 from penstock.runtime import step_report as report
+from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.executor import Executor, run_together
 from penstock.runtime.health.post_mortem import write_post_mortem
-from penstock.runtime.memory import PeakMemory
 from penstock.runtime.recorder import Progress
 from penstock.runtime.rng import draw_seed, next_seed, seeded_step
 from penstock.runtime.stage import autocasting

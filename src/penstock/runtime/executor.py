@@ -24,6 +24,7 @@ from penstock.batch.loss import Loss
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
+from penstock.runtime.device.stream import Time
 from penstock.runtime.ops import Ops, Run
 from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import (
@@ -43,7 +44,6 @@ from penstock.runtime.plan import (
 )
 from penstock.runtime.recorder import Progress, Recorder
 from penstock.runtime.stage import Stage
-from penstock.runtime.stream import Time
 from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
 from penstock.schedule.offload import HostCopy

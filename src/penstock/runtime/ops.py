@@ -18,7 +18,7 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.batch.shapes import EdgeShapes, check
-from penstock.runtime.memory import Footprint, Ledger, footprint, measuring
+from penstock.runtime.device.memory import Footprint, Ledger, footprint, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
 from penstock.schedule.offload import HostCopy

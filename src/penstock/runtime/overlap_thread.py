@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.runtime.device.stream import Time
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.stage import Stage, is_compiled
-from penstock.runtime.stream import Time
 
 Gradients = tuple[Tensor, ...]
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from penstock.errors import Account
-from penstock.runtime import stream
-from penstock.runtime.stream import Time
+from penstock.runtime.device import stream
+from penstock.runtime.device.stream import Time
 from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
 
 _SHOWN = 3  # ops named as the last ones done

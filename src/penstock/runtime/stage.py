@@ -21,8 +21,8 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
-from penstock.runtime.memory import Footprint
-from penstock.runtime.offload import Offload
+from penstock.runtime.device.memory import Footprint
+from penstock.runtime.device.offload import Offload
 from penstock.runtime.rng import StageRNG
 from penstock.runtime.sharded_weights import Sharding, local_shard
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward

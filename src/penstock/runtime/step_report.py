@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import Executor
-from penstock.runtime.memory import Held, PeakMemory
 from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import Op, Reduction, Schedule, Timeline
 from penstock.schedule.ops import Kind
-from penstock.schedule.timeline import covered
+from penstock.schedule.simulation.timeline import covered
 
 _HEAD = 16  # numbers in front of the times
 _TIMES = len(OpTimes._fields)

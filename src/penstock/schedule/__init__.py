@@ -1,14 +1,14 @@
 """Schedules without torch: build them, prove them, run them on paper, draw them."""
 
 from penstock.schedule.choose import ScheduleConfig, build
-from penstock.schedule.compare import Entry, compare
-from penstock.schedule.costs import Costs
 from penstock.schedule.files import dump, load
 from penstock.schedule.ops import Op, Pair, Placement, Schedule, Violation, both_ways, loop, wave
 from penstock.schedule.render import render
 from penstock.schedule.search import Found, search
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Idle, Reduction, Span, Timeline, Wait
+from penstock.schedule.simulation.compare import Entry, compare
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.simulate import simulate
+from penstock.schedule.simulation.timeline import Idle, Reduction, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [

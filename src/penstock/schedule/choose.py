@@ -20,10 +20,10 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.costs import Costs
 from penstock.schedule.files import load
 from penstock.schedule.ops import Schedule, check_numbers, check_size, collector_paused, not_a_count
 from penstock.schedule.search import search
+from penstock.schedule.simulation.costs import Costs
 
 NEEDED = inspect.Parameter.empty  # the default of an option that has none
 

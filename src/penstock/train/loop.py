@@ -43,8 +43,8 @@ from penstock.train.checkpoints import Start, checkpoint_folder, prune, read_sta
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Batch, Data
 from penstock.train.data.rows import Fill
-from penstock.train.data.tokenizer import Tokenizer
 from penstock.train.early_stop import Best
+from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.optimizers.optimizer import learning_rates, set_learning_rates
 from penstock.train.optimizers.rates import learning_rate
 from penstock.train.owner import Owner
@@ -52,9 +52,9 @@ from penstock.train.records.metrics import Display, Log, Metrics, Row
 from penstock.train.records.outcome import Outcome
 from penstock.train.records.profile import StepProfiler
 from penstock.train.records.record import write_timeline
+from penstock.train.records.slow_ranks import SlowRanks
 from penstock.train.records.throughput import Throughput
 from penstock.train.sizes import Size, calls_of
-from penstock.train.slow_ranks import SlowRanks
 from penstock.train.spikes import Seen, Spikes
 
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame

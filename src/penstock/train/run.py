@@ -26,16 +26,16 @@ from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockErr
 from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
 from penstock.models import hub
-from penstock.models.balanced_split import LayerCosts
 from penstock.models.source import ModelLike, open_without_flash
+from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
 from penstock.models.weights.saved_adapter import check_base
 from penstock.parallel.axes import Axes
 from penstock.parallel.world import close_on_error
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build_plan import BuildPlan
-from penstock.pipeline.experts import choose_experts
+from penstock.pipeline.build.build_plan import BuildPlan
+from penstock.pipeline.build.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes
@@ -52,10 +52,10 @@ from penstock.train.checkpoints import (
     start_after,
 )
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.images import Processor
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Content, has_labels
-from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.encoding.images import Processor
+from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import make_optimizers, trained_by
@@ -64,6 +64,7 @@ from penstock.train.records.metrics import Display, Metrics, make_display
 from penstock.train.records.outcome import Outcome, check_prompt, report_outcome
 from penstock.train.records.profile import profile_note
 from penstock.train.records.record import recorded
+from penstock.train.records.slow_ranks import watch_ranks
 from penstock.train.records.throughput import Throughput
 from penstock.train.records.trackers import check_trackers
 from penstock.train.settings import (
@@ -78,7 +79,6 @@ from penstock.train.settings import (
     trace_folder,
 )
 from penstock.train.sizes import calls_of
-from penstock.train.slow_ranks import watch_ranks
 
 
 @dataclass(frozen=True)

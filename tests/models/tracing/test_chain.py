@@ -17,9 +17,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock import AutoPipeline
 from penstock.checkpoint import save_checkpoint
 from penstock.errors import BatchError, ModelError, PartitionError
-from penstock.models.activation_sizes import stage_sizes
 from penstock.models.huggingface.boundary import BoundaryLayer, BoundaryPlaceholder
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
+from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.probe import register_chain

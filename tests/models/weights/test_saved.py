@@ -26,7 +26,7 @@ from penstock.models.weights import files as weights
 from penstock.models.weights.files import DTYPES
 from penstock.models.weights.saved import FileLayout, SavedModel
 from penstock.runtime.stage import Stage
-from penstock.train.data.tokenizer import byte_level_tokenizer
+from penstock.train.encoding.tokenizer import byte_level_tokenizer
 from support import zoo
 
 TYPICAL = (

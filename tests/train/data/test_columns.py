@@ -16,8 +16,8 @@ from penstock.errors import DataError
 from penstock.train.check.before_training import Reference
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.chat import ChatEncoder, Columns
-from penstock.train.data.tokenizer import HuggingFace
+from penstock.train.encoding.chat import ChatEncoder, Columns
+from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.run import preflight, run
 from support.tiny import QWEN3, config, metrics
 

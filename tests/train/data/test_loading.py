@@ -26,7 +26,7 @@ from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
 from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.data.sources import open_source
 from penstock.train.data.store import in_memory
-from penstock.train.data.tokenizer import Bytes
+from penstock.train.encoding.tokenizer import Bytes
 from penstock.train.sizes import Size, Sizes
 
 

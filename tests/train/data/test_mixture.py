@@ -18,9 +18,9 @@ import torch
 
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.encode import encoded, make_encoder
 from penstock.train.data.loading import Batch, Data, load_data, tokenizer_of
 from penstock.train.data.sources import open_source
+from penstock.train.encoding.encode import encoded, make_encoder
 from penstock.train.sizes import Size, Sizes
 from support.tiny import QWEN3
 

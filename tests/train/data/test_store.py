@@ -13,10 +13,10 @@ import pytest
 
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import SourceSection
-from penstock.train.data.chat import Encoded
-from penstock.train.data.encode import Block
 from penstock.train.data.sources import open_source
 from penstock.train.data.store import Cache, forget, open_store, read_index, write_megatron, write_store
+from penstock.train.encoding.chat import Encoded
+from penstock.train.encoding.encode import Block
 
 
 def encoded(ids: list[int], labels: list[int] | None = None) -> Encoded:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from penstock.errors import ConfigError
 from penstock.train.config.sections import OutputSection
-from penstock.train.data.tokenizer import Bytes, HuggingFace
+from penstock.train.encoding.tokenizer import Bytes, HuggingFace
 from penstock.train.records.outcome import sample
 from penstock.train.run import preflight
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config

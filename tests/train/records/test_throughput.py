@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.models.multiply_adds import Work, works
+from penstock.models.split.multiply_adds import Work, works
 from penstock.models.tracing.chain import find_chain
-from penstock.runtime.memory import PeakMemory
+from penstock.runtime.device.memory import PeakMemory
 from penstock.train.data.rows import Fill
 from penstock.train.records.throughput import Throughput, peak_tflops
 from penstock.train.run import preflight, run

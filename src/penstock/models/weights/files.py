@@ -33,7 +33,7 @@ from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import PieceReader, TensorsOnDevice
 from penstock.reading import LARGEST_JSON, open_regular, read_json, size
-from penstock.runtime.copies import CudaCopies
+from penstock.runtime.device.copies import CudaCopies
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
 from penstock.runtime.transport.groups import Processes
 

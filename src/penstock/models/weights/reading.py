@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.runtime.copies import Copies
-from penstock.runtime.stream import Moment, reach
+from penstock.runtime.device.copies import Copies
+from penstock.runtime.device.stream import Moment, reach
 
 _PIECE = 1 << 26  # bytes
 _LENGTH = struct.Struct("<Q")  # of the header, in front of it

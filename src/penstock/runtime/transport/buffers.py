@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import TensorSpec
-from penstock.runtime.copies import Copies
-from penstock.runtime.stream import Moment
+from penstock.runtime.device.copies import Copies
+from penstock.runtime.device.stream import Moment
 
 _WASTE = 1.125  # a buffer this much larger than what is asked for will do: ragged lengths share buffers
 _ALIGNED = 64  # bytes

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
-from penstock.runtime.copies import CudaCopies
+from penstock.runtime.device.copies import CudaCopies
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Pool, Staging

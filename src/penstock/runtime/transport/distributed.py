@@ -23,6 +23,9 @@ from penstock.runtime.health.notes import boot_id
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import channels
 from penstock.runtime.recorder import Progress
+from penstock.runtime.shared_memory.messages import SharedMessages
+from penstock.runtime.shared_memory.processes import SharedProcesses
+from penstock.runtime.shared_memory.segment import Segment, open_segments
 from penstock.runtime.transport.calls import call_number, different_calls, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
@@ -36,9 +39,6 @@ from penstock.runtime.transport.groups import (
     naming_peers,
 )
 from penstock.runtime.transport.interface import Transport
-from penstock.runtime.transport.shared_messages import SharedMessages
-from penstock.runtime.transport.shared_processes import SharedProcesses
-from penstock.runtime.transport.shared_segment import Segment, open_segments
 from penstock.runtime.transport.stream_channels import StreamChannels, Transfer, hold_up_until
 from penstock.schedule import Op, Schedule
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import Payload, TensorSpec
-from penstock.runtime import stream
+from penstock.runtime.device import stream
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.channels import Channels

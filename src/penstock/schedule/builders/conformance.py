@@ -17,10 +17,10 @@ from itertools import pairwise, product
 from typing import Any, get_args
 
 from penstock.errors import InputError, ScheduleError
-from penstock.schedule.costs import Costs, Row
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.simulation.costs import Costs, Row
+from penstock.schedule.simulation.simulate import simulate
+from penstock.schedule.simulation.timeline import Timeline
 from penstock.schedule.verify import verify
 
 Builder = Callable[..., Schedule]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.schedule.builders.v_list import Run, Shape, Work, form, in_order, run
-from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Schedule
+from penstock.schedule.simulation.costs import Costs
 
 
 def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import ConfigError
-from penstock.schedule.costs import Costs
 from penstock.schedule.files import write_text
 from penstock.schedule.ops import Schedule
 from penstock.schedule.render.drawing import Drawing, Panel
@@ -13,8 +12,9 @@ from penstock.schedule.render.page import page
 from penstock.schedule.render.perfetto import perfetto
 from penstock.schedule.render.svg import svg
 from penstock.schedule.render.text import text
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.simulate import simulate
+from penstock.schedule.simulation.timeline import Timeline
 
 _FORMATS = {".txt": text, ".svg": svg, ".html": page, ".json": perfetto}
 

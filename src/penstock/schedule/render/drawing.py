@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from penstock.schedule.ops import Kind, Op
-from penstock.schedule.timeline import Curve, Idle, Timeline
+from penstock.schedule.simulation.timeline import Curve, Idle, Timeline
 
 # ---- Colours: a hue for each kind of op, with shades from light to dark
 #

@@ -29,7 +29,7 @@ from penstock.schedule.render.drawing import (
     shades,
     used_shades,
 )
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.simulation.timeline import Timeline
 
 # ---- The table: a row per rank, a column per figure, predicted next to measured
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.schedule.ops import Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
-from penstock.schedule.timeline import Span
+from penstock.schedule.simulation.timeline import Span
 
 Event = dict[str, Any]
 

@@ -27,7 +27,7 @@ from penstock.schedule.render.drawing import (
     shades,
     used_shades,
 )
-from penstock.schedule.timeline import Reduction, Span, Wait
+from penstock.schedule.simulation.timeline import Reduction, Span, Wait
 
 _WIDTH = 1000
 _LEFT, _RIGHT = 84, 832  # of the time axis; to the right of it are the figures of each rank

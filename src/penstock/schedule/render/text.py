@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from penstock.schedule.render.drawing import IDLE, REDUCTION, Drawing, Panel, is_shown, percent
-from penstock.schedule.timeline import Span
+from penstock.schedule.simulation.timeline import Span
 
 _BLOCKS = 4  # with more, the middle is left out: warm-up and drain are at the ends
 _BLOCKS_AT_START = 2

@@ -13,8 +13,8 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, lcm
 
-from penstock.schedule.costs import Costs
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
+from penstock.schedule.simulation.costs import Costs
 
 F, I, W = 0, 1, 2  # noqa: E741
 KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
-from penstock.schedule.costs import Costs, Row
 from penstock.schedule.ops import Op, Placement, Schedule, check_size, loop, not_a_count, wave
 from penstock.schedule.search import exact
 from penstock.schedule.search.anneal import anneal, replaced
@@ -31,8 +30,9 @@ from penstock.schedule.search.evaluate import Best
 from penstock.schedule.search.listing import Policy, list_schedules
 from penstock.schedule.search.problem import OP_TIMED, Budget, F, I, Problem, Programs, W, problem
 from penstock.schedule.search.repeat import extend, fewer
-from penstock.schedule.simulate import simulate
-from penstock.schedule.timeline import Timeline
+from penstock.schedule.simulation.costs import Costs, Row
+from penstock.schedule.simulation.simulate import simulate
+from penstock.schedule.simulation.timeline import Timeline
 
 # ---- The builders' schedules: a search starts from them
 

@@ -32,8 +32,6 @@ from penstock.batch.padding import Padding
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes, of_files, of_tokens
-from penstock.train.data.encode import Block, Encoder, encoded, make_encoder
-from penstock.train.data.images import Processor
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
 from penstock.train.data.rows import (
     Content,
@@ -59,7 +57,9 @@ from penstock.train.data.store import (
     write_store,
 )
 from penstock.train.data.streaming import Options, Position, Stream, Streamed
-from penstock.train.data.tokenizer import Tokenizer, open_tokenizer, read_template
+from penstock.train.encoding.encode import Block, Encoder, encoded, make_encoder
+from penstock.train.encoding.images import Processor
+from penstock.train.encoding.tokenizer import Tokenizer, open_tokenizer, read_template
 from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import Sizes
 

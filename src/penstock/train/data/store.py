@@ -34,11 +34,11 @@ import numpy.typing as npt
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
 from penstock.reading import check_regular, read_json
-from penstock.train.data.chat import Labels
-from penstock.train.data.encode import Block
 from penstock.train.data.packing import Numbers
 from penstock.train.data.sources import Source
-from penstock.train.data.tokenizer import Ids
+from penstock.train.encoding.chat import Labels
+from penstock.train.encoding.encode import Block
+from penstock.train.encoding.tokenizer import Ids
 
 FORMAT = 1  # of everything below; another one has other keys
 _SETTLED = 2.0  # seconds, after which a change of a file changes its time stamp

@@ -18,11 +18,11 @@ import numpy as np
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
-from penstock.train.data.chat import Encoded
-from penstock.train.data.encode import Encoder
 from penstock.train.data.rows import HeldRows, Piece
 from penstock.train.data.sampler import Mixture
 from penstock.train.data.sources import Record, Source
+from penstock.train.encoding.chat import Encoded
+from penstock.train.encoding.encode import Encoder
 
 Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
 

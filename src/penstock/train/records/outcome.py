@@ -16,7 +16,7 @@ from penstock.models.source import auto_class
 from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.config.sections import OutputSection, TrainConfig
 from penstock.train.data.rows import Fill
-from penstock.train.data.tokenizer import Tokenizer
+from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import positions
 from penstock.train.records.metrics import writable
 from penstock.train.records.record import write_timeline

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from penstock.models.multiply_adds import Work, works
-from penstock.pipeline.build_plan import BuildPlan
-from penstock.runtime.memory import PeakMemory
+from penstock.models.split.multiply_adds import Work, works
+from penstock.pipeline.build.build_plan import BuildPlan
+from penstock.runtime.device.memory import PeakMemory
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill
 from penstock.train.records.metrics import Row

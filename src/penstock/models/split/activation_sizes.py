@@ -1,0 +1,170 @@
+"""Sizes of activations, estimated from the model alone; prefer measured ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from penstock.batch.liger import Chunked
+from penstock.batch.loss import NextToken
+from penstock.batch.payload import Payload
+from penstock.batch.shapes import Microbatch
+from penstock.models.huggingface.stages import HFCall, HFEdges
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.autocast import AutocastWithoutValues
+from penstock.models.tracing.meta import shadow
+from penstock.runtime.device.memory import Measured, Sizes, footprint
+from penstock.runtime.device.offload import Offload
+from penstock.runtime.split_backward.deferred import without_autocast
+from penstock.runtime.stage import Stage, StageCall
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
+
+
+def layer_kind(layer: nn.Module) -> Hashable:
+    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
+    return tuple(
+        (name, type(part), *_settings(part),
+         *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
+        for name, part in layer.named_modules()
+    )  # fmt: skip
+
+
+def _settings(part: nn.Module) -> Iterator[Hashable]:
+    for name, value in vars(part).items():
+        if type(value) in _PLAIN and not _is_number(name):
+            yield name, value
+
+
+@cache
+def _is_number(name: str) -> bool:
+    return _NUMBER.search(name) is not None
+
+
+class _Fused(TorchFunctionMode):
+    """Attention as kernels with values do it: without them torch takes the one that keeps all scores."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _fused(*args, **(kwargs or {}))
+
+
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = attn_mask.to(query.dtype)  # as torch does
+    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+    return result
+
+
+_ONE_DOCUMENT = "penstock_one_document"  # sdpa of rows that hold a document each
+
+
+def _mask_of_one_document(*args: Any, **options: Any) -> Any:
+    """Without values transformers cannot see that positions do not restart, and would make a mask."""
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **{**options, "allow_is_causal_skip": True})
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, ALL_ATTENTION_FUNCTIONS["sdpa"])
+ALL_MASK_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, _mask_of_one_document)
+
+
+def _as_one_document(model: nn.Module) -> None:
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PretrainedConfig) and config._attn_implementation == "sdpa":
+            config._attn_implementation_internal = _ONE_DOCUMENT
+
+
+class _Under(NamedTuple):
+    """A call of a stage under autocast: innermost, so that other modes see what is cast."""
+
+    autocast: AutocastWithoutValues
+    call: StageCall
+
+    def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
+        with self.autocast:
+            return self.call(received, microbatch)
+
+
+def stage_sizes(
+    part: PreTrainedModel,
+    info: StageInfo,
+    edges: HFEdges,
+    shape: tuple[int, int],
+    split: bool = False,
+    entries: frozenset[str] | None = None,
+    shared: Sequence[object] = (),
+    defers_head: Chunked = True,
+    autocast: torch.dtype | None = None,
+    offload: Offload | None = None,
+) -> Sizes | None:
+    """The bytes that one microbatch holds on a stage made by `cut`.
+
+    From a forward and the first half of a backward without values, the next-token loss included. A region of
+    autocast that this is called in is left out. Each row counts as one document.
+
+    Args:
+        shape: rows and sequence of the microbatch.
+        split: whether backwards are split, and something is held for W.
+        entries: those of a microbatch that the model takes, if axes have changed its forward.
+        shared: what a copy of the stage takes as it is, such as a mesh.
+        autocast: the dtype of autocast; None for none. Its casts of weights do not count.
+        offload: of what leaves `part`; None where nothing does.
+
+    Returns None where the model's forward looks at values, so that only a real run can show it.
+    """
+    if not edges.known:
+        return None
+    taken = (*shared, offload)
+    with shadow(part, {id(each): each for each in taken}) as model:
+        tokens = torch.zeros(shape, dtype=torch.long)
+        microbatch = {"input_ids": tokens, "labels": tokens}
+        edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
+        incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in before.tensors), before)
+        received = None if info.is_first else incoming
+        lowered = None if autocast is None else AutocastWithoutValues(autocast)
+        call = HFCall(model, info, entries, defers_head=defers_head)
+        lowering = call if lowered is None else _Under(lowered, call)
+        stage = Stage(info.stage, model.train(), lowering, offload=offload)
+        _as_one_document(model)
+        casts = tuple if lowered is None else lambda: lowered.casts.storages
+        try:
+            saving = nullcontext() if offload is None else offload.forward(0)
+            with without_autocast(), _Fused(), saving, Measured(casts) as measured:
+                if info.is_last:
+                    stage.forward_loss(0, received, microbatch, NextToken(), split)
+                    sent: tuple[torch.Tensor, ...] = ()
+                else:
+                    sent = stage.forward(0, received, microbatch, edge, split).tensors
+        except Exception:  # a forward that looks at values
+            return None
+        held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
+        offloaded = 0
+        if offload is not None:
+            staying = stage.staying(0, microbatch)
+            offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
+        gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
+        with nullcontext() if lowered is None else lowered:  # layers that run again
+            stage.input_backward(0, gradients)
+        for_weight = stage.deferred[0].nbytes
+        return Sizes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)

@@ -1,0 +1,207 @@
+"""What the parts of a model cost: multiply-adds for one row of tokens, counted without running it.
+
+Matrix products and attention are counted, in forwards without values. A backward takes twice as many in each
+part, so their shares of a step are the same. Of layers that are alike one runs, on rows of two short lengths:
+what grows with the length of a row, and what with its square, follows for any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from transformers import PretrainedConfig, PreTrainedModel
+
+from penstock.errors import ConfigError
+from penstock.models.split.activation_sizes import layer_kind
+from penstock.models.split.balanced_split import LayerCosts
+from penstock.models.tracing.chain import Chain, prefixes
+from penstock.models.tracing.meta import shadow
+from penstock.models.tracing.probe import Identity
+from penstock.models.tracing.towers import encodes
+
+SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
+_SHORT = 16  # tokens
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Work(NamedTuple):
+    """Multiply-adds of a forward, which grow with its tokens, and with the squared lengths of its documents.
+
+    counted: False for parameters once a token, and nothing for attention, where counting failed
+    """
+
+    token: float
+    square: float = 0.0
+    counted: bool = True
+
+    def of(self, tokens: int, squares: int) -> float:
+        """Of documents with so many tokens in all. squares: sum of each one's tokens, squared"""
+        return self.token * tokens + self.square * squares
+
+
+def multiply_adds(
+    model: PreTrainedModel, chain: Chain, sequence: int | None = None, image_tokens: int | None = None
+) -> LayerCosts:
+    """Multiply-adds of each layer, of the embedding and of the head, in the forward of one row.
+
+    Args:
+        sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow if that
+            is less
+        image_tokens: how many of them stand for images, whose towers' work counts to the embedding's; None
+            takes a quarter
+
+    Raises ConfigError for a row without tokens, or with more tokens of images than that.
+    """
+    if sequence is not None and sequence < 1:
+        rule = "layers are divided by their multiply-adds for a row of so many tokens"
+        raise ConfigError(f"sequence_length={sequence}", rule, "Give 1 or more, or leave it out")
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None) or SEQUENCE
+    tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
+    *layers, embedding, head = (int(work.of(tokens, tokens**2)) for work in works(model, chain))
+    seen = tokens // 4 if image_tokens is None else image_tokens
+    if type(seen) is not int or not 0 <= seen <= tokens:
+        rule = f"it is a number of tokens of a row, which has {tokens}"
+        raise ConfigError(f"image_tokens={image_tokens!r}", rule, f"Give 0 to {tokens}")
+    return LayerCosts(layers, embedding + int(_of_towers(model, chain) * seen), head)
+
+
+def _of_towers(model: PreTrainedModel, chain: Chain) -> float:
+    """The towers' multiply-adds for a token of an image: their parameters, once for each of its patches.
+
+    Of frozen ones a third, as the backward takes two thirds of a step.
+    """
+    if not encodes(model):
+        return 0.0
+    run = {outer for name in chain.called_before for outer in prefixes(name)}
+    towers = [model.get_submodule(name) for name in chain.before if name not in run]
+    held = [parameter for tower in towers for parameter in tower.parameters()]
+    counts = [parameter.numel() / (1 if parameter.requires_grad else 3) for parameter in held]
+    return float(sum(counts)) * _patches(model.config)
+
+
+def _patches(config: PretrainedConfig) -> float:
+    """How many patches of an image its towers put together in one token, by the names that configs use."""
+    vision = getattr(config, "vision_config", None)
+    for owner in (vision, config):
+        for name in ("spatial_merge_size", "scale_factor", "downsample_ratio"):
+            if isinstance(side := getattr(owner, name, None), int | float) and side > 0:
+                return max(side, 1 / side) ** 2
+    size, patch = (getattr(vision, name, None) for name in ("image_size", "patch_size"))
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    return (
+        (size // patch) ** 2 / tokens if tokens and isinstance(size, int) and isinstance(patch, int) else 1.0
+    )
+
+
+def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
+    """The work of each layer, of the embedding and of the head.
+
+    A mixture counts the experts that work on a token. A part that cannot run without values, or that always
+    works on more tokens than so short a row has, counts its parameters once a token.
+    """
+    found = [Work(count, counted=False) for count in _parameters(model, chain)]
+    for part, (once, twice) in enumerate(_short_rows(model, chain)):
+        if twice >= 2 * once:
+            square = (twice - 2 * once) / (2 * _SHORT**2)
+            found[part] = Work(once / _SHORT - _SHORT * square, square)
+    return found
+
+
+_REMEMBERED = 64  # models
+_known: dict[object, list[tuple[int, int]]] = {}
+
+
+def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
+    """What `_counted` finds for rows of _SHORT and of twice as many tokens; nothing where it fails.
+
+    Cached for models that are built the same way. Hooks may change what a forward costs, and are left out.
+    """
+    layers = model.get_submodule(chain.layers).children()
+    shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
+    config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
+    kinds = [layer_kind(layer) for layer in layers]
+    kind = (chain.layers, config, attention, shapes, *kinds)
+    if kind not in _known:
+        if len(_known) >= _REMEMBERED:
+            _known.pop(next(iter(_known)))
+        try:
+            _known[kind] = [*zip(*_counted(model, chain, kinds, (_SHORT, 2 * _SHORT)), strict=True)]
+        except Exception:  # whatever a forward that looks at values raises
+            _known[kind] = []
+    return _known[kind]
+
+
+def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
+    """Parameters that work on a token, of each layer, before the layers and after them."""
+    config = model.config.get_text_config(decoder=True)
+    experts = next((found for name in _EXPERTS if (found := getattr(config, name, None))), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+
+    def count(modules: Sequence[nn.Module]) -> int:
+        total = 0
+        for module in modules:
+            for name, part in module.named_modules():
+                held = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+                if not isinstance(part, nn.Embedding):  # whose rows are looked up
+                    total += held * chosen // experts if ".experts" in f".{name}" else held
+        return total
+
+    layers = model.get_submodule(chain.layers).children()
+    ends = ([model.get_submodule(name) for name in names] for names in (chain.before, chain.after))
+    return [*(count([layer]) for layer in layers), *map(count, ends)]
+
+
+def _counted(
+    model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], rows: Sequence[int]
+) -> list[list[int]]:
+    """Multiply-adds of each layer, before the layers and after them, for each of `rows`, in tokens.
+
+    kinds: of the layers
+    """
+    layers = [*model.get_submodule(chain.layers).children()]
+    first = {kind: kinds.index(kind) for kind in kinds}
+    alike = {id(layer): Identity(layer, chain.output_form)
+             for index, layer in enumerate(layers) if index != first[kinds[index]]}  # fmt: skip
+    marks: dict[int, list[int]] = {}  # of each layer that runs: what was counted until its start and its end
+    counter = FlopCounterMode(display=False, custom_mapping=_MORE)  # entered again, it begins at 0
+
+    def note(index: int) -> Any:
+        return lambda *_: marks.setdefault(index, []).append(counter.get_total_flops())
+
+    def count(whole: PreTrainedModel, tokens: int) -> list[int]:
+        marks.clear()
+        with counter:
+            whole(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+        flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
+        last = max(end for _, end in marks.values())
+        return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+
+    with shadow(model, alike) as whole, torch.no_grad():
+        if "flash" in str(whole.config._attn_implementation):  # of the same work, and needs a GPU
+            whole.set_attn_implementation("sdpa")
+        if whole._can_set_experts_implementation():
+            whole.set_experts_implementation("batched_mm")  # its work depends on no value
+        for index in first.values():
+            layer = whole.get_submodule(f"{chain.layers}.{index}")
+            layer.register_forward_pre_hook(note(index))
+            layer.register_forward_hook(note(index))
+        whole.eval()
+        return [count(whole, tokens) for tokens in rows]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """Of fused attention half: no kernel computes what the causal mask hides."""
+    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
+    return flops // 2
+
+
+_MORE = dict.fromkeys(
+    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+     torch.ops.aten._scaled_dot_product_efficient_attention,
+     torch.ops.aten._scaled_dot_product_flash_attention), _attention,
+)  # fmt: skip

@@ -1,0 +1,227 @@
+"""Which layers go to which stage: pure arithmetic, without a model.
+
+A split is a list with one `range` of layers for each stage; stages may be empty. `partition` makes it from
+one of several descriptions:
+
+    evenly (default)        embedding and head count as layers        E t t | t t t | t t L
+    layout                  as penstock.schedule.layout reads it      "Ett|ttt|ttL"
+    layers_per_stage        a number for each stage, or the most for any
+    first/last_stage_layers these two, and the rest evenly
+    balance                 what each layer costs: the slowest rank becomes as fast as possible
+
+Names of modules in place of numbers of layers: see module_names.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.errors import ConfigError, PartitionError
+from penstock.models.split.balanced_split import Holders, LayerCosts, as_layer_costs, balanced_split, ranges
+from penstock.schedule.layout import Layout, read_layout
+
+
+def partition(
+    layers: int,
+    stages: int,
+    *,
+    layout: str | Sequence[Sequence[str]] | None = None,
+    layers_per_stage: int | Sequence[int] | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    balance: LayerCosts | Sequence[float] | None = None,
+    embedding_weight: int = 1,
+    head_weight: int = 1,
+    holders: Holders | None = None,
+    prediction_layers: int = 0,
+) -> list[range]:
+    """Split `layers` layers over `stages` stages by one description at most; evenly without any.
+
+    The descriptions are AutoPipeline's options; `balance` also looks at `holders`, the ranks that hold each
+    stage. A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which
+    embedding and head do not count; `stages_of_size` says how many on a rank. The last `prediction_layers` of
+    the layers predict tokens after the next (models/mtp.py): a layout has an `m` for each.
+
+    Raises:
+        PartitionError: the description does not fit the model or the schedule.
+        ConfigError: a number is out of range.
+    """
+    check_one_description(
+        layout=layout, layers_per_stage=layers_per_stage, first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers, balance=balance,
+    )  # fmt: skip
+    if layout is not None:
+        return _from_layout(layout, layers, stages, prediction_layers)
+    if isinstance(layers_per_stage, int):
+        return _from_size(layers_per_stage, layers, stages)
+    if layers_per_stage is not None:
+        counts = list(layers_per_stage)
+        remedies = (f"Give {_count(stages, 'number')}", f"Give numbers that add up to {layers}")
+        return _checked(f"layers_per_stage={counts}", counts, layers, stages, remedies)
+    if balance is not None:
+        costs = as_layer_costs(balance, layers)
+        return balanced_split(
+            costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head, holders=holders
+        )
+    if first_stage_layers is None and last_stage_layers is None:
+        return even_split(layers, stages, embedding_weight, head_weight)
+    ends = (first_stage_layers, last_stage_layers)
+    return _with_ends(layers, stages, ends, (embedding_weight, head_weight))
+
+
+def check_one_description(**descriptions: object) -> None:
+    """Raise PartitionError where more than one description (a keyword that is not None) is set.
+
+    first_stage_layers and last_stage_layers together are one.
+    """
+    found = [name for name, value in descriptions.items() if value is not None]
+    if len(found) > 1 and found != ["first_stage_layers", "last_stage_layers"]:
+        raise PartitionError(
+            " and ".join(found), "each says by itself which layers go to which stage", "Give one of them"
+        )
+
+
+def even_split(layers: int, stages: int, embedding_weight: int = 1, head_weight: int = 1) -> list[range]:
+    """Deal the layers out evenly.
+
+    The embedding counts as `embedding_weight` layers on the first stage and the head as `head_weight` on the
+    last; the first stages take one more where the sum does not divide. A stage whose share would be all
+    embedding or head takes one layer from the fullest stage.
+
+    Raises PartitionError where there are more stages than layers.
+    """
+    for name, weight in (("embedding_weight", embedding_weight), ("head_weight", head_weight)):
+        if weight < 0:
+            raise ConfigError(f"{name}={weight}", "it counts layers", "Give 0 or more")
+    check_enough(layers, stages)
+    share, remainder = divmod(layers + embedding_weight + head_weight, stages)
+    counts = [share + (stage < remainder) for stage in range(stages)]
+    counts[0] -= embedding_weight
+    counts[-1] -= head_weight
+    while min(counts) < 1:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(min(counts))] += 1
+    return ranges(counts)
+
+
+def check_enough(layers: int, stages: int) -> None:
+    """Raise PartitionError where there are more stages than layers."""
+    if stages > layers:
+        raise PartitionError(
+            f"{stages} stages for {layers} layers",
+            "a stage without layers is made where a layout asks for it",
+            f"Use at most {layers} stages (ranks times stages per rank), a deeper model, or a layout",
+        )
+
+
+def to_layout(split: Sequence[range], prediction_layers: int = 0) -> str:
+    """The split as a layout string, e.g. ``Ett|(t*3|)*4tL``. prediction_layers: how many layers are m"""
+    return str(Layout.of([len(layers) for layers in split], prediction_layers))
+
+
+def _from_layout(
+    given: str | Sequence[Sequence[str]], layers: int, stages: int, prediction_layers: int
+) -> list[range]:
+    layout = read_layout(given)
+    text = given if isinstance(given, str) else str(layout)
+    value = f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}"
+    if layout.prediction_layers != prediction_layers:
+        found = _count(layout.prediction_layers, "multi-token-prediction layer")
+        built = f"the model is built with {prediction_layers or 'none'}"
+        remedy = f"Write {prediction_layers} m behind the last t"
+        without = "Set mtp_loss_scaling_factor to train those that it has, or take m away"
+        raise PartitionError(
+            value, f"it has {found} (m), and {built}", remedy if prediction_layers else without
+        )
+    remedies = (f"Write {stages - 1} |", f"Write {layers - prediction_layers} t")
+    return _checked(value, layout.counts, layers, stages, remedies, prediction_layers)
+
+
+def _checked(
+    value: str, counts: Sequence[int], layers: int, stages: int, remedies: tuple[str, str], predict: int = 0
+) -> list[range]:
+    """remedies: for another number of stages, and of layers; predict: how many of the layers are m"""
+    if any(count < 0 for count in counts):
+        raise ConfigError(value, "a stage holds 0 layers or more", "Give 0 or more")
+    if len(counts) != stages:
+        rule = f"it has {_count(len(counts), 'stage')}, and the schedule has {stages}"
+        raise PartitionError(value, rule, f"{remedies[0]}, or change ranks or stages per rank")
+    if sum(counts) != layers:
+        rule = f"it has {_count(sum(counts) - predict, 'layer')}, and the model has {layers - predict}"
+        raise PartitionError(value, rule, remedies[1])
+    return ranges(counts)
+
+
+def _from_size(size: int, layers: int, stages: int) -> list[range]:
+    """At most `size` layers a stage."""
+    value = f"layers_per_stage={size}"
+    if size < 1:
+        raise ConfigError(value, "a stage of that many layers never ends", "Give 1 or more")
+    made = -(-layers // size)
+    if made != stages:
+        fitting = [k for k in range(1, layers + 1) if -(-layers // k) == stages]
+        remedy = f"Give {_some(fitting)}" if fitting else "Give a number for each stage"
+        raise PartitionError(
+            value,
+            f"{layers} layers make {_count(made, 'stage')} of it, and the schedule has {stages}",
+            f"{remedy}, or change ranks or stages per rank",
+        )
+    return even_split(layers, stages, 0, 0)
+
+
+def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
+    """The stages that each of `ranks` ranks has, if a stage holds `size` of `layers` layers at most.
+
+    group: the stages of a rank come in multiples of it
+
+    Raises PartitionError where no such number of stages divides by the ranks; it names the sizes that fit.
+    """
+    if size < 1:
+        rule = "a stage of that many layers never ends"
+        raise ConfigError(f"layers_per_stage={size}", rule, "Give 1 or more")
+    made, step = -(-layers // size), ranks * group
+    if made % step:
+        counts = ((k, -(-layers // k)) for k in range(1, layers + 1))
+        fitting = [f"{k} ({count} stages)" for k, count in counts if count % step == 0]
+        otherwise = f"Use at most {layers} stages, or a number for each stage"
+        raise PartitionError(
+            f"layers_per_stage={size}",
+            f"{layers} layers make {_count(made, 'stage')} of it, and the schedule takes multiples of {step}",
+            f"Give {_some(fitting)}" if fitting else otherwise,
+        )
+    return made // ranks
+
+
+def _some(options: Sequence[object]) -> str:
+    """5 or 6 or 7 or 8 or 9 ..."""
+    return " or ".join(map(str, options[:5])) + (" ..." if len(options) > 5 else "")
+
+
+def _with_ends(
+    layers: int, stages: int, ends: tuple[int | None, int | None], weights: tuple[int, int]
+) -> list[range]:
+    """First and last stage as described (None: like the others), the rest evenly on the other stages."""
+    fixed = [count for count in ends if count is not None]
+    names = ("first_stage_layers", "last_stage_layers")
+    shown = ", ".join(f"{n}={count}" for n, count in zip(names, ends, strict=True) if count is not None)
+    if min(fixed) < 0:
+        raise ConfigError(shown, "a stage holds 0 layers or more", "Give 0 or more")
+    if stages < len(fixed):
+        raise PartitionError(shown, "the first stage is the last one here", "Leave both out")
+    between, left = stages - len(fixed), layers - sum(fixed)
+    if left < between or (left and not between):
+        room = layers - between
+        raise PartitionError(
+            shown,
+            f"this leaves {left} of {layers} layers for {_count(between, 'other stage')}",
+            f"Together they cannot be {'more' if between else 'other'} than {room} layers; a layout may "
+            "leave stages empty",
+        )
+    first, last = ([] if count is None else [count] for count in ends)
+    embedding, head = (weight if count is None else 0 for weight, count in zip(weights, ends, strict=True))
+    middle = [len(each) for each in even_split(left, between, embedding, head)] if between else []
+    return ranges([*first, *middle, *last])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

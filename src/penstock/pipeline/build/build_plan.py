@@ -1,0 +1,331 @@
+"""A build before any weight is read: schedule, proof, and the layers of each stage.
+
+AutoPipeline.build_plan makes it; AutoPipeline.build follows it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError, ModelError
+from penstock.models.adapters import wrappers
+from penstock.models.split.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
+from penstock.models.huggingface.entries import MicrobatchCompleter
+from penstock.models.huggingface.references import reaching_out
+from penstock.models.huggingface.stages import cut
+from penstock.models.module_names import ModuleNames
+from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.partition import to_layout
+from penstock.models.source import Source
+from penstock.models.stage import StageInfo
+from penstock.models.tracing.chain import Chain
+from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.weights.files import Ties
+from penstock.parallel.axes import Axes
+from penstock.parallel.expert.replay import ModelRouting
+from penstock.parallel.mesh_plan import ParallelOptions
+from penstock.parallel.tensor.plan import assigned
+from penstock.parallel.tensor.styles import COLUMNS
+from penstock.runtime.health.agreement import flat
+from penstock.runtime.rng import dropouts
+from penstock.runtime.shared_weights import SharedWeights, copy_of, place, shared_by_replicas
+from penstock.schedule import Costs, Proof, Schedule
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage to build.
+
+    layers: numbers of its layers in the whole model; modules: names of its modules
+    parameters, parameter_bytes: number of scalars and their bytes; a weight under two names counts once
+    """
+
+    stage: int
+    rank: int
+    layers: range
+    parameters: int
+    parameter_bytes: int
+    modules: tuple[str, ...]
+    parameter_names: frozenset[str]
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """A pipeline without its weights.
+
+    source: the whole model, on the meta device unless the caller gave one with values
+    chain: how the model's forward calls its layers
+    routed: the mixtures of experts whose routing is replayed, if any
+    known_sizes: of microbatches, which penstock.pipeline.build.memory finds
+    """
+
+    schedule: Schedule
+    proof: Proof
+    stages: tuple[StagePlan, ...]
+    source: Source
+    chain: Chain
+    routed: ModelRouting | None = None
+    known_sizes: dict[object, Costs | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def without_values(self) -> BuildPlan:
+        """The same, of a model without values: what lives on with a pipeline must not keep the caller's."""
+        model = self.source.model
+        return self if is_empty(model) else replace(self, source=replace(self.source, model=bare(model)))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Facts about the model that must be equal on every rank."""
+        model = self.source.model
+        return {
+            "model": type(model).__name__,
+            **flat("config", {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}),
+            "dtype": str(model.dtype),
+            "transformers": transformers.__version__,
+            "attention": str(model.config._attn_implementation),
+            "commit": str(self.source.commit),
+            "experts": str(model.config.get_text_config()._experts_implementation),
+            "layers of the stages": " ".join(f"{s.layers.start}-{s.layers.stop}" for s in self.stages),
+            **flat("adapter", {} if self.source.adapter is None else self.source.adapter.facts),
+        }
+
+    @property
+    def frozen(self) -> frozenset[int]:
+        """The stages that train nothing."""
+        return frozen_stages(self.source.model, self.stages)
+
+    @property
+    def first_trained(self) -> int:
+        """The first stage of a copy of the model that trains anything."""
+        frozen = self.frozen
+        return next((stage.stage for stage in self.stages if stage.stage not in frozen), 0)
+
+    @property
+    def ends(self) -> list[int]:
+        """For each stage, how many layers there are up to its end."""
+        return [stage.layers.stop for stage in self.stages]
+
+    def info(self, stage: int) -> StageInfo:
+        """The position of `stage` in its copy of the model."""
+        depth = self.schedule.placement.depth
+        return StageInfo(stage % depth, depth)
+
+    def model_of(self, stage: int, *, values: bool = True) -> PreTrainedModel:
+        """The model of one stage: on meta, unless `values` are wanted and the source has them."""
+        return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage), values=values)
+
+    def layers_of(self, model: PreTrainedModel, stage: int) -> list[tuple[int, nn.Module]]:
+        """The layers of `stage` in its model, with their numbers."""
+        layers = model.get_submodule(self.chain.layers)
+        return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
+
+    def completed(self) -> MicrobatchCompleter:
+        """Adds to a microbatch what the model needs, and refuses what the split model would compute wrong."""
+        return MicrobatchCompleter(self.source.model, None if self.routed is None else self.routed.check)
+
+    def values_of(self, rank: int, ties: Ties) -> dict[str, Tensor]:
+        """A rank's parameters, by first name if tied, if the source model has values; else none."""
+        model = self.source.model
+        if model.device == torch.device("meta"):
+            return {}
+        return {name: model.get_parameter(name) for name in sorted(self._names(rank, ties))}
+
+    def on_several_ranks(self, ties: Ties) -> set[str]:
+        """Names, as in `values_of`, of the parameters that several ranks of the pipeline hold."""
+        ranks = {stage.rank for stage in self.stages}
+        count = Counter(name for rank in ranks for name in self._names(rank, ties))
+        return {name for name, holders in count.items() if holders > 1}
+
+    def _names(self, rank: int, ties: Ties) -> set[str]:
+        first = {name: names[0] for names in ties for name in names}
+        held = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
+        return {first.get(name, name) for name in held}
+
+
+def plan_stages(
+    model: PreTrainedModel, chain: Chain, schedule: Schedule, split: Sequence[range]
+) -> tuple[StagePlan, ...]:
+    """split: the layers of each stage of one copy of the model"""
+    depth = schedule.placement.depth
+    return tuple(
+        _plan_stage(model, chain, stage, schedule, split[stage % depth]) for stage in range(schedule.stages)
+    )
+
+
+def _plan_stage(
+    model: PreTrainedModel, chain: Chain, stage: int, schedule: Schedule, layers: range
+) -> StagePlan:
+    depth = schedule.placement.depth
+    info = StageInfo(stage % depth, depth)
+    modules = ModuleNames.of(chain).on_stage(layers, info.is_first, info.is_last)
+    held = {
+        f"{module}.{name}": parameter
+        for module in modules
+        for name, parameter in model.get_submodule(module).named_parameters()
+    }
+    for name, is_before in chain.direct_parameters.items():
+        if info.is_first if is_before else info.is_last:
+            held[name] = model.get_parameter(name)
+    distinct = {id(parameter): parameter for parameter in held.values()}.values()
+    return StagePlan(
+        stage,
+        schedule.placement.rank_of[stage],
+        layers,
+        sum(parameter.numel() for parameter in distinct),
+        sum(parameter.nbytes for parameter in distinct),
+        modules,
+        frozenset(held),
+    )
+
+
+def frozen_stages(model: PreTrainedModel, stages: Sequence[StagePlan]) -> frozenset[int]:
+    """The stages that train nothing."""
+    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    return frozenset(stage.stage for stage in stages if trained.isdisjoint(stage.parameter_names))
+
+
+def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
+    """The weights that several stages hold: tied ones, and all where the model has two copies.
+
+    Raises ModelError where parallelize_fn renamed a tied weight.
+    """
+    shared = []
+    tied: set[str] = set()
+    for names in ties:
+        holders = [stage for stage in plan.stages if stage.parameter_names.intersection(names)]
+        if len(holders) < 2:
+            continue
+        tied.update(names)
+        local = {
+            holder.stage: next(name for name in names if name in holder.parameter_names)
+            for holder in holders
+            if holder.stage in modules
+        }
+        copies = {place(name, stage): copy_of(modules[stage], name) for stage, name in local.items()}
+        ranks = tuple(sorted({holder.rank for holder in holders}))
+        shared.append(SharedWeights(ranks, (copies,) if copies else ()))
+    return [*shared, *shared_by_replicas(plan.schedule.placement, modules, frozenset(tied))]
+
+
+# ---- a balanced layout
+
+
+def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | None = None) -> str:
+    """The layout string of the split whose slowest stage is fastest.
+
+    Args:
+        costs: measured, in any unit; None counts multiply-adds
+        memory: limits of each stage, as `estimated_memory` gives them; None sets none
+
+    Raises ConfigError, and PartitionError where no split fits into the memory.
+    """
+    costs = as_layer_costs(costs or multiply_adds(plan.source.model, plan.chain), plan.chain.count)
+    return to_layout(fastest_split(costs, plan.schedule, memory), plan.chain.prediction_layers)
+
+
+def fastest_split(costs: LayerCosts, schedule: Schedule, memory: Memory | None = None) -> list[range]:
+    """The split whose slowest rank costs least. Raises PartitionError where none fits into the memory."""
+    placement = schedule.placement
+    return balanced_split(
+        costs.layers,
+        placement.depth,
+        embedding_cost=costs.embedding,
+        head_cost=costs.head,
+        memory=memory,
+        holders=placement.holders,
+    )
+
+
+# ---- models that the axes cannot train
+
+# what models call the dropout of a block's whole output
+_AFTER_BLOCK = ("resid", "hidden_dropout")
+
+
+def check_adapter(source: Source, axes: Axes) -> None:
+    """Raise ConfigError for axes that would shard what an adapter computes with as a whole."""
+    if source.quantize is not None and axes.ranks_per_stage != 1:
+        rule = "the other axes shard weights, and those in 4 bits are not sharded"
+        raise ConfigError(f"quantize={source.quantize!r} with {axes}", rule, "Leave out one of the two")
+    for name, wrapper in wrappers(source.model) if max(axes.tp, axes.ep) > 1 else ():
+        if axes.tp > 1:
+            raise ConfigError(
+                f"tp={axes.tp} for a model with an adapter (on {name})",
+                "PEFT's layers compute with whole matrices, and tp gives each rank a part of them",
+                "Take dp_shard in its place",
+            )
+        inside = [f"{name}.{inner}" for inner, _ in wrapper.named_modules()]
+        if any("experts" in each.split(".") for each in inside):
+            raise ConfigError(
+                f"ep={axes.ep} for an adapter on {name}",
+                "ep gives each rank some of the experts, and the adapter's matrices are of all of them",
+                "Target other modules, such as q_proj, or leave out ep",
+            )
+
+
+def check_fits(
+    model: PreTrainedModel, chain: Chain, axes: Axes, options: ParallelOptions, *, trains: bool
+) -> None:
+    """Raise ModelError or ConfigError for a model that the axes cannot train.
+
+    An axis of -1 passes until its size is known.
+    trains: whether the schedule has backwards; else no dropout is drawn
+    """
+    if chain.prediction_layers and max(axes.tp, axes.cp) > 1:
+        raise ConfigError(
+            f"mtp_loss_scaling_factor with {axes}",
+            "tp and cp shard tokens or matrices, and prediction layers use whole ones",
+            "Leave out tp and cp, or mtp_loss_scaling_factor",
+        )
+    if axes.tp > 1 and options.sequence_parallel:
+        _check_layers(model, chain)
+    if axes.ranks_per_stage != 1 and (found := next(reaching_out(model), None)):
+        raise ModelError(
+            f"{found[0]}, which uses {found[1]}, on {axes}",
+            "the other axes shard weights, which are put together for the forward of their own module only",
+            "Let the function use its own module only, or leave out the other axes",
+        )
+    if not trains or max(axes.cp, axes.tp) < 2:
+        return
+    for name, key, probability in _sharded_dropouts(model, axes, options):
+        axis = "cp" if axes.cp > 1 else "sequence_parallel" if options.sequence_parallel else "tp"
+        raise ConfigError(
+            f"{key}={probability} of {name or type(model).__name__} with {axis}",
+            "each rank holds a part of these values, and would draw for it as if it were all of them",
+            "Set it to 0 in the model's config (model.config.to_dict() shows its name there), or leave out "
+            f"{axis}",
+        )
+
+
+def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
+    """Raise ModelError unless each layer needs only its own tokens."""
+    odd = not (chain.only_hidden_states or chain.more_crosses)
+    if odd or chain.has_early_inputs or chain.features:
+        raise ModelError(
+            f"{type(model).__name__} with sequence_parallel",
+            "its hidden states are not (rows, tokens, width)"
+            if odd
+            else "its layers take values of all tokens in addition to sharded hidden states",
+            "Set sequence_parallel to False for this model",
+        )
+
+
+def _sharded_dropouts(
+    model: nn.Module, axes: Axes, options: ParallelOptions
+) -> Iterator[tuple[str, str, float]]:
+    """Module, key and probability of each dropout of sharded values; with tp, those between its matrices."""
+    if axes.cp > 1 or options.sequence_parallel:
+        yield from dropouts(model)
+        return
+    styles = assigned(model, axes.tp)
+    blocks = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}
+    for name, key, probability in dropouts(model):
+        inside = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        if inside and not any(word in f"{name}.{key}" for word in _AFTER_BLOCK):
+            yield name, key, probability

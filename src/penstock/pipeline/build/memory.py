@@ -1,0 +1,387 @@
+"""The bytes that each rank holds: one account for memory limits, balanced layouts and dry runs.
+
+All of it is known before a weight is read. Weights, gradients and optimizer state follow from shapes and the
+mesh, and are exact. Activations come from a forward and the first half of a backward without values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.batch.liger import Chunked
+from penstock.errors import ConfigError, ModelError
+from penstock.models import activation_offloading
+from penstock.models.activation_checkpointing import Checkpointing, install
+from penstock.models.activation_offloading import Offloading
+from penstock.models.split.activation_sizes import layer_kind, stage_sizes
+from penstock.models.split.balanced_split import Memory
+from penstock.models.huggingface.boundary import compute_in
+from penstock.models.huggingface.entries import taken
+from penstock.models.huggingface.stages import HFEdges, cut
+from penstock.models.stage import StageInfo
+from penstock.parallel.axes import Axes
+from penstock.parallel.fsdp import is_cast
+from penstock.parallel.mesh import imagined
+from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
+from penstock.parallel.tensor.shard import tensor_parallel
+from penstock.pipeline.build.build_plan import BuildPlan, StagePlan
+from penstock.runtime.device.memory import Sizes
+from penstock.runtime.device.offload import Offload
+from penstock.schedule import Costs, simulate
+from penstock.schedule.simulation.recompute import Places, counts_within, first_in_flight, mixed
+
+# Bytes that an optimizer keeps of a parameter: by its name, the parameter, and how many entries are held here
+Kept = Callable[[str, Tensor, int], float]
+
+
+def adamw(name: str, parameter: Tensor, entries: int) -> float:
+    """AdamW keeps two tensors of every parameter."""
+    return 2 * parameter.itemsize * entries
+
+
+class RankMemory(NamedTuple):
+    """Bytes that one process of a rank holds; where shards are uneven, the process with most.
+
+    Attributes:
+        weights: its shards, in their own dtype
+        gradients: of its shards, as the optimizer gets them
+        optimizer: what the optimizer keeps
+        gathered_weights: whole weights that FSDP2 gathers during a step, with the buffers of a gathering
+        gathered_gradients: the sums over a step's microbatches, before they are sharded
+        host: how much of weights, gradients and optimizer lies in host memory (cpu_offload)
+        activations: of live microbatches, with messages, at their peak; None where only a step shows them
+        casts: copies of weights in the dtype of autocast, throughout a step
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered_weights: int = 0
+    gathered_gradients: int = 0
+    host: int = 0
+    activations: int | None = None
+    casts: int = 0
+
+    @property
+    def fixed(self) -> int:
+        """Bytes on the device that do not depend on the batch."""
+        return sum(self[:5]) - self.host + self.casts
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device; without activations where they are unknown."""
+        return self.fixed + (self.activations or 0)
+
+
+@dataclass(frozen=True)
+class Account:
+    """The memory of a pipeline that is not built yet.
+
+    axes: the mesh's axes other than `pp`, without -1
+    how: its activation checkpointing
+    offloading: which activations wait in host memory
+    chunked_loss: as in Options; taken where the mesh has no other axes
+    """
+
+    plan: BuildPlan
+    axes: Axes = field(default_factory=Axes)
+    options: ParallelOptions = field(default_factory=ParallelOptions)
+    how: Checkpointing | None = None
+    chunked_loss: Chunked = True
+    offloading: Offloading | None = None
+
+    def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
+        """The memory of each rank of the pipeline.
+
+        shape: (rows, sequence) of a microbatch before cp and tp shard it; None leaves activations out
+        kept: by the optimizer
+        """
+        schedule = self.plan.schedule
+        costs = None if shape is None else self.costs(shape)
+        peaks = [None] * schedule.ranks if costs is None else map(int, simulate(schedule, costs).peak_memory)
+        fixed = (self._fixed(rank, kept) for rank in range(schedule.ranks))
+        return [each._replace(activations=peak) for each, peak in zip(fixed, peaks, strict=True)]
+
+    def _fixed(self, rank: int, kept: Kept) -> RankMemory:
+        """Without activations."""
+        stages = [stage for stage in self.plan.stages if stage.rank == rank]
+        found = [self._weights(stage.parameter_names, kept) for stage in stages]
+        summed = RankMemory(*(sum(column) for column in zip(*(each[:6] for each, _ in found), strict=True)))
+        summed = summed._replace(casts=sum(each.casts for each, _ in found))
+        layers = [self._gathered(stage, gathered) for stage, (_, gathered) in zip(stages, found, strict=True)]
+        throughout, working = zip(*layers, strict=True)
+        return summed._replace(gathered_weights=sum(throughout) + max(working))
+
+    def _weights(self, names: Collection[str], kept: Kept) -> tuple[RankMemory, dict[str, int]]:
+        """The memory of parameters of one stage, and the bytes of whole weights that FSDP2 gathers, by layer.
+
+        A weight under two names counts once.
+        """
+        model, sharded, autocast = self.plan.source.model, self.options.sharded, self.options.autocast
+        distinct = {id(model.get_parameter(name)): name for name in sorted(names, reverse=True)}
+        weights = gradients = optimizer = summed = host = casts = 0
+        owners: dict[int, list[nn.Module]] = defaultdict(list)
+        for name in names:
+            owners[id(model.get_parameter(name))].append(model.get_submodule(name.rpartition(".")[0]))
+        gathered: dict[str, int] = defaultdict(int)
+        for name in distinct.values():
+            parameter, local = model.get_parameter(name), self._local[name]
+            computed, reduced = sharded.param_dtype or parameter.dtype, sharded.reduce_dtype
+            if autocast is not None:
+                reduced = reduced or torch.float32
+                if local.whole and is_cast(parameter, owners[id(parameter)]):
+                    computed = autocast
+                elif any(is_cast(parameter, [owner]) for owner in owners[id(parameter)]):
+                    casts += (local.whole or local.held) * autocast.itemsize
+            own = local.held * parameter.itemsize
+            states = math.ceil(kept(name, parameter, local.held)) if parameter.requires_grad else 0
+            weights += own
+            gathered[self._layer(name)] += local.padded * computed.itemsize
+            if parameter.requires_grad:
+                gradients += own
+                optimizer += states
+                summed += local.whole * (reduced or computed).itemsize
+            if sharded.cpu_offload and local.whole:
+                host += own + states + own * parameter.requires_grad
+        return RankMemory(weights, gradients, optimizer, 0, summed, host, None, casts), gathered
+
+    @cached_property
+    def _local(self) -> dict[str, Local]:
+        return local_sizes(self.plan.source.model, self.axes)
+
+    def _layer(self, name: str) -> str:
+        """The number of the layer that holds a parameter; empty outside of layers."""
+        prefix = f"{self.plan.chain.layers}."
+        return name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+
+    def _gathered(self, stage: StagePlan, layers: dict[str, int]) -> tuple[int, int]:
+        """Bytes of whole weights that a stage keeps throughout a step, and more while an op of it runs."""
+        if not self.options.sharded.reshard_after_forward:
+            return sum(layers.values()), 0
+        rest = layers.get("", 0)
+        largest = max((size for layer, size in layers.items() if layer), default=0)
+        # the backward gathers ahead the layer that ran before, be it another microbatch's last one
+        ahead = largest if self._most_live[stage.stage] > 1 else 0
+        return rest + ahead, max(rest, largest) + largest  # a layer, and the buffer of the one before
+
+    @cached_property
+    def _most_live(self) -> list[int]:
+        """By stage, the most microbatches that it has between F and the end of its backward."""
+        schedule = self.plan.schedule
+        live, most = [0] * schedule.stages, [0] * schedule.stages
+        for op in (op for program in schedule.programs for op in program):
+            live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+            most[op.stage] = max(most[op.stage], live[op.stage])
+        return most
+
+    # ---- activations
+
+    def costs(self, shape: tuple[int, int]) -> Costs | None:
+        """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
+
+        Durations are those of Costs(). None if the forward depends on values, so that only a step can measure
+        them (Pipeline.costs).
+        """
+        if self.how is None:
+            return self._sizes(shape)
+        sizes = self._kept_and_recomputed(shape)
+        return None if sizes is None else mixed(self.plan.schedule, *sizes, self.recomputed())
+
+    def recomputed(self) -> Places:
+        """The (stage, microbatch) whose layers run again in the backward.
+
+        Raises ConfigError where recomputing all of them still exceeds the memory limit.
+        """
+        how, schedule = self.how, self.plan.schedule
+        if how is None or how.memory_limit is None:
+            return frozenset() if how is None else first_in_flight(schedule, how.in_flight)
+        assert how.shape is not None
+        sizes = self._kept_and_recomputed(how.shape)
+        if sizes is None:
+            raise ConfigError(
+                f"memory_limit for {type(self.plan.source.model).__name__}",
+                "its forward depends on values, so that its activations are unknown before a step",
+                "Give in_flight, from Pipeline.memory after a step",
+            )
+        fixed = [rank.fixed for rank in self.ranks()]
+        everything = first_in_flight(schedule, None)
+        least = simulate(schedule, mixed(schedule, *sizes, everything)).peak_memory
+        needed = [held + weight for held, weight in zip(least, fixed, strict=True)]
+        if max(needed) > how.memory_limit:
+            rank = needed.index(max(needed))
+            raise ConfigError(
+                f"memory_limit={_mib(how.memory_limit)}",
+                f"rank {rank} takes {_mib(fixed[rank])} for weights, gradients and AdamW's moments, and "
+                f"{_mib(least[rank])} more with every forward run again",
+                f"Give {_mib(needed[rank])} or more, or take more ranks, a larger dp_shard or smaller "
+                "microbatches",
+            )
+        limits = [how.memory_limit - weight for weight in fixed]
+        return first_in_flight(schedule, counts_within(schedule, *sizes, limits))
+
+    def _kept_and_recomputed(self, shape: tuple[int, int]) -> tuple[Costs, Costs] | None:
+        """Sizes with all activations kept, and with all recomputed, one layer at a time."""
+        kept, recomputed = self._sizes(shape), self._sizes(shape, self.how)
+        if kept is None or recomputed is None:
+            return None
+        schedule = self.plan.schedule
+        placement, one = schedule.placement, min(1, schedule.microbatches)
+        small, large = (costs.rows("activation", placement, one) for costs in (recomputed, kept))
+        layers = [max(len(stage.layers), 1) for stage in self.plan.stages]
+        held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
+        return kept, replace(recomputed, held_in_backward=held)
+
+    def _sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
+        """Bytes of microbatches, if `how` checkpoints all layers."""
+        split = frozenset(stage for stage, _ in self.plan.schedule.split)
+        key = shape, how, self.axes, self.options, split, self.plan.stages, self.offloading
+        if key not in self.plan.known_sizes:
+            self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), how)
+        return self.plan.known_sizes[key]
+
+    def _measured(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
+        plan, found = self.plan, list[Sizes]()
+        split = {stage for stage, _ in plan.schedule.split}
+        known: dict[Hashable, Sizes] = {}  # by what makes stages alike
+        with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
+            for stage in range(plan.schedule.placement.depth):
+                info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
+                chosen = None if how is None or not layers else layers[0][0] % how.every
+                kinds = tuple(layer_kind(layer) for _, layer in layers)
+                alike = plan.chain.only_hidden_states and not plan.chain.prediction_layers
+                place = None if alike else stage
+                key = info.is_first, info.is_last, stage in split, chosen, kinds, place
+                if key not in known:
+                    sizes = self._of_stage(stage, shape, how, mesh, split=stage in split)
+                    if sizes is None:
+                        return None
+                    known[key] = sizes
+                found.append(known[key])
+        columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
+        costs = Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+        return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
+
+    def _of_stage(
+        self,
+        stage: int,
+        shape: tuple[int, int],
+        how: Checkpointing | None,
+        mesh: DeviceMesh | None,
+        *,
+        split: bool,
+    ) -> Sizes | None:
+        plan, computed = self.plan, self.options.sharded.param_dtype
+        part = plan.model_of(stage, values=False)
+        if computed is not None:
+            compute_in(part, computed)
+            for name, parameter in part.named_parameters():
+                if self._local[name].whole:
+                    parameter.data = parameter.data.to(computed)
+        if mesh is not None:
+            tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
+        if how is not None:
+            install(plan.layers_of(part, stage), how)
+        offload = None
+        if self.offloading is not None:
+            offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
+            layers = [layer for _, layer in plan.layers_of(part, stage)]
+            activation_offloading.install(layers, self.offloading, offload)
+        edges = HFEdges(plan.source.model, plan.chain, computed, ends=plan.ends)
+        entries = taken(plan.source.model)
+        shared = (mesh,) if mesh else ()
+        return stage_sizes(
+            part,
+            plan.info(stage),
+            edges,
+            shape,
+            split,
+            entries,
+            shared,
+            defers_head=self._defers_head,
+            autocast=self.options.autocast,
+            offload=offload,
+        )
+
+    @property
+    def _defers_head(self) -> Chunked:
+        return self.axes.ranks_per_stage == 1 and self.chunked_loss
+
+    # ---- for a balanced layout
+
+    def of_layers(self, limit: float, shape: tuple[int, int], *, recomputed: bool = False) -> Memory:
+        """The memory that layers take, and the limit of each stage, for `balance`.
+
+        Each stage gets an equal part of its rank's limit, and room for as many microbatches as it ever has
+        live: together a rank's stages stay below its limit.
+
+        Args:
+            limit: bytes of a rank
+            shape: (rows, sequence) of a microbatch
+            recomputed: whether every layer's forward runs again in the backward, as `how` says
+
+        Raises ModelError where the activations are unknown before a step.
+        """
+        plan, schedule = self.plan, self.plan.schedule
+        depth = schedule.placement.depth
+        model, chain = plan.source.model, plan.chain
+        count = chain.count
+        how = self.how if recomputed else None
+
+        def held(layers: range, stage: int, how: Checkpointing | None) -> tuple[int, int]:
+            """Bytes of weights, and of a microbatch's activations, of one of three stages."""
+            info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
+            edges = HFEdges(model, chain, ends=(layers.start, layers.stop, count))
+            part = cut(model, chain, layers, info, values=False)
+            if how is not None:
+                install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)
+            found = stage_sizes(
+                part,
+                info,
+                edges,
+                self.axes.local_shape(shape),
+                defers_head=self._defers_head,
+                autocast=self.options.autocast,
+            )
+            if found is None:
+                raise ModelError(
+                    f"the activations of {type(model).__name__}",
+                    "its forward looks at values, and an estimate has none",
+                    "Measure them, and give balance a Memory of your own",
+                )
+            weights, _ = self._weights(dict(part.named_parameters()), adamw)
+            return weights.fixed, found.activation
+
+        kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
+        first = {kind: kinds.index(kind) for kind in kinds}
+        alike = {kind: held(range(layer, layer + 1), 1, how) for kind, layer in first.items()}
+        if how is not None:  # while a layer runs again, a stage holds all that its backward needs
+            kept = {kind: held(range(layer, layer + 1), 1, None)[1] for kind, layer in first.items()}
+            limit = max(limit - max(kept[kind] - alike[kind][1] for kind in kinds), 0)
+        layers = [alike[kind] for kind in kinds]
+        return Memory(
+            limit / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
+            [weights for weights, _ in layers],
+            [activations for _, activations in layers],
+            [max(self._most_live[stage::depth]) for stage in range(depth)],  # of two copies the larger
+            held(range(0), 0, how),
+            held(range(count, count), 2, how),
+        )
+
+
+def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> Memory:
+    """`Account.of_layers` of a pipeline without other axes."""
+    return Account(plan).of_layers(limit, shape)
+
+
+def _mib(nbytes: float) -> str:
+    return f"{math.ceil(nbytes / 2**20 * 10) / 10:g} MiB"

@@ -1,0 +1,121 @@
+"""The schedules of a pipeline by their number of microbatches: made when first needed, then kept.
+
+    a count that is new    schedule -> verify -> forwards to recompute -> a plan and an executor for each rank
+    a known count          the executors of the first time
+
+Every rank makes them by itself, from options that the handshake has compared. The placement, and with it
+stages and channels, is the same for every count.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from penstock.pipeline.build.stages import BuiltStages
+from penstock.runtime.executor import Executor
+from penstock.runtime.overlap_thread import OverlapThread
+from penstock.runtime.plan import lower
+from penstock.runtime.recorder import Recorder
+from penstock.schedule import Proof, Schedule, verify
+from penstock.schedule.builders.gpipe import forwards
+from penstock.schedule.offload import HostCopies, host_copies
+from penstock.schedule.order import exchanges
+from penstock.schedule.simulation.recompute import Places
+
+KEPT = 64  # schedules that train, and as many of forwards: those used last
+
+
+class LoweredSchedule(NamedTuple):
+    """A schedule ready to run in this process; `number` is equal on ranks that hold the same schedule."""
+
+    proof: Proof
+    executors: list[Executor]
+    number: int
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.proof.schedule
+
+
+class Schedules:
+    """The schedules that run on this process's stages."""
+
+    def __init__(self, built: BuiltStages) -> None:
+        self._built, world = built, built.world
+        stages = {stage.index: stage for stage in built.stages}
+        placement = built.schedule.placement
+        # the executors of a rank share these
+        self._stages = {rank: {s: stages[s] for s in placement.stages_of(rank)} for rank in world.ranks}
+        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
+        self._threads: dict[int, OverlapThread] = {}
+        if world.transport.overlap:
+            self._threads = {
+                rank: OverlapThread(held, self._recorders[rank].now) for rank, held in self._stages.items()
+            }
+            world.transport.closers += [thread.close for thread in self._threads.values()]
+        self._training: dict[int, LoweredSchedule] = {}
+        self._forwards: dict[int, LoweredSchedule] = {}
+
+    def training(self, count: int) -> LoweredSchedule:
+        """The pipeline's schedule for `count` microbatches. Raises ConfigError where it has none."""
+        return _kept(self._training, count, self._make_training)
+
+    def forwards(self, count: int) -> LoweredSchedule:
+        """The forwards of `count` microbatches alone."""
+        return _kept(self._forwards, count, self._make_forwards)
+
+    def _make_training(self, count: int) -> LoweredSchedule:
+        built = self._built
+        is_built = count == built.schedule.microbatches
+        schedule = built.schedule if is_built else built.make_schedule(count)
+        assert schedule.placement == built.schedule.placement, f"{count} microbatches move stages"
+        proof = verify(schedule)
+        away = built.offloading
+        copies = None if away is None else host_copies(schedule, away.ahead)
+        return self._lower(proof, built.recomputed(proof), copies)
+
+    def _make_forwards(self, count: int) -> LoweredSchedule:
+        return self._lower(verify(forwards(self._built.schedule.placement, count)))
+
+    def _lower(
+        self,
+        proof: Proof,
+        recomputed: Places = frozenset(),
+        copies: Sequence[HostCopies] | None = None,
+    ) -> LoweredSchedule:
+        """
+        recomputed: the (stage, microbatch) whose layers run again in the backward
+        copies: by rank, of the activations that wait in host memory
+        """
+        built, schedule = self._built, proof.schedule
+        world = built.world
+        world.check(schedule)
+        together = exchanges(schedule) if world.batched else None
+        reduced = frozenset(stage.index for stage in built.stages if stage.shards is not None)
+        executors = []
+        for rank, held in self._stages.items():
+            plan = lower(
+                proof,
+                rank,
+                recomputed=recomputed,
+                exchanges=together,
+                reduced=reduced,
+                overlap=world.transport.overlap,
+                copies=copies,
+            )
+            recorder, thread = self._recorders[rank], self._threads.get(rank)
+            executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder, thread))
+        return LoweredSchedule(proof, executors, zlib.crc32(str(schedule).encode()))
+
+
+def _kept(
+    known: dict[int, LoweredSchedule], count: int, make: Callable[[int], LoweredSchedule]
+) -> LoweredSchedule:
+    """The one of `known` for `count`, or a new one, which may take the place of the one used longest ago."""
+    found = known.pop(count, None) or make(count)
+    if len(known) >= KEPT:
+        known.pop(next(iter(known)))
+    known[count] = found
+    return found

@@ -1,0 +1,204 @@
+"""What a pipeline measured: costs of ops and layers for simulate and balance, and a table for people."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.models.split.balanced_split import LayerCosts
+from penstock.pipeline.build.stages import Layers, StageFacts
+from penstock.pipeline.step import StepRecord
+from penstock.runtime import step_report as report
+from penstock.runtime.device import stream
+from penstock.runtime.executor import Executor
+from penstock.runtime.device.memory import Held, Sizes
+from penstock.runtime.device.stream import Time
+from penstock.runtime.transport.groups import Processes
+from penstock.schedule import Costs, Schedule, Timeline
+
+Times = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
+
+
+def step_costs(
+    last: StepRecord, executors: Sequence[Executor], processes: Processes, offload_ahead: int = 1
+) -> Costs:
+    """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
+    schedule = last[0]
+    local = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
+    everyone = (entry for process in processes.gather(local) for entry in process)
+    known = {(stage, number): Sizes(*sizes) for stage, number, *sizes in everyone}
+    none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
+    table = [
+        [known.get((stage, number), none) for number in range(schedule.microbatches)]
+        for stage in range(schedule.stages)
+    ]
+    held = {name: [[getattr(sizes, name) for sizes in row] for row in table] for name in Sizes._fields}
+    measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
+    return replace(measured, offload_ahead=offload_ahead, **held)  # type: ignore[arg-type]
+
+
+def layer_costs(
+    step: Callable[[], Timeline],
+    repeats: int,
+    layers: Layers,
+    info: Sequence[StageFacts],
+    device: torch.device,
+    processes: Processes,
+) -> LayerCosts:
+    """Seconds of each layer in a microbatch's forward and backward, over `repeats` steps. Collective.
+
+    Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
+    first stage's time is the embedding's, of the last one's the head's; with one stage all of it the head's.
+    """
+    step()  # compiles, and warms up
+    with timed(layers, device) as times:
+        costs = [Costs.measured(step()) for _ in range(repeats)]
+    local = [(*place, median([stream.seconds(*call) for call in calls])) for place, calls in times.items()]
+    forward: dict[int, dict[int, float]] = defaultdict(dict)
+    for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
+        forward[stage][number] = seconds
+    found: dict[int, float] = {}
+    rests = []
+    depth = info[0].info.stages
+    for stage in range(depth):
+        one = _median(costs, stage, "forward")
+        both = one + _median(costs, stage, "input_grad") + _median(costs, stage, "weight_grad")
+        scale = both / max(one, sum(forward[stage].values()))
+        found |= {number: seconds * scale for number, seconds in forward[stage].items()}
+        rests.append(both - scale * sum(forward[stage].values()))
+    ordered = [found[number] for number in sorted(found)]
+    return LayerCosts(ordered, embedding=rests[0] if depth > 1 else 0.0, head=rests[-1])
+
+
+def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
+    return median([float(getattr(each, name)[stage]) for each in costs])
+
+
+@contextmanager
+def timed(layers: Layers, device: torch.device) -> Iterator[Times]:
+    """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
+    times: Times = defaultdict(list)
+    classes = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
+    for stage, held in layers.items():
+        for number, layer in held:
+            layer.__class__ = _timed(classes[id(layer)][1], times[stage, number], device)
+    try:
+        yield times
+    finally:
+        for layer, kind in classes.values():
+            layer.__class__ = kind
+
+
+def _timed(kind: type[nn.Module], times: list[tuple[Time, Time]], device: torch.device) -> type[nn.Module]:
+    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        began = now()
+        try:
+            return kind.__call__(self, *args, **kwargs)
+        finally:  # a stage may leave its last layer by an exception
+            times.append((began, now()))
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+
+
+# ---- a pipeline in one table of plain text
+
+
+_HEAD = ("stage", "rank", "layers", "parameters", "memory", "time")
+
+
+def summary(
+    schedule: Schedule,
+    info: Sequence[StageFacts],
+    weights: int,
+    memory: Sequence[Held] | None = None,
+    timeline: Timeline | None = None,
+) -> str:
+    """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
+
+    weights: number of parameters; one that several stages hold (copies of the model, tied weights) counts
+        once
+    memory, timeline: by rank, and of the last step; None before the first. A rank's memory, shown at its
+        first stage: weights, gradients and, after a step, the most that the step held.
+    """
+    times = _times(timeline, len(info))
+    rows = [_HEAD]
+    seen: set[int] = set()
+    for stage, facts in enumerate(info):
+        held = "" if facts.rank in seen else _memory(facts.rank, info, memory)
+        seen.add(facts.rank)
+        share = "" if times is None else f"{times[stage] / (sum(times) or 1):.1%}"
+        rows.append(
+            (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", held, share)
+        )
+    rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
+    shared = sum(facts.parameters for facts in info) > weights
+    return "\n".join([_title(schedule, timeline), *_aligned(rows), *_legend(timeline is not None, shared)])
+
+
+def _title(schedule: Schedule, timeline: Timeline | None) -> str:
+    stages = f"{schedule.stages} stages on {schedule.ranks} ranks"
+    title = f"{schedule.name}, {stages}, {schedule.microbatches} microbatches"
+    if timeline is None:
+        return title
+    return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
+
+
+def _legend(measured: bool, shared: bool) -> list[str]:
+    known = "weights, gradients and the most that the last step held"
+    unknown = "weights and gradients; more is known after a step"
+    lines = [f"memory: a rank's {known if measured else unknown}"]
+    if shared:
+        lines.append("all: a weight that several stages hold is counted once")
+    return lines
+
+
+def _times(timeline: Timeline | None, stages: int) -> list[float] | None:
+    if timeline is None:
+        return None
+    times = [0.0] * stages
+    for span in timeline.spans:
+        times[span.op.stage] += span.end - span.start
+    return times
+
+
+def _memory(rank: int, info: Sequence[StageFacts], memory: Sequence[Held] | None) -> str:
+    fixed = sum(facts.bytes + facts.gradient_bytes for facts in info if facts.rank == rank)
+    return size(fixed if memory is None else fixed + memory[rank].total)
+
+
+def size(nbytes: float) -> str:
+    """Bytes in words: 3.2 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0-3, or 0, 2, 4-6 where there are gaps; - for none."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Right-aligned columns, a rule under the head and above the total."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = ["  ".join(row).rstrip() for row in cells]
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

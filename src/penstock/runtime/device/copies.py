@@ -1,0 +1,142 @@
+"""Copies between a GPU and pinned host memory, on streams of their own: the GPU computes meanwhile.
+
+A copy runs after the call that asks for it has returned. Until its `Moment` is over, host memory has to live,
+what is read must not be written to, and what is written must not be looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.device.stream import CudaStream, Moment
+
+
+class Copies(Protocol):
+    """Copies to and from one device."""
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Moment:
+        """Copy `tensors` to host memory, once the compute stream has made them."""
+
+    def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
+        """Copies on the device, for which the compute stream waits."""
+
+    def fill(self, tensor: Tensor, host: Tensor) -> Moment:
+        """Copy `host` into `tensor`, which the compute stream may have used before and uses after."""
+
+
+class CudaCopies:
+    """Copies to and from a GPU, with a stream for each direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._moments = device, CudaStream(device)
+        self._downs, self._ups = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Moment:
+        self._downs.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._downs):
+            for tensor, host in zip(tensors, hosts, strict=True):
+                host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(self._downs)  # freed by then, its memory is kept until the copy is over
+            return self._moments.now()
+
+    def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
+        computing = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._ups):  # whose own memory they get: the compute stream is not waited for
+            copies = tuple([host.to(self._device, non_blocking=True) for host in hosts])
+            moment = self._moments.now()
+        computing.wait_stream(self._ups)
+        for copy in copies:
+            copy.record_stream(computing)
+        return copies, moment
+
+    def fill(self, tensor: Tensor, host: Tensor) -> Moment:
+        computing = torch.cuda.current_stream(self._device)
+        self._ups.wait_stream(computing)
+        with torch.cuda.stream(self._ups):
+            tensor.copy_(host, non_blocking=True)
+            moment = self._moments.now()
+        computing.wait_stream(self._ups)
+        return moment
+
+
+# ---- Activations that wait in host memory: the compute stream waits when the plan says so, and no sooner
+
+
+class HostLink(Protocol):
+    """Copies between a device and host memory, each direction in order, while the device computes.
+
+    Both begin once the compute stream has come to the call, and return what `wait` takes. Until that wait all
+    memory has to live.
+    """
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> object:
+        """Copy `tensors` of the device to host memory."""
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> object:
+        """Copy host memory into `tensors` of the device."""
+
+    def wait(self, copied: object) -> None:
+        """Hold up what computes on the device until these copies are over."""
+
+
+class CudaLink:
+    """The link of a GPU, with a stream for each direction.
+
+    The memory of both ends of a copy is the compute stream's, which waits before it may be used again: so it
+    takes no part in the allocator's bookkeeping of streams, and a host far ahead frees it on time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._downs, self._ups = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> torch.cuda.Event:
+        return self._copy(self._downs, tensors, hosts)
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> torch.cuda.Event:
+        return self._copy(self._ups, hosts, tensors)
+
+    def wait(self, copied: object) -> None:
+        assert isinstance(copied, torch.cuda.Event)
+        torch.cuda.current_stream(self._device).wait_event(copied)
+
+    def _copy(
+        self, stream: torch.cuda.Stream, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> torch.cuda.Event:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+            return event
+
+
+class InlineLink:
+    """The link of a CPU, whose memory host memory is: copies are over when the call returns."""
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
+        for tensor, host in zip(tensors, hosts, strict=True):
+            host.copy_(tensor)
+
+    def up(self, hosts: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        self.down(hosts, tensors)
+
+    def wait(self, copied: object) -> None:
+        pass
+
+
+def host_link(device: torch.device) -> HostLink:
+    return CudaLink(device) if device.type == "cuda" else InlineLink()
+
+
+def pin(host: Tensor) -> None:
+    """Pin host memory that torch has not allocated, such as that of a file, as long as the process lives.
+
+    Where the system refuses, copies are as correct and take longer.
+    """
+    torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # type: ignore[no-untyped-call]

@@ -1,0 +1,242 @@
+"""Activations of one stage that wait in host memory between forward and backward.
+
+    forward   saved tensors -> one _Place for each storage; autograd holds a _Saved for each tensor
+    offload   storages that only autograd holds -> host memory, on a stream of their own
+    release   the compute stream has waited for the copies: the storages are freed
+    reload    new storages, into which copies begin
+    restore   the compute stream has waited for them
+    backward  each _Saved is a tensor of its new storage, with the strides that it had
+
+When each happens is the plan's business (penstock.schedule.offload).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from penstock.runtime.device.copies import HostLink, host_link
+
+
+class Offload:
+    """The activations of one stage that wait in host memory.
+
+    Args:
+        device: of the stage.
+        least: bytes; smaller storages stay on the device.
+        link: None takes that of the device.
+    """
+
+    def __init__(self, device: torch.device, least: int, link: HostLink | None = None) -> None:
+        self._device, self._least = device, least
+        self._link = host_link(device) if link is None else link
+        self._recording: _Storages | None = None
+        # by microbatch. Weak: autograd alone keeps what it saved
+        self._saved: dict[int, _Storages] = {}  # from the forward to `offload`
+        self._away: dict[int, _Away] = {}  # from there to `restore`
+
+    @property
+    def left_over(self) -> int:
+        """Microbatches between forward and backward: none between steps."""
+        return len(self._saved) + len(self._away)
+
+    # ---- in the forward
+
+    @contextmanager
+    def forward(self, number: int) -> Iterator[None]:
+        """Around the forward of a microbatch that will be offloaded."""
+        self._recording = self._saved[number] = WeakValueDictionary()
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    @property
+    def records(self) -> bool:
+        """Whether to run a module under `saving`. Other hooks go first: those of a layer that runs again."""
+        return (
+            self._recording is not None
+            and torch.is_grad_enabled()
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        )
+
+    def saving(self) -> saved_tensors_hooks:
+        """What autograd saves under this may leave the device."""
+        assert self._recording is not None
+        storages = self._recording
+
+        def pack(tensor: Tensor) -> _Saved | _Kept:
+            if not self._may_leave(tensor):
+                kept = tensor.detach()
+                return _Kept(kept, kept._version)
+            cdata = tensor.untyped_storage()._cdata
+            place = storages.get(cdata)
+            if place is None:
+                place = storages[cdata] = _Place(tensor)
+            form = _Form(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+            return _Saved(place, form, _version_counter(tensor), tensor._version)
+
+        return saved_tensors_hooks(pack, _unpack)
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        origin = tensor if tensor._base is None else tensor._base
+        return (
+            type(tensor) in (Tensor, FakeTensor)  # other subclasses have storages of their own
+            and tensor.layout is torch.strided
+            and tensor.device == self._device
+            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and not (isinstance(origin, nn.Parameter) or (origin.is_leaf and origin.requires_grad))
+            and tensor.untyped_storage().nbytes() >= self._least
+        )
+
+    # ---- between forward and backward
+
+    def leaving(self, number: int, staying: Collection[int]) -> list[_Place]:
+        """The storages that autograd saved and nothing else holds. staying: those that others hold"""
+        return [place for cdata, place in self._saved[number].items() if cdata not in staying]
+
+    def offload(self, number: int, staying: Collection[int]) -> None:
+        """Begin to copy what a forward has saved, all but `staying`, to host memory."""
+        places = self.leaving(number, staying)
+        del self._saved[number]
+        pinned = self._device.type == "cuda"
+        for place in places:
+            place.device = _bytes(place.here)
+            place.host = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        copied = self._link.down([place.here for place in places], [place.host for place in places])
+        self._away[number] = _Away(places, copied)
+
+    def release(self, number: int) -> int:
+        """Free the device's memory. Returns how many bytes of it."""
+        places, copied = self._away[number]
+        self._link.wait(copied)
+        for place in places:
+            place.device = None
+        return sum(place.nbytes for place in places)
+
+    def reload(self, number: int) -> int:
+        """Begin to copy back. Returns how many bytes of the device it takes."""
+        places, _ = self._away[number]
+        for place in places:
+            place.device = torch.empty(place.nbytes, dtype=torch.uint8, device=self._device)
+        copied = self._link.up([place.host for place in places], [place.here for place in places])
+        self._away[number] = _Away(places, copied)
+        return sum(place.nbytes for place in places)
+
+    def restore(self, number: int) -> None:
+        """Wait until all is back."""
+        places, copied = self._away.pop(number)
+        self._link.wait(copied)
+        for place in places:
+            place.host = _NOTHING
+
+    def reset(self) -> None:
+        """Forget a failed step. Copies that are under way end first."""
+        for away in self._away.values():
+            self._link.wait(away.copied)
+        self._saved.clear()
+        self._away.clear()
+        self._recording = None
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class _Place:
+    """Where the bytes of one storage are: on the device, in `host` memory, or in both while they are copied.
+
+    A tensor holds them, and no storage: users of a storage are counted (`is_held_elsewhere`), and Python has
+    one object of each.
+
+    device: a tensor there with this storage; None while there is none
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.device: Tensor | None = tensor.detach()
+        self.host = _NOTHING
+
+    @property
+    def here(self) -> Tensor:
+        assert self.device is not None, "a backward runs before its activations are back"
+        return self.device
+
+
+_Storages = WeakValueDictionary[int, _Place]
+
+
+class _Away(NamedTuple):
+    """What is in host memory, and the last copies of it."""
+
+    places: list[_Place]
+    copied: object
+
+
+class _Kept(NamedTuple):
+    """A saved tensor that stays on its device, with the version that was saved."""
+
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        _check(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class _Form(NamedTuple):
+    """What a tensor is within its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Saved(NamedTuple):
+    """A saved tensor: a part of a storage that may leave the device.
+
+    counter: has its version counter, and none of its memory
+    """
+
+    place: _Place
+    form: _Form
+    counter: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        (dtype, *within), here = self.form, self.place.here
+        _check(self.counter, self.version, self.form.size)
+        found: Tensor = torch.empty(0, dtype=dtype, device=here.device).set_(here.untyped_storage(), *within)
+        return found
+
+
+def _unpack(saved: _Saved | _Kept) -> Tensor:
+    return saved.unpack()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All bytes of its storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _version_counter(tensor: Tensor) -> Tensor:
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the counter stays
+    return counter
+
+
+def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
+    """Raise the error that autograd raises, which checks no tensor that hooks have packed."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a saved tensor of {tensor.dtype} and shape {list(shape)} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )

@@ -1,0 +1,217 @@
+"""Messages between ranks of one host: the sender copies a message, and the receiver computes on that copy.
+
+    send     take a block, copy the tensors into it, write an entry, announce one message more
+    receive  wait for the announcement, read the entry: tensors in the sender's memory
+
+An entry of a channel says where its message lies. The entries are used anew in every step, as a step begins
+when all messages of the one before have arrived. Nothing is posted ahead, and a message that is sent is free
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, unpack_specs
+from penstock.errors import RunError
+from penstock.runtime.health.watch import Watch
+from penstock.runtime.plan import Action, Channel, Exchange, Free, Message
+from penstock.runtime.shared_memory.blocks import Blocks, Entry, Received, aligned
+from penstock.runtime.shared_memory.segment import CHANNELS, RINGS, Segment
+from penstock.runtime.transport.interface import Messages, on_wire, restored
+
+ENTRIES = 1 << 16  # of a channel, in one step
+_ENTRY = 8  # words, of which an Entry fills five
+_SENT, _TAKEN, _FREED = range(3)  # words of a channel: messages that were sent, bytes taken, bytes freed
+_CHANNEL = 8  # words, a cache line
+
+
+class End:
+    """One end of a channel: its words, its entries, and the messages that went through it.
+
+    segment: the sender's; index: of the channel among those of the sender
+    """
+
+    def __init__(self, segment: Segment, index: int) -> None:
+        self.segment, self.words = segment, segment.words
+        self.word = CHANNELS + index * _CHANNEL
+        self._ring = RINGS // 8 + index * ENTRIES * _ENTRY
+        self.count = self._first = 0  # messages in all, and those before this step
+
+    def entry(self) -> int:
+        """The first word of the next message's entry."""
+        number = self.count - self._first
+        if number >= ENTRIES:
+            rule = f"a step takes up to {ENTRIES} of them over shared memory"
+            raise RunError(f"{number + 1} microbatches", rule, "Take fewer, or transport='gloo'")
+        self.count += 1
+        return self._ring + number * _ENTRY
+
+    def end_step(self) -> None:
+        self._first = self.count
+
+
+class SharedMessages(Messages):
+    """The messages of one rank, over the segments of all ranks.
+
+    Args:
+        segments: by rank.
+        hosts: the rank of each stage.
+        wire: the dtype in which floating-point tensors travel; None leaves them as they are.
+        spin: see Segment.wait
+    """
+
+    needless: frozenset[type[Action]] = frozenset({Exchange, Free})
+
+    def __init__(
+        self,
+        rank: int,
+        segments: Sequence[Segment],
+        channels: Sequence[Channel],
+        hosts: Sequence[int],
+        wire: torch.dtype | None,
+        watch: Watch,
+        limit: timedelta,
+        spin: bool,
+    ) -> None:
+        self._hosts, self._wire, self._watch, self._limit, self._spin = hosts, wire, watch, limit, spin
+        self._segment, self._blocks = segments[rank], Blocks(segments[rank])
+        self._outgoing: dict[Channel, End] = {}
+        self._incoming: dict[Channel, Arrivals] = {}
+        indices = [0] * len(segments)
+        for channel in channels:
+            source, target = hosts[channel.source], hosts[channel.target]
+            if source == rank:
+                self._outgoing[channel] = End(segments[source], indices[source])
+            elif target == rank:
+                self._incoming[channel] = Arrivals(segments[source], indices[source], wire)
+            indices[source] += 1
+        assert max(indices) <= (RINGS // 8 - CHANNELS) // _CHANNEL, (
+            "more channels than a segment has words for"
+        )
+        self._expected: dict[Message, EdgeSpecs | None] = {}
+
+    # ---- receiving
+
+    def post(self, message: Message, specs: EdgeSpecs | None) -> None:
+        self._expected[message] = specs
+
+    def arrived(self, message: Message) -> bool:
+        return True  # `receive` waits for it
+
+    def receive(self, message: Message) -> Payload:
+        specs, arrivals = self._expected.pop(message), self._incoming[message.channel]
+        arrivals.free()  # the sender may need them
+        number = message.op.microbatch
+        while (payload := arrivals.take(number, specs)) is None:
+            if arrivals.ready:
+                arrivals.read()
+            else:
+                self._wait(arrivals, message)
+        return payload
+
+    def _wait(self, arrivals: Arrivals, message: Message) -> None:
+        peer = self._hosts[message.op.stage]
+        self._watch.begin(message, peer)
+        try:
+            arrivals.wait(self._limit, self._spin)
+        except RuntimeError as cause:
+            raise self._watch.error(cause, message, peer) from cause
+        self._watch.end()
+
+    # ---- sending
+
+    def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
+        for arrivals in self._incoming.values():
+            arrivals.free()  # the op that made this payload has dropped its inputs
+        end = self._outgoing[message.channel]
+        text = pack_specs(payload.specs) if with_specs else b""
+        specs = on_wire(payload.specs, self._wire)
+        nbytes = aligned(len(text)) + sum([aligned(spec.nbytes) for spec in specs])
+        block = self._blocks.take(nbytes)
+        segment, at = self._segment, block.at
+        if text:
+            packed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            segment.tensor(at, packed.shape, torch.uint8).copy_(packed)
+            at += aligned(len(text))
+        for tensor, spec in zip(payload.tensors, specs, strict=True):
+            segment.tensor(at, spec.shape, spec.dtype).copy_(tensor.detach())
+            at += aligned(spec.nbytes)
+        entry = Entry(block.number, block.at, nbytes, len(text), message.op.microbatch)
+        place = end.entry()
+        end.words[place : place + len(entry)] = list(entry)
+        segment.announce(end.word + _SENT, end.count)
+
+    # ---- state
+
+    @property
+    def pending(self) -> int:
+        return len(self._expected) + sum([len(each.early) for each in self._incoming.values()])
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of messages on their way, and of idle blocks. What has arrived counts where it is."""
+        held = 0
+        for end in self._outgoing.values():
+            held += end.words[end.word + _TAKEN] - end.words[end.word + _FREED]
+        return self._blocks.nbytes - held
+
+    def end_step(self) -> None:
+        for end in (*self._outgoing.values(), *self._incoming.values()):
+            end.end_step()
+        self._blocks.trim()
+
+    def close(self) -> None:
+        self._segment.end()
+
+
+class Arrivals(End):
+    """The receiver's end of a channel. early: entries that were read before their message was asked for"""
+
+    def __init__(self, segment: Segment, index: int, wire: torch.dtype | None) -> None:
+        super().__init__(segment, index)
+        self._wire, self._received = wire, Received(segment)
+        self._taken = self._freed = 0  # bytes
+        self.early: dict[int, Entry] = {}  # by microbatch
+
+    @property
+    def ready(self) -> bool:
+        return self.words[self.word + _SENT] > self.count
+
+    def wait(self, limit: timedelta, spin: bool) -> None:
+        """Wait for one message more."""
+        self.segment.wait(self.word + _SENT, self.count + 1, limit, spin)
+
+    def read(self) -> None:
+        place = self.entry()
+        entry = Entry(*self.words[place : place + len(Entry._fields)])
+        self.early[entry.microbatch] = entry
+
+    def take(self, microbatch: int, specs: EdgeSpecs | None) -> Payload | None:
+        """The message of that microbatch, if its entry was read. specs: None where they come with it"""
+        entry = self.early.pop(microbatch, None)
+        if entry is None:
+            return None
+        if specs is None:
+            packed = self.segment.tensor(entry.at, (entry.header,), torch.uint8)
+            specs = unpack_specs(bytes(packed.numpy()))
+        tensors = self._received.tensors(entry, on_wire(specs, self._wire))
+        self._taken += entry.nbytes
+        self.words[self.word + _TAKEN] = self._taken
+        return Payload(restored(tensors, specs), specs)
+
+    def free(self) -> None:
+        """Free the blocks that nothing holds any more."""
+        unused = self._received.take_unused()
+        if unused:
+            # first, or the sender could count a block as held that it has emptied
+            self._freed += sum([entry.nbytes for entry in unused])
+            self.words[self.word + _FREED] = self._freed
+            self._received.free(unused)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self.free()

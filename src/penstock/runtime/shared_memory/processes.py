@@ -1,0 +1,74 @@
+"""Values that the ranks of one host exchange through shared memory: each writes its own, all read them all.
+
+There are two slots. A rank writes its next vector but one only when everyone has written the next, and so has
+read the one that it overwrites.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.runtime.shared_memory.segment import GATHERED, SLOT, SLOTS, Segment
+from penstock.runtime.transport.groups import Gathering, GroupProcesses
+
+_HEAD = 64  # bytes in front of a vector; the first word is its length
+
+
+class SharedProcesses(GroupProcesses):
+    """The processes of a group on one host.
+
+    Args:
+        segments: in their order.
+        spin: see Segment.wait
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, limit: timedelta, segments: Sequence[Segment], spin: bool
+    ) -> None:
+        super().__init__(group, limit, torch.device("cpu"))
+        self._segments, self._spin, self._count = segments, spin, 0
+
+    def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
+        """Vectors, which may differ in length."""
+        if mine.nbytes > SLOT - _HEAD:
+            return super().start_all_gather(mine)
+        self._count += 1
+        segment, at = self._segments[self.index], self._slot(self._count)
+        segment.tensor(at, (1,), torch.int64).fill_(mine.nbytes)
+        segment.tensor(at + _HEAD, mine.shape, mine.dtype).copy_(mine)
+        segment.announce(GATHERED, self._count)
+        everyone: list[Tensor] = []
+        return _SharedGathering(self, self._count, mine.dtype, everyone), everyone
+
+    def read(self, count: int, dtype: torch.dtype, limit: timedelta) -> list[Tensor]:
+        """Everyone's vector of that number, once it is there."""
+        at, vectors = self._slot(count), []
+        until = time.monotonic() + limit.total_seconds()
+        for rank, segment in enumerate(self._segments):
+            left = timedelta(seconds=max(0.0, until - time.monotonic()))
+            segment.wait(GATHERED, count, left, self._spin, self._segments[rank + 1 :])
+            length = int(segment.tensor(at, (1,), torch.int64))
+            vectors.append(segment.tensor(at + _HEAD, (length // dtype.itemsize,), dtype).clone())
+        return vectors
+
+    @staticmethod
+    def _slot(count: int) -> int:
+        return SLOTS + count % 2 * SLOT
+
+
+class _SharedGathering:
+    def __init__(
+        self, processes: SharedProcesses, count: int, dtype: torch.dtype, into: list[Tensor]
+    ) -> None:
+        self._processes, self._count, self._dtype, self._into = processes, count, dtype, into
+
+    def wait(self, limit: timedelta) -> object:
+        """Fill the list."""
+        self._into[:] = self._processes.read(self._count, self._dtype, limit)
+        return True

@@ -1,0 +1,109 @@
+"""A rank's link to host memory on paper: when copies run, and how long ops wait for them.
+
+Each direction is a queue: one copy at a time, in the order in which they begin.
+
+    ops of a rank   | F0  F1  F2  .  F3     F3 waits until F2 is released
+    down            |     0000001111112222
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.schedule.offload import HostCopy, host_copies
+from penstock.schedule.op_arrays import OpArrays
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.timeline import Copy
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+Change = tuple[float, float]  # when, and by how much what is held changes
+
+
+class HostLinks:
+    """One run of all ranks, with their links. Everything of an op is by its index, as in `OpArrays`.
+
+    end: of each op
+    gate: from when on an op does not wait for its rank's link
+    copies: every copy
+    """
+
+    def __init__(
+        self, arrays: OpArrays, order: list[int], durations: Floats, delays: Floats, costs: Costs
+    ) -> None:
+        import numpy as np
+
+        schedule = arrays.schedule
+        self.copies: list[Copy] = []
+        self._changes: list[list[Change]] = [[] for _ in order]
+        self._sizes = costs.rows("offloaded", schedule.placement, schedule.microbatches)
+        self._bandwidth = costs.host_bandwidth
+        self._links = [_Link(rank, self) for rank in range(schedule.ranks)]
+        steps = host_copies(schedule, costs.offload_ahead)
+        in_front = [at for rank in steps for at in rank]
+        columns = (arrays.rank, arrays.needed, arrays.before, delays, durations)
+        ops = list(zip(*(column.tolist() for column in columns), strict=True))
+        end, gate = [0.0] * (len(order) + 1), [0.0] * len(order)  # the last end is that of NOTHING
+        for at in order:
+            rank, needed, before, delay, takes = ops[at]
+            reached, there = end[before], end[needed] + delay
+            gate[at] = self._links[rank].take(in_front[at], reached, there, self._changes[at])
+            end[at] = max(reached, there, gate[at]) + takes
+        self.end, self.gate = np.array(end[:-1]), np.array(gate)
+
+    def of_rank(self, arrays: OpArrays, rank: int) -> list[list[Change]]:
+        """By position, what releases and reloads in front of the op change."""
+        return self._changes[slice(*arrays.bounds[rank : rank + 2])]
+
+    def takes(self, place: tuple[int, int]) -> float:
+        """How long a copy of these activations takes."""
+        size = self._sizes[place[0]][place[1]]
+        return 0.0 if self._bandwidth is None else size / self._bandwidth
+
+    def size(self, place: tuple[int, int]) -> float:
+        return self._sizes[place[0]][place[1]]
+
+
+class _Link:
+    """The link of one rank, which has come to some op."""
+
+    def __init__(self, rank: int, run: HostLinks) -> None:
+        self._rank, self._run = rank, run
+        self._free = {"down": 0.0, "up": 0.0}
+        self._under_way: dict[tuple[int, int], tuple[float, float]] = {}  # start and end of the copy
+
+    def take(self, steps: Sequence[HostCopy], reached: float, there: float, changes: list[Change]) -> float:
+        """Take the steps in front of an op. Returns from when on the op does not wait for the link.
+
+        reached: when the rank has ended the op before; there: when the op's input is there
+        """
+        now = reached
+        for step, stage, microbatch in steps:
+            place = stage, microbatch
+            if step == "offload":
+                self._begin("down", place, now)
+            elif step == "release":
+                now = self._wait(place, now, up=False)
+                changes.append((now, -self._run.size(place)))
+            elif step == "reload":
+                self._begin("up", place, now)
+                changes.append((now, self._run.size(place)))
+            else:
+                now = self._wait(place, max(now, there), up=True)
+        return now
+
+    def _begin(self, way: str, place: tuple[int, int], now: float) -> None:
+        start = max(now, self._free[way])
+        self._free[way] = start + self._run.takes(place)
+        self._under_way[place] = start, self._free[way]
+
+    def _wait(self, place: tuple[int, int], now: float, *, up: bool) -> float:
+        """Until a copy is over. Returns when that is, or `now` if it is over by then."""
+        start, end = self._under_way.pop(place)
+        self._run.copies.append(Copy(self._rank, *place, up, start, end, max(0.0, end - now)))
+        return max(now, end)

@@ -1,0 +1,277 @@
+"""Run a schedule on paper: when each op runs, what it waits for, and what each rank holds meanwhile.
+
+1F1B with P = 2, m = 3, B = 2 F, and messages that take as long as a forward:
+
+    rank 0 | F0 F1 .  .  .  .  B0 B0 F2 B1 B1 .  .  .  B2 B2
+    rank 1 | .  .  F0 B0 B0 F1 B1 B1 .  .  F2 B2 B2 .  .  .
+
+Each op starts as soon as its rank has ended the one before and its input has arrived. A rank holds
+
+    an activation   from the start of F to the end of B or W (with sizes of its own in between, see `Costs`)
+    a receive       from its post, at the op that `order.posts` says, until an op has taken it:
+                    F keeps it as a part of its activation, I and B drop it at their end
+    a send          from the end of its op until it has arrived
+
+What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, ends
+from penstock.schedule.ops import Op, Pair, Schedule, collector_paused
+from penstock.schedule.order import posts, received, taker
+from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.host_link import Change, HostLinks
+from penstock.schedule.simulation.timeline import Curve, Span, Timeline, Wait, curve
+from penstock.schedule.verify import proven
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+Times = list[tuple[float, float]]  # start and end of each op of a program
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Predict one step of `schedule`. Times begin at 0, in the unit of `costs` (None: unit times).
+
+    An input from another rank arrives when the delay of its edge has passed since its op ended. The ops of an
+    overlapped pair run one after the other; with `Costs.exchange` they run side by side: they start when both
+    inputs are there, and end together. Raises ScheduleError for a schedule that `verify` refuses.
+    """
+    costs = costs or Costs()
+    with collector_paused():
+        proof, arrays, order = proven(schedule)
+        found = _Run(arrays, order, costs)
+        return Timeline(
+            schedule.name,
+            schedule.ranks,
+            found.spans(),
+            proof.peak_live,
+            _memory(arrays, costs, found),
+            found.critical_path(),
+            schedule.overlaps,
+            found.waits(),
+            copies=() if found.links is None else tuple(found.links.copies),
+        )
+
+
+class _Run:
+    """One run of all ranks. Everything is by index of the op, as in `OpArrays`.
+
+    start, end: of each op
+    free_at: when its rank has ended the op before
+    sent, there: when the op that it needs has ended, and when that result is there; 0 if it needs none
+    links: to host memory; None where nothing is offloaded
+    """
+
+    def __init__(self, arrays: OpArrays, order: list[int], costs: Costs) -> None:
+        import numpy as np
+
+        self._arrays = arrays
+        delays, pairs = _delays(arrays, costs), _pairs(arrays, costs)
+        durations = _durations(arrays, costs)
+        self.links = None
+        if costs.offloads and arrays.schedule.trains:
+            self.links = HostLinks(arrays, order, durations, delays, costs)
+            self.end = self.links.end
+        else:
+            self.end = ends(arrays, order, durations, delays, pairs)
+        self.sent = np.where(arrays.needed == NOTHING, 0.0, self.end[arrays.needed])
+        self.there = self.sent + delays
+        self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before])
+        # the op whose end was waited for, on this rank or on another, or NOTHING
+        self._held_up_by = np.where(self.there > self.free_at, arrays.needed, arrays.before)
+        for one in pairs:
+            self._side_by_side(one)
+        self.start = np.maximum(self.there, self.free_at)
+        if self.links is not None:
+            self.start = np.maximum(self.start, self.links.gate)
+        for one in pairs:
+            self.start[one] = self.start[one + 1]
+
+    def _side_by_side(self, one: int) -> None:
+        """The second op of a pair begins to wait when the input of the first is there."""
+        self.free_at[one + 1] = max(self.there[one], self.free_at[one])
+        if self.there[one + 1] > self.free_at[one + 1]:
+            self._held_up_by[one] = self._arrays.needed[one + 1]
+        self._held_up_by[one + 1] = self._held_up_by[one]
+
+    def spans(self) -> tuple[Span, ...]:
+        columns = (self._arrays.rank.tolist(), self._arrays.ops, self.start.tolist(), self.end.tolist())
+        return tuple(map(partial(tuple.__new__, Span), zip(*columns, strict=True)))  # in half of Span's time
+
+    def waits(self) -> tuple[Wait, ...]:
+        """By rank, in the order of its program."""
+        import numpy as np
+
+        waited = np.flatnonzero(self.there > self.free_at)
+        times = (column[waited].tolist() for column in (self.free_at, self.there, self.sent))
+        ops = [self._arrays.ops[at] for at in waited.tolist()]
+        return tuple(map(Wait, self._arrays.rank[waited].tolist(), ops, *times))
+
+    def critical_path(self) -> tuple[Op, ...]:
+        """The chain of ops, each held up by the one before, that ends with the last op of the step."""
+        ends = [stop - 1 for start, stop in pairwise(self._arrays.bounds) if stop > start]
+        at, held_up_by = max(ends, key=self.end.__getitem__), self._held_up_by.tolist()
+        path: list[Op] = []
+        while at != NOTHING:
+            path.append(self._arrays.ops[at])
+            at = held_up_by[at]
+        return tuple(reversed(path))
+
+    def of_rank(self, rank: int) -> Times:
+        start, stop = self._arrays.bounds[rank : rank + 2]
+        return list(zip(self.start[start:stop].tolist(), self.end[start:stop].tolist(), strict=True))
+
+
+def _pairs(arrays: OpArrays, costs: Costs) -> dict[int, float]:
+    """By the first op of each pair, how long it takes side by side; empty if none runs so."""
+    schedule, pairs = arrays.schedule, arrays.pairs() if costs.overlaps else []
+    if not pairs:
+        return {}
+    length = costs.side_by_side(schedule.placement, schedule.microbatches)
+    return {one: length(Pair(arrays.ops[one], arrays.ops[one + 1])) for one in pairs}
+
+
+def _durations(arrays: OpArrays, costs: Costs) -> Floats:
+    import numpy as np
+
+    schedule = arrays.schedule
+    by_kind = [np.array(costs.durations(kind, schedule.placement, schedule.microbatches)) for kind in KINDS]
+    return np.stack(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
+
+
+def _delays(arrays: OpArrays, costs: Costs) -> Floats:
+    """How long the result that each op needs takes from another rank."""
+    import numpy as np
+
+    schedule, edge = arrays.schedule, arrays.edge
+    hosts = np.array(schedule.placement.rank_of)
+    delays = np.array(costs.delays(schedule.placement, schedule.microbatches))
+    crosses = (edge != NOTHING) & (hosts[edge] != np.roll(hosts, -1)[edge])
+    return np.where(crosses, delays[edge, arrays.microbatch], 0.0)
+
+
+# ---- What each rank holds
+
+
+def _memory(arrays: OpArrays, costs: Costs, found: _Run) -> tuple[Curve, ...]:
+    """By rank, what it holds over time."""
+    held, schedule = _Held(arrays, costs), arrays.schedule
+    if not costs.counts_buffers and found.links is None:
+        return held.activations(found)
+    times = [found.of_rank(rank) for rank in range(schedule.ranks)]
+    all_posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
+    posted_at = {op: reached for posted, row in zip(all_posts, times, strict=True)
+                 for ops, reached in zip(posted, _reached(row), strict=True) for op in ops}  # fmt: skip
+    in_time = itemgetter(0)  # changes at one time keep their order
+    curves = []
+    for rank, row in enumerate(times):
+        offloaded = [[]] * len(row) if found.links is None else found.links.of_rank(arrays, rank)
+        changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at, offloaded), key=in_time)
+        curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
+    return tuple(curves)
+
+
+class _Held:
+    """The sizes of activations and messages, and the changes that they make."""
+
+    def __init__(self, arrays: OpArrays, costs: Costs) -> None:
+        self._arrays, self._schedule = arrays, arrays.schedule
+        placement, microbatches = self._schedule.placement, self._schedule.microbatches
+        self._buffer, self._sent = (costs.rows(name, placement, microbatches) for name in ("buffer", "sent"))
+        self._delays = costs.delays(placement, microbatches)
+        self._at_start, self._at_end = self._changes(costs)
+
+    def _changes(self, costs: Costs) -> tuple[Floats, Floats]:
+        """By index of the op, what its start and its end change."""
+        import numpy as np
+
+        arrays, schedule = self._arrays, self._schedule
+        names = ("activation", "held_in_backward", "held_for_weight")
+        rows = (costs.rows(name, schedule.placement, schedule.microbatches) for name in names)
+        kept, in_backward, for_weight = (np.array(row)[arrays.stage, arrays.microbatch] for row in rows)
+        nothing = np.zeros_like(kept)
+        if not schedule.trains:  # no backward needs it
+            return nothing, nothing
+        is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(len(KINDS)))
+        at_start = np.select([is_f, is_b | is_i], [kept, in_backward - kept], nothing)
+        at_end = np.select(
+            [is_b, is_i, is_w], [nothing - in_backward, for_weight - in_backward, -for_weight], nothing
+        )
+        return at_start, at_end
+
+    def activations(self, found: _Run) -> tuple[Curve, ...]:
+        """By rank, what it holds over time, without messages."""
+        import numpy as np
+
+        times = np.stack([found.start, found.end], axis=1)
+        changes = np.stack([self._at_start, self._at_end], axis=1)
+        by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
+        return tuple(
+            curve(time[change != 0].tolist(), change[change != 0].tolist()) for time, change in by_rank
+        )
+
+    def of_rank(self, rank: int) -> list[Change]:
+        """By position, what the start and the end of the op change."""
+        start, stop = self._arrays.bounds[rank : rank + 2]
+        columns = (column[start:stop].tolist() for column in (self._at_start, self._at_end))
+        return list(zip(*columns, strict=True))
+
+    def with_messages(
+        self,
+        rank: int,
+        times: Times,
+        posted: list[list[Op]],
+        posted_at: dict[Op, float],
+        offloaded: Sequence[Sequence[Change]],
+    ) -> Iterator[Change]:
+        """Activations, receives and sends. Of changes at one time, arrivals come last.
+
+        A real message is never quite as fast as predicted, so that a peak that lasts no time still counts.
+
+        posted: what the rank posts at each op; posted_at: when each result's receiver posts its receive.
+            Until then the result stays with the sender
+        offloaded: what releases and reloads in front of each op change
+        """
+        arrivals: list[Change] = []
+        program = self._schedule.programs[rank]
+        for op, posts_here, reached, (start, end), (at_start, at_end), copied in zip(
+            program, posted, _reached(times), times, self.of_rank(rank), offloaded, strict=True
+        ):
+            for source in posts_here:
+                yield reached, self._message(source)
+            yield from copied
+            needed = received(self._schedule, op)
+            taken = 0.0 if needed is None else self._message(needed)
+            yield start, at_start - (taken if op.kind == "F" else 0.0)
+            yield end, at_end - (0.0 if op.kind == "F" else taken)
+            if taker(self._schedule, op) is not None:
+                edge = _edge(op)
+                size = self._sent[edge][op.microbatch] if op.kind == "F" else self._message(op)
+                yield end, size
+                arrivals.append((max(end, posted_at[op]) + self._delays[edge][op.microbatch], -size))
+        yield from arrivals
+
+    def _message(self, op: Op) -> float:
+        """The buffer for the result of `op`."""
+        return self._buffer[_edge(op)][op.microbatch]
+
+
+def _reached(times: Times) -> Iterator[float]:
+    """When a rank reaches each op: when the one before has ended, or started if they overlap."""
+    return (min(times[at - 1][1], times[at][0]) if at else 0.0 for at in range(len(times)))
+
+
+def _edge(op: Op) -> int:
+    """The stage in front of the edge that the result of `op` crosses."""
+    return op.stage if op.kind == "F" else op.stage - 1

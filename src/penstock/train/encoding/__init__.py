@@ -1,0 +1,1 @@
+"""From what a record says to tokens: text, chats, images."""

@@ -1,0 +1,274 @@
+"""Chats that show images: a processor of transformers in place of the tokenizer.
+
+    {"messages": [{"role": "user", "content": [{"type": "image", "path": "red.png"},
+                                               {"type": "text", "text": "Which colour?"}]},
+                  {"role": "assistant", "content": [{"type": "text", "text": "Red."}]}]}
+
+The processor puts as many tokens in the place of an image as its tower will make of it. So it runs twice:
+once for the ids, which are kept as those of any chat, and again for each microbatch, whose images it then
+makes into what the model takes. The second time must give the same ids, from files with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers import AutoProcessor, PreTrainedModel
+
+from penstock.errors import DataError
+from penstock.models.model_folder import OTHERS, TOKENIZER, check_folder
+from penstock.models.tracing.towers import encodes
+from penstock.reading import MIB, open_regular
+from penstock.train.data.rows import Piece
+from penstock.train.encoding.tokenizer import HuggingFace, Messages
+
+_LARGEST = 64 * MIB  # of an image's file
+_PATHS = ("path", "image", "url")  # the names under which a message gives an image's file
+_OURS = ("input_ids", "attention_mask", "labels")  # entries that rows have already
+
+
+class Processor(HuggingFace):
+    """The processor in a local folder. `own` is its tokenizer.
+
+    Args:
+        template: a chat template in place of the folder's
+        images: the folder that paths of images are relative to
+        trusted: whether Python code of the folder may run
+
+    Raises: DataError for a folder without a processor of images, and where Pillow is missing.
+    """
+
+    sees = True
+    _files = (*TOKENIZER, *OTHERS)
+
+    def __init__(self, name: str, template: str | None, images: str, trusted: bool = False) -> None:
+        self._name, self._template, self._trusted = name, template, trusted
+        self._images = str(Path(images).expanduser())
+        _need_pillow()
+        self.processor: Any = _read(name, trusted)
+        self.own: Any = self.processor.tokenizer
+        if template is not None:
+            self.processor.chat_template = self.own.chat_template = template
+        eos, bos = self.own.eos_token_id, self.own.bos_token_id
+        self.separator = bos if eos is None else eos
+
+    def __reduce__(self) -> Any:
+        return Processor, (self._name, self._template, self._images, self._trusted)
+
+    @cached_property
+    def digest(self) -> str:
+        """With the folder of the images, whose paths are relative to it."""
+        return f"{super().digest} {Path(self._images).absolute()}"
+
+    def save(self, folder: Path) -> None:
+        self.processor.save_pretrained(folder)
+
+    def check_fits(self, model: PreTrainedModel) -> None:
+        """Raise DataError where its images are not those that the model takes."""
+        value = f"data.tokenizer={self._name}"
+        theirs = getattr(model.config, "image_token_id", None) if "image" in encodes(model) else None
+        if theirs is None:
+            rule = f"it makes images for a model, and {type(model).__name__} takes none"
+            raise DataError(value, rule, "Take a vision-language model, or leave data.images out")
+        ours = self.own.convert_tokens_to_ids(self._token) if self._token else None
+        if ours != theirs:
+            rule = f"its token of images, {self._token!r}, is {ours}, and the model's is {theirs}"
+            raise DataError(value, rule, "Take the processor in the model's own folder")
+
+    # ---- Chats
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self.processor.chat_template)
+
+    def template(self, tools: Any = None) -> str:
+        return str(self.processor.chat_template)
+
+    def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+        """The messages, in which each image has the path of its file and a digest of its bytes."""
+        left = row.get("images") or []
+        if not isinstance(left, list):
+            rule = f"images lists files, and here is a {type(left).__name__}"
+            raise DataError(f"data file {name}", rule, 'Write ["NAME.png"]')
+        left = list(left)
+        found = [{**message, "content": self._content(name, message.get("content"), left)}
+                 for message in messages]  # fmt: skip
+        if left:
+            rule = f"{len(left)} of its images stand in no message, first {left[0]!r}"
+            raise DataError(f"data file {name}", rule, 'Write {"type": "image"} where each is to stand')
+        return found
+
+    def _content(self, name: str, content: Any, left: list[Any]) -> Any:
+        if not isinstance(content, list):
+            self._check_text(name, content)
+            return content
+        parts: list[Any] = []
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in ("image", "image_url"):
+                parts.append(self._image(name, part, left))
+            elif kind == "text" and isinstance(part.get("text"), str):
+                self._check_text(name, part["text"])
+                parts.append(part)
+            elif kind in (None, "text"):  # templates differ in what they make of it, and some leave it out
+                rule = f"a message has a part {str(part)[:60]} that does not say what it is"
+                remedy = 'Write {"type": "text", "text": ...} or {"type": "image", "path": ...}'
+                raise DataError(f"data file {name}", rule, remedy)
+            else:
+                rule = f"a message has a part of the type {kind!r}, and text and images are read"
+                raise DataError(f"data file {name}", rule, "Leave it out")
+        return parts
+
+    def _check_text(self, name: str, text: Any) -> None:
+        if self._token and isinstance(text, str) and self._token in text:
+            rule = f"a text holds {self._token!r}, for which the model wants an image, and none is given"
+            raise DataError(
+                f"data file {name}", rule, 'Write {"type": "image", "path": ...} as a part of the content'
+            )
+
+    def _image(self, name: str, part: Mapping[str, Any], left: list[Any]) -> dict[str, str]:
+        given = next((part[key] for key in _PATHS if part.get(key)), None)
+        if isinstance(url := part.get("image_url"), dict | str):
+            given = url.get("url") if isinstance(url, dict) else url
+        if given is None and left:
+            given = left.pop(0)
+        value = f"data file {name}"
+        if given is None:
+            rule = "an image of a message names no file, and its record lists none in images"
+            raise DataError(value, rule, 'Write {"type": "image", "path": "NAME.png"}')
+        if not isinstance(given, str) or "://" in given or given.startswith("data:"):
+            rule = f"an image is a file on this machine, and here is {str(given)[:60]!r}"
+            raise DataError(value, rule, "Save it, and give its path, relative to data.images")
+        path = str(Path(self._images) / given)
+        content = _bytes_of(path, value)
+        _opened(path, value, content)
+        return {"type": "image", "path": given, "digest": _digest(content)}
+
+    def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
+        return str(self.processor.apply_chat_template(messages, tokenize=False, **options))
+
+    def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
+        found = self.processor.apply_chat_template(
+            [self._with_pixels(messages)], tokenize=True, return_dict=True, **options
+        )
+        return {name: value[0] for name, value in found.items() if name in ("input_ids", "assistant_masks")}
+
+    @property
+    def _token(self) -> str | None:
+        found = getattr(self.processor, "image_token", None)
+        return None if found is None else str(found)
+
+    # ---- What a microbatch has of images
+
+    def entries(self, rows: Sequence[Piece]) -> dict[str, Tensor]:
+        """What the processor makes of the chats of a microbatch, other than their ids.
+
+        Raises: DataError for an image that is no longer the one that was tokenised.
+        """
+        chats = [json.loads(piece.shown or b"[]") for piece in rows]
+        try:
+            found = self.processor.apply_chat_template(
+                [self._with_pixels(messages) for messages in chats],
+                tokenize=True, return_dict=True, return_tensors="pt",
+                processor_kwargs={"padding": True, "padding_side": "right"},
+            )  # fmt: skip
+        except DataError:
+            raise
+        except Exception as error:  # whatever a processor says to images that it took one by one
+            rule = f"its processor refuses the chats of a microbatch ({' '.join(str(error).split())})"
+            remedy = "Give images that fit together, or one row a microbatch"
+            raise DataError(f"data.tokenizer={self._name}", rule, remedy) from error
+        for piece, ids in zip(rows, found["input_ids"].numpy(), strict=True):
+            if not np.array_equal(ids[: len(piece.ids)], piece.ids):
+                rule = "its processor gives other ids for a chat than it gave when the data was tokenised"
+                raise DataError(f"data.tokenizer={self._name}", rule, _AGAIN)
+        return {name: value for name, value in found.items() if name not in _OURS}
+
+    def _with_pixels(self, messages: Messages) -> list[dict[str, Any]]:
+        """The messages, with opened images in the place of their files."""
+
+        def opened(part: Any) -> Any:
+            if not isinstance(part, dict) or part.get("type") != "image":
+                return part
+            path = str(Path(self._images) / part["path"])
+            return {"type": "image", "image": _image_at(path, part["digest"])}
+
+        return [
+            {**message, "content": [opened(part) for part in message["content"]]}
+            if isinstance(message["content"], list)
+            else dict(message)
+            for message in messages
+        ]
+
+
+_AGAIN = "Put it back, or tokenise again: give another folder as data.cache"
+
+
+@lru_cache(maxsize=32)  # a chat's images are read once for all of its turns
+def _image_at(path: str, digest: str) -> Any:
+    value = f"image {path}"
+    content = _bytes_of(path, value)
+    if _digest(content) != digest:
+        raise DataError(value, "it is not the image that it was when the data was tokenised", _AGAIN)
+    return _opened(path, value, content)
+
+
+def _bytes_of(path: str, value: str) -> bytes:
+    try:
+        with open_regular(Path(path)) as file:
+            content = file.read(_LARGEST + 1)
+    except OSError as error:
+        rule = f"its image {path} cannot be read ({error.strerror or error})"
+        raise DataError(value, rule, "Give the path of a file, relative to data.images") from None
+    if len(content) > _LARGEST:
+        rule = f"its image {path} has more than {_LARGEST >> 20} MiB"
+        raise DataError(value, rule, "Make it smaller")
+    return content
+
+
+def _opened(path: str, value: str, content: bytes) -> Any:
+    from PIL import Image
+
+    try:
+        return Image.open(BytesIO(content)).convert("RGB")
+    except Exception as error:  # Pillow has an error for each format
+        rule = f"Pillow reads no image in {path} ({type(error).__name__})"
+        raise DataError(value, rule, "Give a PNG, JPEG or another image that it reads") from None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _read(folder: str, trusted: bool) -> Any:
+    check_folder(Path(folder), DataError)
+    value, remedy = (
+        f"data.tokenizer={folder}",
+        "Give a local folder with a processor, or leave data.images out",
+    )
+    try:
+        found = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+    except Exception as error:  # transformers raises a dozen kinds for a folder without a processor
+        said = next(iter(str(error).strip().splitlines()), "")
+        rule = f"transformers reads no processor there ({type(error).__name__}: {said[:200]})"
+        raise DataError(value, rule, remedy) from error
+    if not hasattr(found, "tokenizer") or not hasattr(found, "image_processor"):
+        rule = f"data.images needs a processor of images and text, and here is a {type(found).__name__}"
+        raise DataError(value, rule, remedy)
+    return found
+
+
+def _need_pillow() -> None:
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError as error:
+        rule = "images are read with Pillow, which is not installed"
+        raise DataError("data.images", rule, "Install it: pip install 'penstock[images]'") from error

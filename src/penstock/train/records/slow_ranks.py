@@ -1,0 +1,236 @@
+"""A rank that computes more slowly than its share of the work says is named, once, with its numbers.
+
+    predicted    where pipelines have other rows: the median of its peers, which host the same stages there
+                 elsewhere: its cost (multiply-adds of its ops), by the median of the others' seconds / cost
+    slow         it took more than 1.3 times that in each of 20 steps in a row
+    told again   only after 20 steps in a row in which it did not
+
+The seconds are those of the ops, without waits between them, which every rank has of every other at a step's
+end anyway. What an op waits for within itself (FSDP2, cp, ep, tp) counts as its own.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.models.split.balanced_split import LayerCosts
+from penstock.models.split.multiply_adds import Work
+from penstock.pipeline.pipeline import Pipeline
+from penstock.schedule import Schedule
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.rows import Fill
+
+FACTOR = 1.3  # of the predicted seconds
+IN_A_ROW = 20  # steps
+KINDS = "FBIW"
+_FIRST = 2  # steps of an attempt in which memory is touched and layers are compiled
+_HOSTS = 16  # shown at most, the slowest first
+
+Seconds = npt.NDArray[np.float64]  # (pipelines, ranks, kinds)
+
+
+class Host(NamedTuple):
+    """Where a rank of a pipeline is. pipeline: from 0, of those with other rows or tokens"""
+
+    pipeline: int
+    rank: int
+    name: str
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """What the ops of each rank cost in a step of one schedule: (ranks, kinds), and how many they are.
+
+    In forwards, whatever the kind: only ops of one kind are compared.
+
+    token, square: per token of the batch, and per squared length of a document
+    """
+
+    schedule: Schedule
+    token: Seconds
+    square: Seconds
+    counts: Seconds
+
+    @classmethod
+    def of(cls, schedule: Schedule, works: Sequence[Work]) -> _Costs:
+        """works: of each stage of the model, without its copies"""
+        depth = len(works)
+        token, square, counts = (np.zeros((schedule.ranks, len(KINDS))) for _ in range(3))
+        for rank, program in enumerate(schedule.programs):
+            for op in program:
+                kind, work = KINDS.index(op.kind), works[op.stage % depth]
+                token[rank, kind] += work.token / schedule.microbatches
+                square[rank, kind] += work.square / schedule.microbatches
+                counts[rank, kind] += 1
+        return cls(schedule, token, square, counts)
+
+
+def watch_ranks(
+    pipe: Pipeline, works: Sequence[Work], measured: LayerCosts | None, config: TrainConfig
+) -> SlowRanks:
+    """The watch over all ranks of a run. Collective.
+
+    Args:
+        works: of each layer, the embedding and the head
+        measured: what these took, if the split is by that: then they are the costs
+    """
+    if measured is not None:
+        works = [Work(cost) for cost in (*measured.layers, measured.embedding, measured.head)]
+    *layers, embedding, head = works
+    stages = []
+    for facts in pipe._info[: pipe.schedule.placement.depth]:
+        parts = [layers[number] for number in facts.layers]
+        parts += [embedding] * facts.info.is_first
+        parts += [head] * facts.info.is_last
+        stages.append(Work(sum(part.token for part in parts), sum(part.square for part in parts)))
+    host, place = socket.gethostname(), pipe.reductions.loss_place
+    ours = [[place, rank, host] for rank in pipe._world.ranks]
+    hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
+    # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
+    even = config.adapter is None and isinstance(config.train.activation_checkpointing, bool | str)
+    return SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
+
+
+class SlowRanks:
+    """Compares the ranks after each step. On the first process alone.
+
+    Args:
+        works: of each stage
+        hosts: of all ranks of all pipelines
+        peers: whether the pipelines have other rows each, and none waits for another within an op
+        kinds: of ops that are compared: F alone, where the backwards of stages differ by more than their work
+    """
+
+    def __init__(self, works: Sequence[Work], hosts: Sequence[Host], peers: bool, kinds: str = KINDS) -> None:
+        self._works, self._kinds = works, np.array([kind in kinds for kind in KINDS])
+        self._hosts = {(host.pipeline, host.rank): host.name for host in hosts}
+        self._costs: _Costs | None = None
+        shape = 1 + max(host.pipeline for host in hosts), 1 + max(host.rank for host in hosts)
+        self._several, self._peers = shape[0] > 1, peers
+        self._steps = 0
+        self._in_a_row = np.zeros(shape, dtype=np.int64)  # steps in which it was not as its state says
+        self._slow = np.zeros(shape, dtype=np.bool_)
+        # of the last steps: seconds of an op and its prediction, by kind, and their ratio over all kinds
+        self._last: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=IN_A_ROW)
+
+    def judge(self, pipe: Pipeline, fill: Fill) -> list[dict[str, Any]]:
+        """The ranks that are found to be slow in the last step, each as an entry of its row."""
+        return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill.tokens, fill.squares)
+
+    def after(self, schedule: Schedule, seconds: Seconds, tokens: int, squares: int) -> list[dict[str, Any]]:
+        """As `judge`, from numbers.
+
+        Args:
+            schedule: of the step
+            seconds: that each rank of each pipeline computed, by kind of op
+            tokens, squares: of the batch, as penstock.train.data.rows.Fill has them
+        """
+        self._steps += 1
+        if seconds.shape[:2] == (1, 1) or self._steps <= _FIRST:
+            return []
+        if self._costs is None or self._costs.schedule is not schedule:
+            self._costs = _Costs.of(schedule, self._works)
+        costs = self._costs
+        predicted = self._predicted(seconds, costs.token * tokens + costs.square * squares)
+        known = np.isfinite(predicted)
+        expected = np.where(known, predicted, 0).sum(-1)
+        with np.errstate(all="ignore"):
+            ratio = np.where(known, seconds, 0).sum(-1) / expected
+            self._last.append((seconds / costs.counts, predicted / costs.counts, ratio))
+        odd = (ratio > FACTOR) != self._slow
+        self._in_a_row = np.where(odd, self._in_a_row + 1, 0)
+        turned = self._in_a_row == IN_A_ROW
+        self._slow ^= turned
+        self._in_a_row[turned] = 0
+        return [self._entry(*place) for place in np.argwhere(turned & self._slow).tolist()]
+
+    def _predicted(self, seconds: Seconds, costs: Seconds) -> Seconds:
+        """The seconds by kind that each rank is to take; NaN where there is nothing to compare it with."""
+        rates = np.where((costs > 0) & (seconds > 0) & self._kinds, seconds, np.nan)
+        if self._peers:
+            return _medians_of_others(rates.reshape(len(rates), -1)).reshape(rates.shape)
+        with np.errstate(all="ignore"):
+            return np.stack([_medians_of_others(each) for each in rates / costs]) * costs
+
+    def _entry(self, pipeline: int, rank: int) -> dict[str, Any]:
+        """What the last steps say of a rank, as medians."""
+        columns = zip(*self._last, strict=True)
+        ops, predicted, ratio = (_medians(np.stack(each)[:, pipeline, rank]) for each in columns)
+        known = [place for place in range(len(KINDS)) if np.isfinite(predicted[place])]
+        entry: dict[str, Any] = {"rank": rank, "host": self._hosts.get((pipeline, rank), "an unknown host")}
+        if self._several:
+            entry["pipeline"] = pipeline
+        return entry | {
+            "times": round(float(ratio), 3),
+            "ms": {KINDS[place]: round(1e3 * float(ops[place]), 3) for place in known},
+            "predicted_ms": {KINDS[place]: round(1e3 * float(predicted[place]), 3) for place in known},
+        }
+
+    def words(self, entry: dict[str, Any]) -> str:
+        """A line for the log."""
+        than = "its peers in the other pipelines" if self._peers else "its share of the work"
+        slower = f"{_name(entry)} is {entry['times']:.2f} times slower than {than}, for {IN_A_ROW} steps"
+        return f"penstock: warning: {slower}: {_numbers(entry)}"
+
+    def by_host(self) -> list[str]:
+        """A line for each host, of its slowest rank in the last steps; the slowest host first."""
+        if not self._last:
+            return []
+        found: dict[str, dict[str, Any]] = {}
+        for pipeline, rank in self._hosts:
+            entry = self._entry(pipeline, rank)
+            if np.isfinite(entry["times"]):
+                before = found.setdefault(entry["host"], entry)
+                found[entry["host"]] = max(before, entry, key=lambda each: float(each["times"]))
+        entries = sorted(found.values(), key=lambda entry: -entry["times"])
+        lines = [f"{each['times']:.2f}  {_name(each)}: {_numbers(each)}" for each in entries[:_HOSTS]]
+        more = len(entries) - len(lines)
+        return [*lines, f"and {more} faster hosts"] if more else lines
+
+
+def _name(entry: dict[str, Any]) -> str:
+    where = f" of pipeline {entry['pipeline']}" if "pipeline" in entry else ""
+    return f"rank {entry['rank']}{where} on {entry['host']}"
+
+
+def _numbers(entry: dict[str, Any]) -> str:
+    """Milliseconds of an op of each kind, and what was predicted."""
+    predicted = entry["predicted_ms"]
+    return ", ".join(
+        f"{kind} {ms:.3g} ms (predicted {predicted[kind]:.3g})" for kind, ms in entry["ms"].items()
+    )
+
+
+def _medians(values: Seconds) -> Seconds:
+    """Over the first dimension, of finite values; NaN where there are none."""
+    if values.ndim == 1:
+        known = values[np.isfinite(values)]
+        return np.asarray(np.median(known) if known.size else np.nan)
+    return np.stack([_medians(column) for column in values.T])
+
+
+def _medians_of_others(rows: Seconds) -> Seconds:
+    """For each value the median of the others of its column; NaN for NaN, and where there is no other."""
+    return np.array([_of_others(column) for column in rows.T.tolist()]).T
+
+
+def _of_others(values: list[float]) -> list[float]:
+    known = sorted(value for value in values if value == value)
+    count, found = len(known) - 1, []
+    for value in values:
+        if value != value or not count:
+            found.append(math.nan)
+            continue
+        place = bisect_left(known, value)
+        middle = [known[at + (at >= place)] for at in ((count - 1) // 2, count // 2)]
+        found.append(sum(middle) / 2)
+    return found

@@ -1,0 +1,43 @@
+"""Points in the stream of a GPU, from what is asked of torch.cuda: no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.device import stream
+
+
+def test_a_point_is_of_its_own_gpu_whatever_gpu_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: with device="cuda:1" in one process events were recorded on GPU 0."""
+    current = [torch.device("cuda:0")]
+    asked: list[tuple[str, torch.device]] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    class Event:
+        def __init__(self, **options: Any) -> None:
+            asked.append(("made", current[-1]))
+
+        def __getattr__(self, name: str) -> Any:
+            asked.append((name, current[-1]))
+            return lambda *_: 1.0
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    moment = stream.stream_of(torch.device("cuda:1")).now()
+    assert not isinstance(moment, float)
+    moment.query()
+    moment.synchronize()
+    moment.elapsed_time(moment)
+    assert {name for name, _ in asked} >= {"made", "record", "query", "synchronize", "elapsed_time"}
+    # the point that time is counted to is read where the other one is asked
+    assert {device for _, device in asked} == {torch.device("cuda:1")}
