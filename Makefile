@@ -39,7 +39,7 @@ types: env  ## Static types, strict
 tests: env  ## The test suite: three processes keep two cores busy, as many tests wait for others
 	$(BIN)/pytest --numprocesses 3 --dist loadgroup
 
-test-fast: env  ## The inner loop: a case of each short test that starts no process
+test-fast: env  ## The inner loop: a case of each test that starts no process and was short when it last ran
 	$(BIN)/pytest --fast --numprocesses 2
 
 mutants: env  ## Break the code in one place at a time: a test must notice each; about an hour

@@ -94,15 +94,37 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
-    """Tests of this process alone; of a test with many cases some, evenly spread over them."""
+    """Short tests of this process alone; of a test with many cases some, evenly spread over them."""
+    took: dict[str, float] = {}
+    if items and (cache := items[0].config.cache) is not None:
+        took = cache.get(TOOK, {})
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         fixtures = {"pool", "eight", "executed_notebook"} & set(getattr(item, "fixturenames", ()))
         marks = {mark.name for mark in item.iter_markers()} & {"sweep", "parallel", "long"}
         starts_processes = fixtures or hasattr(getattr(item, "module", None), "subprocess")
-        if not starts_processes and not marks:
+        if not starts_processes and not marks and took.get(item.nodeid, 0.0) < SHORT:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return [item for each in cases.values() for item in each[:: -(-len(each) // most)]]
+
+
+TOOK = "penstock/took"  # in pytest's cache: seconds of each test when it last ran on this machine
+SHORT = 0.4  # seconds
+
+
+class Durations:
+    """Keeps for `_fast` what each test took, in the process that has the reports of all."""
+
+    def __init__(self, cache: pytest.Cache) -> None:
+        self._cache = cache
+        self._took: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._took[report.nodeid] = self._took.get(report.nodeid, 0.0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rounded = {name: round(seconds, 2) for name, seconds in self._took.items()}
+        self._cache.set(TOOK, self._cache.get(TOOK, {}) | rounded)
 
 
 # ---- The table of faults: from the marker of a test, over its report, to the file
@@ -116,7 +138,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("faults") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # a worker of xdist, whose reports go to the process that started it
+        return
+    if config.cache is not None:
+        config.pluginmanager.register(Durations(config.cache))
+    if config.getoption("faults"):
         config.pluginmanager.register(Faults(Path(config.getoption("faults"))))
 
 

@@ -81,7 +81,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck
 
 @pytest.mark.long
 @given(IN_ONE_PROCESS)
-@settings(max_examples=8, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@settings(max_examples=4, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_is_exact_or_refused(case: Case) -> None:
     outcome(case)
 
@@ -173,7 +173,7 @@ FOUND: list[tuple[tuple[str, ...], str, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("edits", "batch", "schedule", "mesh", "expected"), every(2, FOUND))
+@pytest.mark.parametrize(("edits", "batch", "schedule", "mesh", "expected"), every(4, FOUND))
 def test_cases_on_meshes_that_once_went_wrong(
     pool: Pool, edits: tuple[str, ...], batch: str, schedule: str, mesh: str, expected: str
 ) -> None:
@@ -208,7 +208,7 @@ EXACT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", every(2, sorted(EDITS)))
+@pytest.mark.parametrize("edit", every(3, sorted(EDITS)))
 def test_each_edit(edit: str) -> None:
     found = outcome(Case("qwen3", (edit,), "plain", "zb_v", False, 5))
     assert (found == "exact") is (edit in EXACT), found

@@ -219,7 +219,7 @@ def assert_model_is_exact(row: Row) -> None:
 
 # the sweep adds families, rows of one fixed length, every second layer, and each pair with a form
 FEWER = OPTIONS | {
-    "family": ["llama", "mixtral", "gemma3_text", "phi3", "gpt2", "gpt_oss"],
+    "family": ["llama", "mixtral", "gemma3_text", "gpt2"],
     "shapes": OPTIONS["shapes"][:3],
     "checkpointing": OPTIONS["checkpointing"][:3],
 }
@@ -253,7 +253,7 @@ def test_packed_documents_are_refused_where_they_would_meet(family: str) -> None
     # in every run some forms once, on two or four ranks
     pytest.param(form, ranks, counts, marks=() if counts == (2 * ranks,) and turn else pytest.mark.sweep)
     for number, form in enumerate(FORMS)
-    for ranks, turn in ((2, number % 4 == 0), (4, number % 8 == 2))
+    for ranks, turn in ((2, number % 6 == 0), (4, number % 8 == 2))
     for counts in ((2 * ranks,), (2, 8 if ranks == 2 else 4))
 ])  # fmt: skip
 def test_over_processes(pool: Pool, form: str, ranks: int, microbatches: tuple[int, ...]) -> None:

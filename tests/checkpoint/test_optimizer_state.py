@@ -16,6 +16,7 @@ from penstock.checkpoint.optimizer_state import Named, Optimizers, StoredState, 
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
 from penstock.pipeline.pipeline import Pipeline
+from support.covering import every
 from support.jobs_checkpoint import KINDS, advance, make
 
 Held = dict[tuple[str, str], Any]
@@ -45,7 +46,7 @@ def same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and bool(value == other)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 3) for kind in KINDS), ("adamw", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("adamw", 2), *every(2, [(kind, 3) for kind in KINDS])])
 def test_every_kind_comes_back_bit_for_bit(tmp_path: Path, kind: str, ranks: int) -> None:
     """And the next step is the same at another size, bit for bit at the same one."""
     pipe, optimizers = make(2, "1f1b", kind=kind)

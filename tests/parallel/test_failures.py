@@ -76,7 +76,10 @@ def failing_step(ranks: int, axes: Axes, how: str) -> str:
     return words
 
 
-@pytest.mark.parametrize(("how", "what"), [("gathered", "0F0"), ("reduced", "the reduction of stage 0")])
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [("gathered", "0F0"), pytest.param("reduced", "the reduction of stage 0", marks=pytest.mark.sweep)],
+)
 def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, how: str, what: str) -> None:
     """Who notices closes its connections, so that the others may lose those before their time is up."""
     *others, _ = pool.run(4, failing_step, 1, Axes(dp_shard=4), how)
@@ -87,7 +90,9 @@ def test_a_rank_that_stays_away_within_a_step_is_named(pool: Pool, how: str, wha
     assert any(words.startswith("StalledPeerError") for words in others)
 
 
-@pytest.mark.parametrize(("ranks", "axes"), [(1, Axes(dp_shard=4)), (2, Axes(dp_replicate=2))])
+@pytest.mark.parametrize(
+    ("ranks", "axes"), [pytest.param(1, Axes(dp_shard=4), marks=pytest.mark.sweep), (2, Axes(dp_replicate=2))]
+)
 def test_all_pipelines_of_a_mesh_name_the_first_failure(pool: Pool, ranks: int, axes: Axes) -> None:
     """0.5.0: those of other pipelines said that the others had been silent, or had died."""
     *others, last = pool.run(4, failing_step, ranks, axes, "raises")

@@ -196,7 +196,7 @@ def test_the_weight_of_a_head_that_leaves_its_product_to_the_loss(
     assert_gradients(gradients_of(pipe), expected, 2e-2)  # logits in blocks are rounded in another order
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_h1"])
 def test_steps_in_one_region_use_the_new_weights(schedule: str) -> None:
     """0.5.0: whole backwards went on with the first step's weights, which torch keeps as long as a region."""
     model, batch = made("frozen"), ragged_batch()
@@ -444,7 +444,7 @@ def test_a_step_that_fails_keeps_no_casts(schedule: str) -> None:
 # ---- AutoPipeline(autocast=)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_the_option_is_a_region_around_every_forward(schedule: str) -> None:
     """A region of the caller's own, on or off, changes nothing; a loss that is not finite neither."""
     model, batch = made(), ragged_batch()

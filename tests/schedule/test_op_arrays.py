@@ -17,7 +17,7 @@ from support.programs import paired, perhaps_broken, valid
 any_number = st.floats(0, 3, allow_nan=False)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of(perhaps_broken(), paired()))
 def test_the_arrays_and_the_list_of_violations_agree(schedule: Schedule) -> None:
     violations = all_violations(schedule)
@@ -48,7 +48,7 @@ def test_they_agree_on_built_schedules_with_one_change(name: str, data: st.DataO
     assert (ordered(changed) is not None) == (not all_violations(changed))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.one_of(valid(), paired()), st.lists(any_number, min_size=4, max_size=4), st.booleans())
 def test_times_are_to_the_last_digit_those_of_one_op_after_another(
     schedule: Schedule, numbers: list[float], exchanges: bool

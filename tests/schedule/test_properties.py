@@ -24,7 +24,7 @@ def violations(schedule: Schedule) -> tuple[Violation, ...]:
     return ()
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(perhaps_broken())
 def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
     assert (not violations(schedule)) == can_finish(schedule), f"{schedule.placement}\n{schedule}"

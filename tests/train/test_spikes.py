@@ -105,7 +105,7 @@ def by_hand(made: TrainConfig) -> tuple[list[list[Any]], dict[str, torch.Tensor]
     return kept, {name: value.detach().clone() for name, value in pipe.named_parameters()}, left_out
 
 
-@pytest.mark.parametrize("then", ["skip", "rewind"])
+@pytest.mark.parametrize("then", [pytest.param("skip", marks=pytest.mark.sweep), "rewind"])
 def test_a_run_with_spikes_is_the_loop_by_hand(
     tmp_path: Path, then: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ def values(ranks: int, source: Any, **options: Any) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", every(4, FAMILIES))
+@pytest.mark.parametrize("family", every(8, FAMILIES))
 def test_initial_values(family: str) -> None:
     """The same whatever the split; tied weights too. Drawn with the deviation of transformers, or equal."""
     config = tiny_config(family, tied=True, layers=3, hidden_size=64, intermediate_size=96)
@@ -60,7 +60,7 @@ def test_initial_values_depend_on_the_seed_alone() -> None:
     assert not torch.equal(one["model.embed_tokens.weight"], one["lm_head.weight"])
 
 
-@pytest.mark.parametrize(("family", "tied"), every(4, [(name, n % 4 > 0) for n, name in enumerate(FAMILIES)]))
+@pytest.mark.parametrize(("family", "tied"), every(8, [(name, n % 4 > 0) for n, name in enumerate(FAMILIES)]))
 def test_a_round_trip_keeps_every_bit(tmp_path: Path, family: str, tied: bool) -> None:
     """transformers writes, a pipeline reads, runs and writes, transformers reads: bit for bit."""
     model = tiny_model(family, tied=tied, layers=3).eval()

@@ -30,10 +30,8 @@ from penstock.train.encoding.tokenizer import byte_level_tokenizer
 from support import zoo
 
 TYPICAL = (
-    "bert", "gemma4_text",  # tied heads, under several names
+    "bert",  # tied heads, under several names
     "mixtral", "deepseek_v3", "gpt_oss",  # experts, put together from pieces
-    "zamba2", "jamba",  # shared blocks, renamings, states
-    "gemma3",  # with parts that no text goes through
 )  # fmt: skip
 # folders that transformers writes and does not open itself: nothing to compare with
 NOT_OPENED = {

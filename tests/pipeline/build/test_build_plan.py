@@ -110,18 +110,18 @@ def test_balance_within_memory() -> None:
 
 
 @pytest.mark.long
-def test_recomputation_keeps_the_memory_limit() -> None:
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.95, marks=pytest.mark.sweep)])
+def test_recomputation_keeps_the_memory_limit(share: float) -> None:
     model, shape = tiny_model("llama", layers=4, hidden_size=64), (4, 64)
     free = AutoPipeline(ranks=2, microbatches=8).build_plan(model)
     everything = simulate(free.schedule, Account(free).costs(shape)).peak_memory
-    for share in (0.5, 0.95):
-        limit = Account(free).ranks()[0].fixed + share * max(everything)
-        how = Checkpointing(memory_limit=limit, shape=shape)
-        auto = AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=how)
-        plan = auto.build_plan(model)
-        predicted = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
-        for rank, held in enumerate(predicted):
-            assert held + Account(plan).ranks()[rank].fixed <= limit * (1 + 1e-9)
+    limit = Account(free).ranks()[0].fixed + share * max(everything)
+    how = Checkpointing(memory_limit=limit, shape=shape)
+    auto = AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=how)
+    plan = auto.build_plan(model)
+    predicted = simulate(plan.schedule, auto.memory_costs(plan, shape)).peak_memory
+    for rank, held in enumerate(predicted):
+        assert held + Account(plan).ranks()[rank].fixed <= limit * (1 + 1e-9)
     too_small = Checkpointing(memory_limit=2**19, shape=shape)
     with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
         AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)

@@ -31,7 +31,7 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
 
 @pytest.mark.parametrize(
     "options",
-    every(2, [{"exchange": "batched"}, {"transport": "gloo"}, {}]),
+    every(3, [{"exchange": "batched"}, {"transport": "gloo"}, {}]),
     ids=["batched", "gloo", "shared memory"],
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])

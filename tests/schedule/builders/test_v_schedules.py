@@ -15,7 +15,7 @@ from support.orders import torch_order
 
 Builder = Callable[..., Schedule]
 
-each = pytest.mark.parametrize("build", [zb_v, v_half, v_min])
+each = pytest.mark.parametrize("build", [zb_v, v_half, pytest.param(v_min, marks=pytest.mark.sweep)])
 
 
 def bound(build: Builder, ranks: int, microbatches: int, rank: int) -> int:

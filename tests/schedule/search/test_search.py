@@ -56,7 +56,11 @@ UNEQUAL = Costs(WORK, WORK, WORK)
     ("options", "value"),
     [
         # room for 9 forwards on rank 0, whose first I comes at 11 at the earliest: it idles 2, no other rank
-        ({"ranks": 6, "microbatches": 12, "memory_limit": 9, "objective": "extent"}, 3 * 12 + 2),
+        pytest.param(
+            {"ranks": 6, "microbatches": 12, "memory_limit": 9, "objective": "extent"},
+            3 * 12 + 2,
+            marks=pytest.mark.sweep,
+        ),
         ({"ranks": 4, "microbatches": 8, "memory_limit": 2}, 41),  # less than any builder needs
         ({"ranks": 4, "microbatches": 8, "memory_limit": 4, "costs": UNEQUAL}, 3.3 + 8 * 3 * 1.8),
     ],
@@ -101,7 +105,7 @@ def test_any_placement(placement: Placement) -> None:
 def test_the_same_seed_gives_the_same() -> None:
     costs = Costs(1, 1.3, 0.7, communication=0.2)
     one, same = (
-        search(ranks=3, microbatches=7, costs=costs, memory_limit=8, placement="v", seconds=0.2, seed=1)
+        search(ranks=3, microbatches=5, costs=costs, memory_limit=8, placement="v", seconds=0.2, seed=1)
         for _ in range(2)
     )
     assert not one.cut_short
@@ -109,7 +113,7 @@ def test_the_same_seed_gives_the_same() -> None:
 
 
 @pytest.mark.usefixtures("with_and_without_ortools")
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_never_worse_than_a_builder_and_within_the_limit(data: st.DataObject) -> None:
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6))
