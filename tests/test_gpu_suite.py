@@ -284,7 +284,9 @@ def test_a_gradient_that_is_none_is_infinitely_wrong(lost: dict[str, Tensor]) ->
     assert exactness.worst([lost], reference) == (float("inf"), "weight")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("zb_v", "dualpipe"))]
+)
 def test_the_prediction_of_live_activations_is_what_a_step_holds(schedule: str) -> None:
     """Ranks of one process peak at different times, so that the sum of their peaks is an upper limit."""
     size = cost.TINY.model._replace(layers=8, sequence=32)

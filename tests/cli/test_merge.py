@@ -23,7 +23,12 @@ TIED = {"tie_word_embeddings": True}
     ("family", "options", "model"),
     [
         ("llama", {"use_dora": True}, {}),
-        ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}, {}),
+        pytest.param(
+            "gpt2",
+            {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+            {},
+            marks=pytest.mark.sweep,
+        ),
         ("mixtral", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}, {}),
         ("llama", HEAD_AND_ROWS, TIED),
     ],

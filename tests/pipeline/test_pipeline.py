@@ -267,7 +267,7 @@ def muon(named: list[tuple[str, nn.Parameter]]) -> list[torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize(
-    ("optimizers", "tied"), [(sgd, False), (groups, False), (groups, True), (muon, True)]
+    ("optimizers", "tied"), every(2, [(groups, True), (sgd, False), (muon, True), (groups, False)])
 )
 def test_any_optimizer(optimizers: Callable[..., list[torch.optim.Optimizer]], tied: bool) -> None:
     """Two steps of two accumulated batches, on three ranks, as in one process."""

@@ -57,8 +57,15 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 # ---- Accumulation
 
 
-@pytest.mark.parametrize("packing", ["stream", "none"])
-@pytest.mark.parametrize("drain", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "drain"),
+    [
+        ("stream", True),
+        ("none", False),
+        pytest.param("stream", False, marks=pytest.mark.sweep),
+        pytest.param("none", True, marks=pytest.mark.sweep),
+    ],
+)
 def test_accumulated_calls_train_as_one_call_with_all_rows(tmp_path: Path, packing: str, drain: bool) -> None:
     found = []
     for calls in (1, 3):

@@ -133,7 +133,7 @@ def test_another_group_comes_after_a_gathering_that_has_begun() -> None:
 # ---- exact
 
 
-@pytest.mark.parametrize("form", every(2, FORMS))
+@pytest.mark.parametrize("form", every(3, FORMS))
 def test_every_schedule(form: str) -> None:
     assert_exact(built(form, 2, MICROBATCHES), seed=1)
 
