@@ -15,6 +15,7 @@ from penstock import Axes, Pipeline
 from penstock.batch import head_logits
 from penstock.batch.shapes import Microbatch
 from penstock.models.stage import StageInfo
+from support import pictures
 from support.families import each_layer, pipeline, ragged_batch, tiny_model
 from support.mesh import batch as mesh_batch
 from support.mesh import build_pipe, own_part
@@ -184,3 +185,16 @@ def test_gathered_and_split_weights_are_put_off_too(pool: Pool, family: str, axe
         for total, found in stages:
             assert total > 0
             assert found == []
+
+
+def test_weights_that_a_later_microbatch_uses_first_are_put_off_too() -> None:
+    """0.5.0: where the first microbatch had no images, its tower was said to be computed at once."""
+    model = pictures.tiny_model("smolvlm")
+    seen = pictures.microbatches(model)
+    text = [each for each in seen if "pixel_values" not in each]
+    pipe = pipeline(model, schedule="zb_h1")
+    assert said(pipe, [*text, *(each for each in seen if "pixel_values" in each)]) == []
+    tower = pipe.modules[0].get_submodule("model.vision_model")
+    used = {id(each) for each in tower.parameters()}
+    assert pipe.stages[0].put_off is not None
+    assert used & pipe.stages[0].put_off.flops.keys()

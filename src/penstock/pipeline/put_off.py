@@ -26,8 +26,12 @@ _REMEDIES = {
 
 
 def warn_of_whole_backwards(stages: Iterable[Stage]) -> None:
-    """Warn of each stage whose first I left less than 80 % of the weight gradients' FLOPs for W."""
+    """Warn of each stage whose I left less than 80 % of the weight gradients' FLOPs for W.
+
+    After the first step, of which all microbatches count: some have no images.
+    """
     for stage in stages:
+        stage.watches_put_off = False
         if stage.put_off is None:  # its backwards are not split
             continue
         put_off, at_once = stage.put_off.total, _at_once(stage)
@@ -46,7 +50,7 @@ def warn_of_whole_backwards(stages: Iterable[Stage]) -> None:
 
 
 def _at_once(stage: Stage) -> Counter[str]:
-    """The FLOPs of weight gradients that the stage's first I computed, by their cause.
+    """The FLOPs of weight gradients that the stage's I computed for a microbatch, by their cause.
 
     Two for each entry of a weight and row of the microbatch. Of a bank of experts as many work on a row as
     the model's config says.

@@ -98,7 +98,9 @@ class Stage:
         # of the shapes seen so far; True where the next forward of the shape has to be measured as well
         self.footprints: dict[object, tuple[Footprint, bool]] = {}
         self._sharding: Sharding | None = None
-        self.put_off: PutOff | None = None  # how much of it the first I left to W, for a warning
+        # how much its I left to W, for a warning: looked at while it is to be said, in the first step
+        self.put_off: PutOff | None = None
+        self.watches_put_off = True
         self.rng: StageRNG | None = None  # of a stage that draws random numbers
 
     @property
@@ -188,8 +190,8 @@ class Stage:
             inputs, deferred = whole_backward(live, gradients), Deferred()
         else:
             inputs, deferred = input_backward(live, gradients)
-        if self.put_off is None:
-            self.put_off = deferred.put_off
+        if self.watches_put_off:
+            self.put_off = deferred.put_off.after(self.put_off)
         self.deferred[number] = deferred
         return inputs
 

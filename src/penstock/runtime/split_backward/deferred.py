@@ -68,13 +68,17 @@ class Product(NamedTuple):
 
 
 class PutOff(NamedTuple):
-    """How much an I put off.
+    """How much the I of a microbatch put off.
 
     flops: of the weight gradients, by the id of their parameter; rows: of the longest product's x
     """
 
     flops: Mapping[int, int]
     rows: int
+
+    def after(self, first: PutOff | None) -> PutOff:
+        """`first`, with the weights that only a later microbatch uses: one of images, or of other experts."""
+        return self if first is None else PutOff({**self.flops, **first.flops}, first.rows or self.rows)
 
     @property
     def total(self) -> int:
