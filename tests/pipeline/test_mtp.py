@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -152,6 +152,27 @@ def test_an_adapter_of_prediction_layers_is_merged(tmp_path: Path) -> None:
     assert changed == {name for name in base if "o_proj" in name or "eh_proj" in name}
     again = AutoPipeline(**options).build(tmp_path / "merged")
     assert again.evaluate(BATCH).loss == pytest.approx(pipe.evaluate(BATCH).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["o_proj", "embed_tokens"]},
+        {"target_modules": ["o_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=["lora", "modules_to_save"],
+)
+def test_an_adapter_of_the_embedding_is_exact(options: dict[str, Any]) -> None:
+    """PEFT gives the prediction layer's embedding an adapter of its own, on another stage."""
+    made: Any = get_peft_model(tiny_predicting(), LoraConfig(r=2, **options))
+    for parameter in made.double().parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    report = pipe_of(made, "Ettt|t|mL", "1f1b").compare(made.get_base_model(), BATCH)
+    report.raise_if_wrong()
+    trained = {tensor.name for tensor in report.tensors}
+    embeddings = {name.rpartition("embed_tokens")[0] for name in trained if "embed_tokens" in name}
+    assert embeddings == {"model.", "model.layers.4."}
 
 
 def test_initial_values_do_not_depend_on_the_layout() -> None:
