@@ -12,8 +12,10 @@ import torch
 import yaml
 from rich.console import Console
 
+import draw_pictures
 from penstock import Axes
 from penstock.cli import plan
+from penstock.models.split.multiply_adds import Work
 from penstock.models.weights import files
 from penstock.pipeline.build.memory import RankMemory
 from penstock.train.data import loading
@@ -73,6 +75,26 @@ def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_worl
     for text in ("8 groups of 8 {0-56 by 8}, {1-57 by 8}, ...,", "8 groups of 8 {0-7}, {8-15}, ..., {56-63}"):
         assert text in out
     assert "dp_shard: 8\n" in out  # in the config
+
+
+def test_the_memory_says_that_it_leaves_towers_out(
+    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frozen tower holds nothing for a backward."""
+    draw_pictures.write(tmp_path, 30)
+    places = {"model.path": "model", "data.path": "chats.jsonl", "data.images": "images"}
+    keys = [f"{key}={tmp_path / name}" for key, name in places.items()]
+    config, said = (
+        ROOT / "configs" / "pictures.yaml",
+        "rank 0 also holds its towers' activations, which are not counted",
+    )
+    _, out, _ = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
+    assert said in " ".join(out.split())
+    frozen = [Work(1.0), Work(0.0, image=4.0), Work(1.0)]
+    monkeypatch.setattr(plan, "works", lambda *_: frozen)
+    _, out, err = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
+    assert err == ""
+    assert said not in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("schedule", "pairs"), [("dualpipe", True), ("1f1b", False)])

@@ -10,7 +10,7 @@ import torch
 
 from penstock import AutoPipeline, Axes, PerRow
 from penstock.errors import BatchError, ConfigError, ModelError
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.multiply_adds import multiply_adds, works
 from penstock.models.tracing.chain import find_chain
 from support import pictures
 from support.mesh import build_whole
@@ -200,6 +200,19 @@ def test_the_split_counts_the_towers_work() -> None:
     for wrong in (65, -1, "x", 2.5, True):
         with pytest.raises(ConfigError, match=f"image_tokens={wrong!r}: {rule}"):
             multiply_adds(model, chain, 64, wrong)
+
+
+def test_a_backward_ends_at_the_first_weight_of_a_tower_that_trains() -> None:
+    model = pictures.tiny_model("qwen2_5_vl")
+    tower, chain = model.model.visual, find_chain(model)
+    every, merger = (sum(p.numel() for p in part.parameters()) for part in (tower, tower.merger))
+    patches = model.config.vision_config.spatial_merge_size**2
+    assert works(model, chain)[-2][3:] == (patches * every, patches * every)
+    tower.requires_grad_(False)
+    assert works(model, chain)[-2][3:] == (patches * every, 0)
+    tower.merger.requires_grad_(True)
+    assert works(model, chain)[-2][3:] == (patches * every, patches * merger)
+    assert works(model, chain)[-2].of(7, 49, 3) == patches * (every + 2 * merger)
 
 
 def test_a_config_and_a_folder_are_built_with_their_towers(tmp_path: Any) -> None:

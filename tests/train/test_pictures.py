@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_a_resumed_run_and_its_evaluations_are_those_of_an_undisturbed_one(tmp_p
     again = AutoProcessor.from_pretrained(second)
     assert again.image_seq_len == draw_pictures.TOKENS
     assert again.chat_template == draw_pictures.TEMPLATE
+
+
+def test_a_batch_counts_the_tokens_that_stand_for_its_images(tmp_path: Path) -> None:
+    """Of all pipelines, though each reads its own part alone."""
+    prepared = preflight(drawn(tmp_path))
+    data, token = prepared.data, prepared.plan.source.model.config.image_token_id
+    for step in (1, 2):
+        parts: list[Any] = [replace(data, part=part, parts=2).batch(step) for part in range(2)]
+        seen = [sum(int((each["input_ids"] == token).sum()) for each in part.content) for part in parts]
+        assert [part.fill.images for part in parts] == [sum(seen)] * 2 == [data.batch(step).fill.images] * 2
+        assert sum(seen) > 0
+    assert prepared.auto.image_tokens is None
 
 
 def test_the_config_of_the_example_is_planned(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.cli.schedule_tables import out
 from penstock.cli.shared import table
 from penstock.models.source import sdpa_for_flash
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.multiply_adds import multiply_adds, works
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
@@ -87,6 +87,7 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = gib(needs[rank].total, needs[rank].total)
+    more += _left_out(planned)
     yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
     if planned.auto.checkpointing() is not None:
         again, all_forwards = (
@@ -102,6 +103,15 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
         yield "offload", f"activations of {gone:,} of {every:,} forwards wait in host memory"
     for note in planned.notes:
         yield "note", note
+
+
+def _left_out(planned: Planned) -> str:
+    """What the memory of the ranks leaves out, in words. Frozen towers hold nothing for a backward."""
+    plan = planned.plan
+    *_, embedding, _ = works(plan.source.model, plan.chain)
+    if planned.config.data.images is None or not embedding.trained:
+        return ""
+    return f"; rank {plan.stages[0].rank} also holds its towers' activations, which are not counted"
 
 
 def _weights(planned: Planned) -> str:
@@ -163,7 +173,8 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 def stage_costs(planned: Planned) -> list[float]:
     """Each stage's multiply-adds, as a share of the most."""
     plan = planned.plan
-    costs = multiply_adds(plan.source.model, plan.chain, planned.config.data.longest_document)
+    auto = planned.auto
+    costs = multiply_adds(plan.source.model, plan.chain, auto.sequence_length, auto.image_tokens)
     times = []
     for stage in plan.stages:
         info, layers = plan.info(stage.stage), costs.layers[stage.layers.start : stage.layers.stop]

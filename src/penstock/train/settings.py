@@ -165,6 +165,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         loss_fn=NextToken(config.train.label_smoothing, config.train.z_loss),
         chunked_loss=config.train.chunked_loss,
         sequence_length=config.data.longest_document,  # attention stays within a document
+        image_tokens=0 if config.data.images is None else None,
         seed=model.seed,
         dtype=getattr(torch, model.dtype),
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,

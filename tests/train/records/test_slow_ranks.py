@@ -16,6 +16,7 @@ import torch.distributed as dist
 from penstock.models.split.multiply_adds import Work
 from penstock.runtime.step_report import OpSeconds
 from penstock.schedule import Op, Schedule, build
+from penstock.train.data.rows import Fill
 from penstock.train.records.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks, _medians_of_others
 from penstock.train.run import preflight, run
 from support import jobs_train
@@ -54,14 +55,16 @@ class Cluster:
             found[pipeline, rank] *= times
         return found * self._draw.uniform(0.95, 1.1, found.shape)
 
-    def run(self, steps: int, slow: dict[tuple[int, int], float] | None = None) -> list[dict[str, Any]]:
+    def run(
+        self, steps: int, slow: dict[tuple[int, int], float] | None = None, images: int = 0
+    ) -> list[dict[str, Any]]:
         """What is told in so many steps, of ragged lengths."""
         told = []
         for _ in range(steps):
             lengths = self._draw.integers(10, 500, 32)
             tokens, squares = int(lengths.sum()), int((lengths**2).sum())
             seconds = self.seconds(tokens, squares, slow or {})
-            told += self.watch.after(self.schedule, seconds, tokens, squares)
+            told += self.watch.after(self.schedule, seconds, Fill(tokens, tokens, squares, images))
         return told
 
 
@@ -90,6 +93,20 @@ def test_even_ranks_are_never_told_and_a_slow_one_is_told_once(schedule: Schedul
         assert milliseconds == pytest.approx(1.5 * entry["predicted_ms"][kind], rel=0.15)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_ops_with_towers_that_work_on_images_have_no_prediction(frozen: bool) -> None:
+    """0.5.0: the towers counted for nothing, so that a rank with them was named."""
+    towers = Work(3.0, 0.01, image=50.0, trained=0.0 if frozen else 50.0)
+    cluster = Cluster(SCHEDULES[0], works=(towers, *WORKS[1:]))
+    expected = [(0, {"B"})] if frozen else []
+    assert [(each["rank"], set(each["ms"])) for each in cluster.run(60, {(0, 0): 2.0}, images=9)] == expected
+    assert [each["rank"] for each in cluster.run(60, {(0, 2): 2.0}, images=9)] == [2]
+    peers = Cluster(SCHEDULES[0], 3, works=(towers, *WORKS[1:]))
+    assert [set(each["ms"]) for each in peers.run(60, {(1, 0): 2.0}, images=9)] == [{"F", "B"}]
+    text = Cluster(SCHEDULES[0], works=(towers, *WORKS[1:]))
+    assert [set(each["ms"]) for each in text.run(60, {(0, 0): 2.0})] == [{"F", "B"}]
+
+
 def test_a_rank_is_told_again_after_it_recovered_and_fell_back() -> None:
     cluster, slow = Cluster(SCHEDULES[0]), {(0, 1): 1.6}
     assert len(cluster.run(60, slow)) == 1
@@ -104,12 +121,15 @@ def test_a_rank_is_told_again_after_it_recovered_and_fell_back() -> None:
 def test_a_cost_that_says_nothing_is_no_prediction() -> None:
     """A stage of the embedding alone has no multiply-adds, and one rank has no peer."""
     cluster = Cluster(SCHEDULES[0], works=(Work(0.0), *WORKS[1:]))
-    cluster.watch.after(SCHEDULES[0], np.ones((1, 4, 4)), 10, 10)
+    cluster.watch.after(SCHEDULES[0], np.ones((1, 4, 4)), Fill(10, 10, 10))
     assert cluster.run(60, {(0, 0): 9.0}) == []
     assert not any("rank 0" in line for line in cluster.watch.by_host())
+    peers = Cluster(SCHEDULES[0], 3, works=(Work(0.0), *WORKS[1:]))
+    peers.works = WORKS  # it takes some time
+    assert [each["rank"] for each in peers.run(60, {(1, 0): 2.0})] == [0]
     one = SlowRanks(WORKS[:1], [Host(0, 0, "here")], False)
     schedule = build("gpipe", ranks=1, microbatches=2)
-    assert [one.after(schedule, np.ones((1, 1, 4)), 10, 10) for _ in range(60)] == [[]] * 60
+    assert [one.after(schedule, np.ones((1, 1, 4)), Fill(10, 10, 10)) for _ in range(60)] == [[]] * 60
     assert one.by_host() == []
 
 
@@ -117,7 +137,7 @@ def test_forwards_alone_are_compared_where_backwards_are_uneven() -> None:
     cluster = Cluster(SCHEDULES[0], kinds="F")
     seconds = cluster.seconds(100, 1000, {})
     seconds[0, 3, KINDS.index("B")] *= 9
-    assert [cluster.watch.after(SCHEDULES[0], seconds, 100, 1000) for _ in range(40)] == [[]] * 40
+    assert [cluster.watch.after(SCHEDULES[0], seconds, Fill(100, 100, 1000)) for _ in range(40)] == [[]] * 40
     (entry,) = cluster.run(40, {(0, 3): 1.5})
     assert set(entry["ms"]) == {"F"}
 

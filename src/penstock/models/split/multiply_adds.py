@@ -1,8 +1,9 @@
 """What the parts of a model cost: multiply-adds for one row of tokens, counted without running it.
 
 Matrix products and attention are counted, in forwards without values. A backward takes twice as many in each
-part, so their shares of a step are the same. Of layers that are alike one runs, on rows of two short lengths:
-what grows with the length of a row, and what with its square, follows for any length.
+part, so their shares of a step are the same; through frozen towers there is none. Of layers that are alike
+one runs, on rows of two short lengths: what grows with the length of a row, and what with its square, follows
+for any length. Towers look at values, and count their parameters once for each patch of an image.
 """
 
 from __future__ import annotations
@@ -32,15 +33,26 @@ class Work(NamedTuple):
     """Multiply-adds of a forward, which grow with its tokens, and with the squared lengths of its documents.
 
     counted: False for parameters once a token, and nothing for attention, where counting failed
+    image: of the towers, for a token of an image: their parameters, once for each of its patches
+    trained: how much of `image` a backward passes through: nothing of frozen towers
     """
 
     token: float
     square: float = 0.0
     counted: bool = True
+    image: float = 0.0
+    trained: float = 0.0
 
-    def of(self, tokens: int, squares: int) -> float:
-        """Of documents with so many tokens in all. squares: sum of each one's tokens, squared"""
-        return self.token * tokens + self.square * squares
+    def of(self, tokens: int, squares: int, images: int = 0) -> float:
+        """A third of a step's: its backward takes twice as many, wherever there is one.
+
+        Args:
+            tokens: of all documents
+            squares: sum of each document's tokens, squared
+            images: how many of the tokens stand for images
+        """
+        towers = (self.image + 2 * self.trained) / 3
+        return self.token * tokens + self.square * squares + towers * images
 
 
 def multiply_adds(
@@ -62,33 +74,37 @@ def multiply_adds(
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None) or SEQUENCE
     tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
-    *layers, embedding, head = (int(work.of(tokens, tokens**2)) for work in works(model, chain))
     seen = tokens // 4 if image_tokens is None else image_tokens
     if type(seen) is not int or not 0 <= seen <= tokens:
         rule = f"it is a number of tokens of a row, which has {tokens}"
         raise ConfigError(f"image_tokens={image_tokens!r}", rule, f"Give 0 to {tokens}")
-    return LayerCosts(layers, embedding + int(_of_towers(model, chain) * seen), head)
+    *layers, embedding, head = (int(work.of(tokens, tokens**2, seen)) for work in works(model, chain))
+    return LayerCosts(layers, embedding, head)
 
 
-def _of_towers(model: PreTrainedModel, chain: Chain) -> float:
-    """The towers' multiply-adds for a token of an image: their parameters, once for each of its patches.
-
-    Of frozen ones a third, as the backward takes two thirds of a step.
-    """
+def _towers(model: PreTrainedModel, chain: Chain) -> list[str]:
+    """The modules before the layers that a forward of text alone does not call: towers and projectors."""
     if not encodes(model):
-        return 0.0
+        return []
     run = {outer for name in chain.called_before for outer in prefixes(name)}
-    towers = [model.get_submodule(name) for name in chain.before if name not in run]
-    held = [parameter for tower in towers for parameter in tower.parameters()]
-    counts = [parameter.numel() / (1 if parameter.requires_grad else 3) for parameter in held]
-    return float(sum(counts)) * _patches(model.config)
+    return [name for name in chain.before if name not in run]
+
+
+def _with_towers(embedding: Work, model: PreTrainedModel, chain: Chain) -> Work:
+    """`embedding` with the towers' work. A backward ends at the first of their parameters that trains."""
+    parts = (part for name in _towers(model, chain) for part in model.get_submodule(name).modules())
+    held = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
+    counts = [0 if isinstance(part, nn.Embedding) else parameter.numel() for part, parameter in held]
+    first = next((place for place, (_, each) in enumerate(held) if each.requires_grad), len(held))
+    image, trained = (float(sum(each)) * _patches(model.config) for each in (counts, counts[first:]))
+    return embedding._replace(image=image, trained=trained)
 
 
 def _patches(config: PretrainedConfig) -> float:
     """How many patches of an image its towers put together in one token, by the names that configs use."""
     vision = getattr(config, "vision_config", None)
     for owner in (vision, config):
-        for name in ("spatial_merge_size", "scale_factor", "downsample_ratio"):
+        for name in ("spatial_merge_size", "scale_factor", "downsample_ratio", "downsample_factor"):
             if isinstance(side := getattr(owner, name, None), int | float) and side > 0:
                 return max(side, 1 / side) ** 2
     size, patch = (getattr(vision, name, None) for name in ("image_size", "patch_size"))
@@ -99,7 +115,7 @@ def _patches(config: PretrainedConfig) -> float:
 
 
 def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
-    """The work of each layer, of the embedding and of the head.
+    """The work of each layer, of the embedding (with the towers) and of the head.
 
     A mixture counts the experts that work on a token. A part that cannot run without values, or that always
     works on more tokens than so short a row has, counts its parameters once a token.
@@ -109,6 +125,7 @@ def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
         if twice >= 2 * once:
             square = (twice - 2 * once) / (2 * _SHORT**2)
             found[part] = Work(once / _SHORT - _SHORT * square, square)
+    found[-2] = _with_towers(found[-2], model, chain)
     return found
 
 
@@ -152,7 +169,9 @@ def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
         return total
 
     layers = model.get_submodule(chain.layers).children()
-    ends = ([model.get_submodule(name) for name in names] for names in (chain.before, chain.after))
+    towers = _towers(model, chain)  # which see no token
+    before = [name for name in chain.before if name not in towers]
+    ends = ([model.get_submodule(name) for name in names] for names in (before, chain.after))
     return [*(count([layer]) for layer in layers), *map(count, ends)]
 
 

@@ -1,7 +1,8 @@
 """The bytes that each rank holds: one account for memory limits, balanced layouts and dry runs.
 
 All of it is known before a weight is read. Weights, gradients and optimizer state follow from shapes and the
-mesh, and are exact. Activations come from a forward and the first half of a backward without values.
+mesh, and are exact. Activations come from a forward and the first half of a backward without values. Those of
+towers of images are left out: how many there are depends on the images of a microbatch.
 """
 
 from __future__ import annotations

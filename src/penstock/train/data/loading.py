@@ -221,7 +221,10 @@ class Data:
         return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
-        """The fill of the first batches of a run of `steps` steps; of a stream, of the held-out ones."""
+        """The fill of the first batches of a run of `steps` steps; of a stream, of the held-out ones.
+
+        Without images, which are found by reading tokens.
+        """
         if self.stream is not None:
             return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
         sampled = range(self.done + 1, min(steps, self.done + _SAMPLED) + 1)
@@ -269,7 +272,8 @@ class Data:
 
     def _part(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Batch:
         mine = layout.deal(rows, chosen, self.parts)[self.part]
-        return Batch(layout.content(rows, mine), self._fill(layout, rows, chosen))
+        fill = replace(self._fill(layout, rows, chosen), images=layout.image_tokens(rows, chosen))
+        return Batch(layout.content(rows, mine), fill)
 
     def _pinned_batch(self, step: int) -> Batch:
         batch = self.batch(step)
@@ -330,8 +334,8 @@ def load_data(
     if section.packing != "stream":
         packed = section.packing in ("sequential", "best_fit")
         calls = (config.pipeline.microbatches * config.train.accumulate,)
-        images = tokenizer.entries if isinstance(tokenizer, Processor) else None
-        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, images)
+        seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
+        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import add
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,14 +32,16 @@ class Fill:
     """How much of a batch is text: its real tokens, and its slots for tokens.
 
     squares: the sum of each document's tokens, squared: attention works on pairs of a document's tokens
+    images: how many of the tokens stand for images; of a batch that was read
     """
 
     tokens: int = 0
     slots: int = 0
     squares: int = 0
+    images: int = 0
 
     def __add__(self, other: Fill) -> Fill:
-        return Fill(self.tokens + other.tokens, self.slots + other.slots, self.squares + other.squares)
+        return Fill(*map(add, astuple(self), astuple(other)))
 
     @property
     def padding(self) -> float:
@@ -183,7 +186,10 @@ class Layout(Protocol):
         """The batch of these rows."""
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
-        """The fill of that batch, found without reading a token."""
+        """The fill of that batch but for its images, found without reading a token."""
+
+    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        """How many tokens of these rows stand for images."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +216,9 @@ class StreamLayout:
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
 
+    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        return 0
+
 
 @dataclass(frozen=True)
 class DocumentLayout:
@@ -222,6 +231,7 @@ class DocumentLayout:
         flash: whether the model has a flash attention, which wants the bounds of documents
         longest: tokens of a document at most, which padding at the end of a row keeps to
         images: makes the further entries of a microbatch of chats that show images, one a row
+        image_token: the id that stands for images in these chats
     """
 
     calls: tuple[int, ...]
@@ -230,6 +240,7 @@ class DocumentLayout:
     flash: bool = False
     longest: int | None = None
     images: Callable[[Sequence[Piece]], Mapping[str, Tensor]] | None = None
+    image_token: int | None = None
 
     @property
     def microbatches(self) -> int:
@@ -268,6 +279,11 @@ class DocumentLayout:
         slots = sum(len(group) * most for group, most in zip(groups, longest, strict=True))
         squares = sum(count**2 for row in chosen for count in rows.lengths(row))
         return Fill(sum(lengths[row] for row in chosen), slots, squares)
+
+    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        if self.image_token is None:
+            return 0
+        return sum(int((each.ids == self.image_token).sum()) for row in chosen for each in rows.read(row))
 
     def _groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
         """The rows of each microbatch. Rows of similar length go together: they are padded to the longest."""

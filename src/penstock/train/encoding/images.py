@@ -78,7 +78,7 @@ class Processor(HuggingFace):
         if theirs is None:
             rule = f"it makes images for a model, and {type(model).__name__} takes none"
             raise DataError(value, rule, "Take a vision-language model, or leave data.images out")
-        ours = self.own.convert_tokens_to_ids(self._token) if self._token else None
+        ours = self.image_token
         if ours != theirs:
             rule = f"its token of images, {self._token!r}, is {ours}, and the model's is {theirs}"
             raise DataError(value, rule, "Take the processor in the model's own folder")
@@ -160,6 +160,12 @@ class Processor(HuggingFace):
             [self._with_pixels(messages)], tokenize=True, return_dict=True, **options
         )
         return {name: value[0] for name, value in found.items() if name in ("input_ids", "assistant_masks")}
+
+    @cached_property
+    def image_token(self) -> int | None:
+        """The id that stands for images."""
+        found: int | None = self.own.convert_tokens_to_ids(self._token) if self._token else None
+        return found
 
     @property
     def _token(self) -> str | None:

@@ -1,7 +1,8 @@
 """A rank that computes more slowly than its share of the work says is named, once, with its numbers.
 
     predicted    where pipelines have other rows: the median of its peers, which host the same stages there
-                 elsewhere: its cost (multiply-adds of its ops), by the median of the others' seconds / cost
+                 elsewhere: its cost (multiply-adds of its ops), by the median of the others' seconds / cost;
+                 an op with towers that work on images has no prediction there
     slow         it took more than 1.3 times that in each of 20 steps in a row
     told again   only after 20 steps in a row in which it did not
 
@@ -32,6 +33,7 @@ from penstock.train.data.rows import Fill
 FACTOR = 1.3  # of the predicted seconds
 IN_A_ROW = 20  # steps
 KINDS = "FBIW"
+_SUMMED = ("token", "square", "image", "trained")
 _FIRST = 2  # steps of an attempt in which memory is touched and layers are compiled
 _HOSTS = 16  # shown at most, the slowest first
 
@@ -53,25 +55,34 @@ class _Costs:
     In forwards, whatever the kind: only ops of one kind are compared.
 
     token, square: per token of the batch, and per squared length of a document
+    towers: whether towers are part of them, of images: they are other layers on other shapes, so that their
+        multiply-adds, which are estimated too, take other seconds than a decoder layer's
     """
 
     schedule: Schedule
     token: Seconds
     square: Seconds
     counts: Seconds
+    towers: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, schedule: Schedule, works: Sequence[Work]) -> _Costs:
         """works: of each stage of the model, without its copies"""
         depth = len(works)
-        token, square, counts = (np.zeros((schedule.ranks, len(KINDS))) for _ in range(3))
+        token, square, counts, towers = (np.zeros((schedule.ranks, len(KINDS))) for _ in range(4))
         for rank, program in enumerate(schedule.programs):
             for op in program:
                 kind, work = KINDS.index(op.kind), works[op.stage % depth]
                 token[rank, kind] += work.token / schedule.microbatches
                 square[rank, kind] += work.square / schedule.microbatches
                 counts[rank, kind] += 1
-        return cls(schedule, token, square, counts)
+                towers[rank, kind] += work.image if op.kind == "F" else work.trained
+        return cls(schedule, token, square, counts, towers > 0)
+
+    def at(self, fill: Fill) -> Seconds:
+        """Of a batch; NaN where towers work on its images, whose cost is not known."""
+        costs = self.token * fill.tokens + self.square * fill.squares
+        return np.where(self.towers & (fill.images > 0), np.nan, costs)
 
 
 def watch_ranks(
@@ -84,14 +95,16 @@ def watch_ranks(
         measured: what these took, if the split is by that: then they are the costs
     """
     if measured is not None:
-        works = [Work(cost) for cost in (*measured.layers, measured.embedding, measured.head)]
+        costs = (*measured.layers, measured.embedding, measured.head)
+        works = [work._replace(token=cost, square=0) for work, cost in zip(works, costs, strict=True)]
     *layers, embedding, head = works
     stages = []
     for facts in pipe._info[: pipe.schedule.placement.depth]:
         parts = [layers[number] for number in facts.layers]
         parts += [embedding] * facts.info.is_first
         parts += [head] * facts.info.is_last
-        stages.append(Work(sum(part.token for part in parts), sum(part.square for part in parts)))
+        sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+        stages.append(Work(**sums))
     host, place = socket.gethostname(), pipe.reductions.loss_place
     ours = [[place, rank, host] for rank in pipe._world.ranks]
     hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
@@ -124,28 +137,28 @@ class SlowRanks:
 
     def judge(self, pipe: Pipeline, fill: Fill) -> list[dict[str, Any]]:
         """The ranks that are found to be slow in the last step, each as an entry of its row."""
-        return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill.tokens, fill.squares)
+        return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill)
 
-    def after(self, schedule: Schedule, seconds: Seconds, tokens: int, squares: int) -> list[dict[str, Any]]:
+    def after(self, schedule: Schedule, seconds: Seconds, fill: Fill) -> list[dict[str, Any]]:
         """As `judge`, from numbers.
 
         Args:
             schedule: of the step
             seconds: that each rank of each pipeline computed, by kind of op
-            tokens, squares: of the batch, as penstock.train.data.rows.Fill has them
+            fill: of the batch
         """
         self._steps += 1
         if seconds.shape[:2] == (1, 1) or self._steps <= _FIRST:
             return []
         if self._costs is None or self._costs.schedule is not schedule:
             self._costs = _Costs.of(schedule, self._works)
-        costs = self._costs
-        predicted = self._predicted(seconds, costs.token * tokens + costs.square * squares)
+        counts = self._costs.counts
+        predicted = self._predicted(seconds, self._costs.at(fill))
         known = np.isfinite(predicted)
         expected = np.where(known, predicted, 0).sum(-1)
         with np.errstate(all="ignore"):
             ratio = np.where(known, seconds, 0).sum(-1) / expected
-            self._last.append((seconds / costs.counts, predicted / costs.counts, ratio))
+            self._last.append((seconds / counts, predicted / counts, ratio))
         odd = (ratio > FACTOR) != self._slow
         self._in_a_row = np.where(odd, self._in_a_row + 1, 0)
         turned = self._in_a_row == IN_A_ROW
@@ -155,10 +168,11 @@ class SlowRanks:
 
     def _predicted(self, seconds: Seconds, costs: Seconds) -> Seconds:
         """The seconds by kind that each rank is to take; NaN where there is nothing to compare it with."""
-        rates = np.where((costs > 0) & (seconds > 0) & self._kinds, seconds, np.nan)
+        rates = np.where((seconds > 0) & self._kinds, seconds, np.nan)
         if self._peers:
             return _medians_of_others(rates.reshape(len(rates), -1)).reshape(rates.shape)
         with np.errstate(all="ignore"):
+            costs = np.where(costs > 0, costs, np.nan)
             return np.stack([_medians_of_others(each) for each in rates / costs]) * costs
 
     def _entry(self, pipeline: int, rank: int) -> dict[str, Any]:

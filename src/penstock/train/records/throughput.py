@@ -1,7 +1,8 @@
 """How well a run uses its devices: model FLOPs a second, their share of the peak (MFU), and memory.
 
 The FLOPs are those of the model's mathematics: a backward takes twice those of its forward, attention works
-on pairs of tokens of one document, and neither padding nor what runs again in a backward counts.
+on pairs of tokens of one document, and neither padding nor what runs again in a backward counts. Towers work
+on the images of the batch; frozen ones have no backward.
 """
 
 from __future__ import annotations
@@ -71,15 +72,17 @@ class Throughput:
     @property
     def note(self) -> str:
         """What of the model is estimated, in words; empty where all is counted."""
-        count = sum(not work.counted for work in self.works)
-        if not count:
-            return ""
-        how = "by its parameters and without attention, as it cannot run without values"
-        return f"TFLOP/s: of {len(self.works)} modules (layers, embedding, head) {count} count {how}"
+        notes, count = [], sum(not work.counted for work in self.works)
+        if count:
+            how = "by its parameters and without attention, as it cannot run without values"
+            notes.append(f"of {len(self.works)} modules (layers, embedding, head) {count} count {how}")
+        if any(work.image for work in self.works):
+            notes.append("towers count their parameters once for each patch of an image, without attention")
+        return f"TFLOP/s: {'; '.join(notes)}" if notes else ""
 
     def row(self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device) -> Row:
         """fill: of the whole batch; memory: of each process"""
-        flops = _FLOPS * sum(work.of(fill.tokens, fill.squares) for work in self.works)
+        flops = _FLOPS * sum(work.of(fill.tokens, fill.squares, fill.images) for work in self.works)
         tflops = flops / seconds / self._devices / 1e12
         row: Row = {"tflops_per_device": tflops}
         if self._peak is not None:
