@@ -27,7 +27,7 @@ from penstock.models.split.balanced_split import LayerCosts, ranges
 from penstock.models.split.multiply_adds import SEQUENCE, multiply_adds
 from penstock.models.split.partition import even_split, to_layout
 from penstock.models.tracing.chain import find_chain
-from penstock.pipeline.build.build_plan import fastest_split
+from penstock.pipeline.building.build_plan import fastest_split
 from penstock.schedule import Costs, Schedule, build, simulate
 
 RANKS, MICROBATCHES = 4, 32

@@ -41,7 +41,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
     "a step": (
         "train/loop",
         "pipeline/pipeline",
-        "pipeline/step",
+        "pipeline/steps/step",
         "runtime/executor",
         "runtime/ops",
         "runtime/stage",
@@ -49,7 +49,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
     ),
     "a build": (
         "pipeline/auto_pipeline",
-        "pipeline/build/build_plan",
+        "pipeline/building/build_plan",
         "models/huggingface/stages",
         "models/tracing/chain",
         "models/tracing/probe",
@@ -60,7 +60,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
         "checkpoint/optimizer_state",
     ),
     "a failure": (
-        "pipeline/step",
+        "pipeline/steps/step",
         "runtime/health/post_mortem",
         "runtime/recorder",
         "errors",

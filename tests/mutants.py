@@ -47,7 +47,10 @@ BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backwa
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
 CASTS, OF_AUTOCAST = "runtime/split_backward/casts.py", "pipeline/test_autocast.py"
 REDUCTIONS = "parallel/reductions.py"
-OPTIMIZER_STEP, OF_OPTIMIZER_STEP = "pipeline/optimizer_step.py", "pipeline/test_optimizer_step.py"
+OPTIMIZER_STEP, OF_OPTIMIZER_STEP = (
+    "pipeline/steps/optimizer_step.py",
+    "pipeline/steps/test_optimizer_step.py",
+)
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
@@ -57,7 +60,7 @@ OF_SHARED = "runtime/test_shared_weights.py"
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
 OF_READING = "models/weights/test_reading.py"
-SCHEDULES, OF_COUNTS = "pipeline/build/schedules.py", "pipeline/test_counts.py"
+SCHEDULES, OF_COUNTS = "pipeline/steps/schedules.py", "pipeline/test_counts.py"
 OF_NCCL = "parallel/test_nccl.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
 
@@ -66,23 +69,23 @@ OF_EVERY_STAGE, OF_LENGTHS = "pipeline/test_on_every_stage.py", "train/data/test
 MUTANTS = [
     # ---- options of the seeds
     Mutant(
-        "pipeline/build/stages.py",
+        "pipeline/building/stages.py",
         " for stage, names in copies.items() if stage % depth}",
         " for stage, names in ()}",
         OF_EVERY_STAGE,
     ),
-    Mutant("pipeline/build/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
+    Mutant("pipeline/building/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
     Mutant(
         "pipeline/options.py",
         "splits=bool(schedule.split)",
         "splits=False",
-        "pipeline/build/test_compiling.py",
+        "pipeline/building/test_compiling.py",
     ),
     Mutant(
-        "pipeline/build/experts.py",
+        "pipeline/building/experts.py",
         "        model.set_experts_implementation(name)\n",
         "        pass\n",
-        "pipeline/build/test_experts.py",
+        "pipeline/building/test_experts.py",
     ),
     Mutant("train/data/rows.py", "min(end, bounds[-2] + longest)", "end", OF_LENGTHS),
     Mutant(
@@ -110,7 +113,7 @@ MUTANTS = [
     ),
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
-        "pipeline/build/split_model.py",
+        "pipeline/split_model.py",
         "            stream.reach(copied_at)  # a GPU may still be copying\n",
         "",
         "checkpoint/test_save_load.py",
@@ -204,7 +207,7 @@ MUTANTS = [
     Mutant(
         "pipeline/pipeline.py", "return find(built.microbatches), RefusedBatch(error)", "raise", OF_COUNTS
     ),
-    Mutant("pipeline/step.py", "weight = total_tokens or (", "weight = (", OF_COUNTS),
+    Mutant("pipeline/steps/step.py", "weight = total_tokens or (", "weight = (", OF_COUNTS),
     Mutant(STAGE, "        self.routing.reset()  # a micro", "        pass  # a micro", OF_COUNTS),
     Mutant(
         "pipeline/options.py",
@@ -307,7 +310,7 @@ MUTANTS = [
     Mutant(CASTS, "torch.inference_mode(False), torch.enable_grad()", "torch.enable_grad()", OF_AUTOCAST),
     Mutant(OPS, "            torch.clear_autocast_cache()", "            pass", OF_AUTOCAST),
     Mutant(
-        "pipeline/step.py",
+        "pipeline/steps/step.py",
         "with seeds, autocasting(self._built.autocast, self._world.device):",
         "with seeds:",
         OF_AUTOCAST,

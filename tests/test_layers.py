@@ -141,7 +141,7 @@ def test_cycles_are_found() -> None:
         ("penstock.errors", "penstock.schedule.ops", False),
         ("penstock.batch.loss", "penstock.runtime.stage", False),
         ("penstock.launch.start", "penstock.runtime.stage", False),
-        ("penstock.pipeline.step", "penstock.pipeline.options", True),
+        ("penstock.pipeline.steps.step", "penstock.pipeline.options", True),
         ("penstock.train.loop", "penstock", False),
         ("penstock", "penstock.pipeline.pipeline", True),
     ],
@@ -206,3 +206,12 @@ def test_nothing_waits_for_all_streams_of_a_gpu() -> None:
         and ast.unparse(node.value) in ("torch.cuda", "torch.accelerator", "cuda")
     ]
     assert found == []
+
+
+def test_every_folder_is_a_package_that_tools_look_into() -> None:
+    """A folder `build` was in nobody's lint, and its tests in nobody's run: tools leave such names out."""
+    left_out = {"build", "dist", "venv", "node_modules", "site"}
+    for top in (PACKAGE, Path(__file__).parent):
+        folders = {path.parent for path in top.rglob("*.py")}
+        assert not [folder for folder in folders if left_out & set(folder.relative_to(top).parts)]
+    assert not [path.parent for path in modules().values() if not (path.parent / "__init__.py").is_file()]

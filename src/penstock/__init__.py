@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from penstock.parallel.axes import Axes
     from penstock.parallel.fsdp import Sharded
     from penstock.pipeline.auto_pipeline import AutoPipeline
-    from penstock.pipeline.evaluate import Evaluation
     from penstock.pipeline.pipeline import Pipeline
-    from penstock.pipeline.step import StepResult
+    from penstock.pipeline.steps.evaluate import Evaluation
+    from penstock.pipeline.steps.step import StepResult
     from penstock.runtime.split_backward.compiled import compile_around_products
 
 __version__ = "0.5.0"
@@ -58,7 +58,7 @@ _HOMES = {
     "Axes": "penstock.parallel.axes",
     "CheckpointWriter": "penstock.checkpoint.save_load",
     "Checkpointing": "penstock.models.activation_checkpointing",
-    "Evaluation": "penstock.pipeline.evaluate",
+    "Evaluation": "penstock.pipeline.steps.evaluate",
     "LayerCosts": "penstock.models.split.partition",
     "Offloading": "penstock.models.activation_offloading",
     "Padding": "penstock.batch.padding",
@@ -66,7 +66,7 @@ _HOMES = {
     "Pipeline": "penstock.pipeline.pipeline",
     "Sharded": "penstock.parallel.fsdp",
     "StageInfo": "penstock.models.stage",
-    "StepResult": "penstock.pipeline.step",
+    "StepResult": "penstock.pipeline.steps.step",
     "TensorSpec": "penstock.batch.payload",
     "compile_around_products": "penstock.runtime.split_backward.compiled",
     "distribute_layers": "penstock.models.stage",

@@ -29,7 +29,7 @@ from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.reductions import Reductions
-from penstock.pipeline.build import split_model
+from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.device import stream
 from support.families import tiny_model

@@ -17,7 +17,7 @@ from penstock import Axes
 from penstock.cli import plan
 from penstock.models.split.multiply_adds import Work
 from penstock.models.weights import files
-from penstock.pipeline.build.memory import RankMemory
+from penstock.pipeline.building.memory import RankMemory
 from penstock.train.data import loading
 from support.command import Command
 from support.tiny import QWEN3, config_file, save_model

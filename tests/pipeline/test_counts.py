@@ -24,7 +24,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.padding import Padding
 from penstock.errors import BatchError, ConfigError, InputError
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.pipeline.build import schedules
+from penstock.pipeline.steps import schedules
 from penstock.runtime import ops
 from penstock.schedule import build, dump, verify
 from support.adapted import PREFIX, adapted, lora

@@ -17,7 +17,7 @@ from penstock.cli.merge import merge_folder
 from penstock.errors import ConfigError, InputError, ModelError, PartitionError
 from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.tracing.meta import bare
-from penstock.pipeline.build.build_plan import balance
+from penstock.pipeline.building.build_plan import balance
 from support import zoo
 from support.covering import every
 from support.mesh import build_whole, own_part
@@ -152,6 +152,14 @@ def test_an_adapter_of_prediction_layers_is_merged(tmp_path: Path) -> None:
     assert changed == {name for name in base if "o_proj" in name or "eh_proj" in name}
     again = AutoPipeline(**options).build(tmp_path / "merged")
     assert again.evaluate(BATCH).loss == pytest.approx(pipe.evaluate(BATCH).loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["norm", "model.norm"])
+def test_an_adapter_with_a_copy_of_the_final_norm_is_refused(name: str) -> None:
+    """Its gradients were exact, and a merged folder had the norm of the base."""
+    adapter = LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=[name])
+    with pytest.raises(ModelError, match=r"modules_to_save of model\..*norm and prediction layers"):
+        pipe_of(get_peft_model(tiny_predicting(), adapter), None, "1f1b")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock import AutoPipeline, Axes, Pipeline, StageInfo
 from penstock.errors import ModelError, PartitionError
 from penstock.pipeline import names_per_stage, provider_of, split
-from penstock.pipeline.build.split_module import SkippedModule
+from penstock.pipeline.building.split_module import SkippedModule
 from support.own_chain import WIDTH, Chain, Layer, made, squares, x_batch
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of

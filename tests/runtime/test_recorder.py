@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.pipeline.build import summary
+from penstock.pipeline import summary
 from penstock.runtime.device import stream
 from penstock.runtime.recorder import Recorder
 from penstock.schedule import Op

@@ -43,7 +43,7 @@ from penstock.parallel import world
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World, WorldOptions, close_on_error, goes_in_batches
 from penstock.pipeline import auto_pipeline
-from penstock.pipeline.build import stages
+from penstock.pipeline.building import stages
 from penstock.runtime.device import stream
 from penstock.runtime.transport import distributed, stream_channels
 from penstock.runtime.transport import groups as groups_of

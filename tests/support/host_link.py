@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock import Axes
-from penstock.pipeline.build import stages
+from penstock.pipeline.building import stages
 from penstock.runtime.device.memory import is_held_elsewhere
 from penstock.runtime.device.offload import Offload
 from support.mesh import exact_steps

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.batch import placement
 from penstock.models.huggingface import masks
-from penstock.pipeline import step
+from penstock.pipeline.steps import step
 from penstock.runtime import executor
 from penstock.runtime.device import stream
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock import Pipeline
 from penstock.errors import DataError, RunError
-from penstock.pipeline.build.split_model import SplitModel
+from penstock.pipeline.split_model import SplitModel
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step

@@ -26,7 +26,7 @@ from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_o
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, Hashed, readable, write_folder
 from penstock.models.weights.tensor_file import write_tensors
-from penstock.pipeline.build.split_model import SplitModel
+from penstock.pipeline.split_model import SplitModel
 from penstock.reading import read_json
 from penstock.runtime.transport.groups import Processes
 

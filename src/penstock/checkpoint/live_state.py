@@ -26,7 +26,7 @@ from penstock.checkpoint.save_load import comparable
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.saved_adapter import SavedAdapter
 from penstock.models.weights.tensor_file import is_finite
-from penstock.pipeline.build.split_model import SplitModel
+from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.stage import Stage
 

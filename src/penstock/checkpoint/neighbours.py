@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.pipeline.build.split_model import SplitModel
+from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.groups import new_group
 

@@ -17,9 +17,9 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models.source import auto_class
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import AutoPipeline, exchange_of
-from penstock.pipeline.build.build_plan import BuildPlan
-from penstock.pipeline.build.summary import size
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.compare import Report
+from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating
 from penstock.schedule import Schedule, simulate
 from penstock.train.check.before_training import Reference

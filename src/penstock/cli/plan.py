@@ -22,8 +22,8 @@ from penstock.models.split.multiply_adds import multiply_adds, works
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
-from penstock.pipeline.build.build_plan import StagePlan
-from penstock.pipeline.build.memory import RankMemory
+from penstock.pipeline.building.build_plan import StagePlan
+from penstock.pipeline.building.memory import RankMemory
 from penstock.schedule import Costs, render, simulate
 from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig

@@ -101,6 +101,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     configs: Mapping[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         return None
+    _check_final_norm(model)
     found = [module for _, module in wrappers(model)]
     active = list(dict.fromkeys(name for module in found for name in module.active_adapters))
     if len(active) > 1:
@@ -126,6 +127,19 @@ def adapter_of(model: nn.Module) -> Adapter | None:
                 "of LoRA's variants only plain LoRA, rsLoRA and DoRA are known to be exact in stages",
             )
     return Adapter(name, config)
+
+
+def _check_final_norm(model: nn.Module) -> None:
+    """Raise ModelError where the first prediction layer, which applies the final norm, would train a copy."""
+    ties: Mapping[str, str] = getattr(model, "_prediction_ties", {})
+    norms = {name for pair in ties.items() if ".final_norm." in pair[0] for name in pair}
+    for name, _ in wrappers(model):
+        if f"{name}.weight" in norms:
+            raise _refused(
+                f"modules_to_save of {name} and prediction layers (mtp)",
+                "the first prediction layer applies the final norm, and a copy of it would not be in files",
+                "Name the norms of layers alone, or leave out mtp_loss_scaling_factor",
+            )
 
 
 def _refused(value: str, rule: str, remedy: str = "Take LoRA, rsLoRA or DoRA") -> ModelError:

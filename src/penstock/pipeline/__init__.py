@@ -5,16 +5,22 @@ and loops of one's own: name the modules of each stage, split a module, make a s
 """
 
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build.build_plan import BuildPlan, StagePlan, balance
-from penstock.pipeline.build.compiling import Compile
-from penstock.pipeline.build.memory import Account, RankMemory, estimated_memory
-from penstock.pipeline.build.split_module import layers_of, module_names, names_per_stage, provider_of, split
-from penstock.pipeline.build.stages import StageFacts, make_stage, own_stages
+from penstock.pipeline.building.build_plan import BuildPlan, StagePlan, balance
+from penstock.pipeline.building.compiling import Compile
+from penstock.pipeline.building.memory import Account, RankMemory, estimated_memory
+from penstock.pipeline.building.split_module import (
+    layers_of,
+    module_names,
+    names_per_stage,
+    provider_of,
+    split,
+)
+from penstock.pipeline.building.stages import StageFacts, make_stage, own_stages
 from penstock.pipeline.compare import Compared, Report
-from penstock.pipeline.evaluate import Evaluation
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.step import StepResult
+from penstock.pipeline.steps.evaluate import Evaluation
+from penstock.pipeline.steps.step import StepResult
 from penstock.schedule.choose import chosen_schedule as make_schedule
 
 __all__ = [

@@ -43,7 +43,7 @@ from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import check_model
 from penstock.parallel.world import World, close_on_error, open_world
-from penstock.pipeline.build.build_plan import (
+from penstock.pipeline.building.build_plan import (
     BuildPlan,
     check_adapter,
     check_fits,
@@ -52,9 +52,9 @@ from penstock.pipeline.build.build_plan import (
     plan_stages,
     shared_weights,
 )
-from penstock.pipeline.build.experts import choose_experts
-from penstock.pipeline.build.memory import Account
-from penstock.pipeline.build.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
+from penstock.pipeline.building.experts import choose_experts
+from penstock.pipeline.building.memory import Account
+from penstock.pipeline.building.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import compare_values, shared_errors

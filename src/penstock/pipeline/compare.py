@@ -20,9 +20,9 @@ from penstock.models.adapters import unwrap
 from penstock.models.huggingface.stages import outcome
 from penstock.models.stage import ProvidedCall
 from penstock.parallel.reductions import Reductions
-from penstock.pipeline.build.split_model import SplitModel
-from penstock.pipeline.split_batch import BatchLike, RefusedBatch, as_list
-from penstock.pipeline.step import StepResult
+from penstock.pipeline.split_model import SplitModel
+from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch, as_list
+from penstock.pipeline.steps.step import StepResult
 from penstock.runtime.sharded_weights import full_tensor as gathered
 from penstock.runtime.stage import autocasting, evaluating, without_gradients
 

@@ -28,14 +28,14 @@ from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, default_device, remaining_ranks
-from penstock.pipeline.build.compiling import (
+from penstock.pipeline.building.compiling import (
     CompileLike,
     as_compile,
     check_compiler,
     compile_layers,
     compiled_loss,
 )
-from penstock.pipeline.split_batch import BatchSplitter
+from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule

@@ -16,18 +16,18 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, ModelError, PeerError
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.stage import Provider
-from penstock.pipeline.build.schedules import LoweredSchedule
-from penstock.pipeline.build.split_model import SplitModel
-from penstock.pipeline.build.stages import BuiltStages, stages_from_provider
-from penstock.pipeline.build.summary import layer_costs, step_costs, summary
+from penstock.pipeline.building.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.compare import TOLERANCE, Report, compare
-from penstock.pipeline.evaluate import Evaluation, Evaluations, chosen_experts
-from penstock.pipeline.optimizer_step import Drain, OptimizerStep, optimizer_error
-from penstock.pipeline.optimizer_watch import OptimizerWatch
 from penstock.pipeline.options import Options, takes_options
-from penstock.pipeline.put_off import warn_of_whole_backwards
-from penstock.pipeline.split_batch import BatchLike, RefusedBatch
-from penstock.pipeline.step import StepRecord, StepResult, StepRunner
+from penstock.pipeline.split_model import SplitModel
+from penstock.pipeline.steps.evaluate import Evaluation, Evaluations, chosen_experts
+from penstock.pipeline.steps.optimizer_step import Drain, OptimizerStep, optimizer_error
+from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
+from penstock.pipeline.steps.put_off import warn_of_whole_backwards
+from penstock.pipeline.steps.schedules import LoweredSchedule
+from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch
+from penstock.pipeline.steps.step import StepRecord, StepResult, StepRunner
+from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.sharded_weights import check_not_replaced
@@ -105,7 +105,7 @@ class Pipeline(SplitModel):
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
 
         The number of microbatches may change from call to call. The first call with a number makes and proves
-        its schedule; later ones find it (penstock.pipeline.build.schedules keeps those used last).
+        its schedule; later ones find it (penstock.pipeline.steps.schedules keeps those used last).
 
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
         bit for bit, and its result has the norm. If loss or norm is not finite, or the loss is above

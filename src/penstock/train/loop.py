@@ -37,7 +37,7 @@ from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.step import StepResult
+from penstock.pipeline.steps.step import StepResult
 from penstock.runtime.rng import generator_of
 from penstock.train.checkpoints import Start, checkpoint_folder, prune, read_state, state_after
 from penstock.train.config.sections import TrainConfig

@@ -34,8 +34,8 @@ from penstock.models.weights.saved_adapter import check_base
 from penstock.parallel.axes import Axes
 from penstock.parallel.world import close_on_error
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build.build_plan import BuildPlan
-from penstock.pipeline.build.experts import choose_experts
+from penstock.pipeline.building.build_plan import BuildPlan
+from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import shake_hands
 from penstock.runtime.transport.groups import Processes

@@ -17,8 +17,8 @@ from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import Offloading
 from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.build.compiling import Compile, as_compile, check_compiler
-from penstock.pipeline.build.experts import check_name, needs_gpu
+from penstock.pipeline.building.compiling import Compile, as_compile, check_compiler
+from penstock.pipeline.building.experts import check_name, needs_gpu
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import CheckpointingSection, CompileSection
 from penstock.train.model import has_hub_weights

@@ -1,6 +1,6 @@
 """Blocks: where one rank's messages lie in its segment. The sender takes one, the receiver frees it.
 
-    sender      take -> copy a message into it -> (the entry of shared_messages.py says where it lies)
+    sender      take -> copy a message into it -> (the entry of messages.py says where it lies)
     receiver    open -> tensors in it, without a copy -> free, once the receiver alone holds its storage
 
 Autograd keeps a received tensor as long as a backward needs it, and nothing else knows when that ends: so

@@ -38,10 +38,10 @@ from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.saved_adapter import load_adapter
 from penstock.parallel.axes import Axes
-from penstock.pipeline.build.summary import size
 from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.split_batch import BatchLike
+from penstock.pipeline.steps.split_batch import BatchLike
+from penstock.pipeline.summary import size
 from penstock.runtime.stage import evaluating, without_gradients
 from penstock.train.check.digests import Digests, compare_digests, digest, digests_of, distance
 from penstock.train.check.memory import free_on

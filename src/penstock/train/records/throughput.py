@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.models.split.multiply_adds import Work, works
-from penstock.pipeline.build.build_plan import BuildPlan
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.runtime.device.memory import PeakMemory
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError, PartitionError
-from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.module_names import ModuleNames, Names, check_names, names_in_order
+from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.partition import partition
 from penstock.models.stage import Provider, StageInfo, numbered_layers
 from penstock.models.tracing.chain import find_chain

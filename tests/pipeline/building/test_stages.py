@@ -34,7 +34,9 @@ def compiling(backend: Any) -> Callable[[nn.Module], nn.Module]:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize(("backend", "schedule"), [pytest.param("aot_eager", "1f1b", marks=pytest.mark.sweep), ("eager", "zb_h1")])
+@pytest.mark.parametrize(
+    ("backend", "schedule"), [pytest.param("aot_eager", "1f1b", marks=pytest.mark.sweep), ("eager", "zb_h1")]
+)
 def test_compiled_layers(backend: str, schedule: str) -> None:
     model, batch = tiny_model("llama", layers=2), ragged_batch()
     loss, expected = plain_step(model, batch)

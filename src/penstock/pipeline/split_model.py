@@ -18,7 +18,7 @@ from penstock.models.weights.folder import Hashed, together, write_folder
 from penstock.models.weights.saved import MAX_SHARD_SIZE, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
-from penstock.pipeline.build.stages import BuiltStages, StageFacts, parameter_names, stage_facts
+from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
 from penstock.runtime.device import stream
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage

@@ -24,18 +24,18 @@ from penstock.errors import ConfigError, ModelError
 from penstock.models import activation_offloading
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.activation_offloading import Offloading
-from penstock.models.split.activation_sizes import layer_kind, stage_sizes
-from penstock.models.split.balanced_split import Memory
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
+from penstock.models.split.activation_sizes import layer_kind, stage_sizes
+from penstock.models.split.balanced_split import Memory
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
 from penstock.parallel.fsdp import is_cast
 from penstock.parallel.mesh import imagined
 from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
 from penstock.parallel.tensor.shard import tensor_parallel
-from penstock.pipeline.build.build_plan import BuildPlan, StagePlan
+from penstock.pipeline.building.build_plan import BuildPlan, StagePlan
 from penstock.runtime.device.memory import Sizes
 from penstock.runtime.device.offload import Offload
 from penstock.schedule import Costs, simulate

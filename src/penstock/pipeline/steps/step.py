@@ -26,10 +26,10 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.models.stage import DeclaredEdges
 from penstock.parallel.reductions import BatchFacts
-from penstock.pipeline.build.schedules import LoweredSchedule, Schedules
-from penstock.pipeline.build.stages import BuiltStages
-from penstock.pipeline.optimizer_step import OptimizerStep
-from penstock.pipeline.split_batch import BatchLike, as_list, on_host
+from penstock.pipeline.building.stages import BuiltStages
+from penstock.pipeline.steps.optimizer_step import OptimizerStep
+from penstock.pipeline.steps.schedules import LoweredSchedule, Schedules
+from penstock.pipeline.steps.split_batch import BatchLike, as_list, on_host
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.executor import Executor, run_together

@@ -13,9 +13,9 @@ from penstock import AutoPipeline, Axes, Checkpointing
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.split.balanced_split import LayerCosts
-from penstock.pipeline.build import memory
-from penstock.pipeline.build.build_plan import BuildPlan, balance
-from penstock.pipeline.build.memory import Account, estimated_memory
+from penstock.pipeline.building import memory
+from penstock.pipeline.building.build_plan import BuildPlan, balance
+from penstock.pipeline.building.memory import Account, estimated_memory
 from penstock.schedule import build, ops, simulate
 from support.families import ragged_batch, tiny_config, tiny_model
 

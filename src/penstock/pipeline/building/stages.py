@@ -20,11 +20,11 @@ from penstock.models.stage import ProvidedCall, Provider, StageInfo, declared_on
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.mesh_plan import MeshPlan
 from penstock.parallel.world import World, close_on_error, open_world
+from penstock.pipeline.building.split_module import layers_of
 from penstock.pipeline.options import Options, Parallelize
-from penstock.pipeline.split_batch import BatchSplitter
-from penstock.pipeline.build.split_module import layers_of
-from penstock.runtime.health.agreement import compare_values, named, shared_errors
+from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.device.offload import Offload
+from penstock.runtime.health.agreement import compare_values, named, shared_errors
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages

@@ -15,10 +15,10 @@ from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
 from penstock.parallel.reductions import BatchFacts
 from penstock.parallel.world import World
-from penstock.pipeline.build.schedules import LoweredSchedule
-from penstock.pipeline.build.stages import BuiltStages
-from penstock.pipeline.split_batch import BatchLike, as_list
-from penstock.pipeline.step import StepResult, StepRunner
+from penstock.pipeline.building.stages import BuiltStages
+from penstock.pipeline.steps.schedules import LoweredSchedule
+from penstock.pipeline.steps.split_batch import BatchLike, as_list
+from penstock.pipeline.steps.step import StepResult, StepRunner
 from penstock.runtime.stage import RoutedStage, evaluating
 
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from penstock.pipeline.build.stages import BuiltStages
+from penstock.pipeline.building.stages import BuiltStages
 from penstock.runtime.executor import Executor
 from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import lower

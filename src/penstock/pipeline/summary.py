@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from penstock.models.split.balanced_split import LayerCosts
-from penstock.pipeline.build.stages import Layers, StageFacts
-from penstock.pipeline.step import StepRecord
+from penstock.pipeline.building.stages import Layers, StageFacts
+from penstock.pipeline.steps.step import StepRecord
 from penstock.runtime import step_report as report
 from penstock.runtime.device import stream
-from penstock.runtime.executor import Executor
 from penstock.runtime.device.memory import Held, Sizes
 from penstock.runtime.device.stream import Time
+from penstock.runtime.executor import Executor
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Schedule, Timeline
 

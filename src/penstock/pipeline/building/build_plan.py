@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
 from penstock.models.adapters import wrappers
-from penstock.models.split.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
 from penstock.models.huggingface.entries import MicrobatchCompleter
 from penstock.models.huggingface.references import reaching_out
 from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
+from penstock.models.source import Source
+from penstock.models.split.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
 from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import to_layout
-from penstock.models.source import Source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, is_empty
@@ -63,7 +63,7 @@ class BuildPlan:
     source: the whole model, on the meta device unless the caller gave one with values
     chain: how the model's forward calls its layers
     routed: the mixtures of experts whose routing is replayed, if any
-    known_sizes: of microbatches, which penstock.pipeline.build.memory finds
+    known_sizes: of microbatches, which penstock.pipeline.building.memory finds
     """
 
     schedule: Schedule

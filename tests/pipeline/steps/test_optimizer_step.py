@@ -17,7 +17,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, ConfigError, PeerError
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
-from penstock.pipeline.optimizer_step import Copies, Drain
+from penstock.pipeline.steps.optimizer_step import Copies, Drain
 from penstock.runtime.sharded_weights import local_shard
 from support.covering import every
 from support.families import ragged_batch, tiny_model

@@ -24,7 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.errors import ConfigError
-from penstock.pipeline.build.split_model import SplitModel, clip_scale
+from penstock.pipeline.split_model import SplitModel, clip_scale
 from penstock.runtime import step_report as report
 from penstock.runtime.device import stream
 from penstock.runtime.device.stream import Time
