@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,23 +14,32 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
+from penstock import Axes
 from penstock.cli.plan import memory, optimizers
 from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.load import load_config
 from penstock.train.optimizers.optimizer import (
+    OPTIMIZERS,
     AdafactorSection,
     AdamWKeys,
     AdamWSection,
-    AnyOptimizer,
+    Choice,
     GroupSection,
     MuonSection,
+    Named,
+    OptimizerSection,
+    Run,
+    Share,
+    check_installed,
+    check_optimizer,
     learning_rates,
     make_optimizers,
     set_learning_rates,
     shares_of,
     trained_by,
 )
+from penstock.train.optimizers.rates import RateKeys
 from penstock.train.run import preflight
 from support import zoo
 from support.families import FAMILIES, tiny_model
@@ -43,7 +52,7 @@ def some() -> list[tuple[str, nn.Parameter]]:
 
 
 def made(
-    section: AnyOptimizer, named: Iterable[tuple[str, nn.Parameter]], muon: Collection[str] = ()
+    section: OptimizerSection, named: Iterable[tuple[str, nn.Parameter]], muon: Collection[str] = ()
 ) -> list[Optimizer]:
     named = list(named)
     return make_optimizers(section, named, {name: "Muon" if name in muon else "AdamW" for name, _ in named})
@@ -52,7 +61,7 @@ def made(
 def test_each_optimizer_of_a_run_and_each_group_has_a_rate() -> None:
     """Adafactor's rate stood there as AdamW's too."""
     group = GroupSection(match="head", learning_rate=0.25)
-    sections: list[tuple[AnyOptimizer, dict[str, float]]] = [
+    sections: list[tuple[OptimizerSection, dict[str, float]]] = [
         (AdafactorSection(name="adafactor", learning_rate=0.5), {"adafactor": 0.5}),
         (AdamWSection(learning_rate=0.5), {"adamw": 0.5}),
         (AdamWSection(learning_rate=0.5, groups=(group,)), {"adamw": 0.5, "head": 0.25}),
@@ -165,7 +174,7 @@ def test_parameters_of_a_group_step_as_in_one_of_torch() -> None:
         ),
     ],
 )
-def test_a_group_without_parameters_is_refused(section: AnyOptimizer, message: str) -> None:
+def test_a_group_without_parameters_is_refused(section: OptimizerSection, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained_by(section, tiny_model("llama", layers=2), "model.layers")
 
@@ -209,7 +218,7 @@ def test_muon_and_adamw_have_rates_of_their_own_that_fall_together() -> None:
 
 
 def test_a_process_may_hold_nothing_of_one_kind() -> None:
-    def groups(section: AnyOptimizer, count: int, *muon: str) -> list[tuple[str, int]]:
+    def groups(section: OptimizerSection, count: int, *muon: str) -> list[tuple[str, int]]:
         return [(type(each).__name__, len(each.param_groups)) for each in made(section, some()[:count], muon)]
 
     assert groups(AdamWSection(), 1) == [("AdamW", 1)]
@@ -218,19 +227,52 @@ def test_a_process_may_hold_nothing_of_one_kind() -> None:
     assert groups(MuonSection(), 0) == [("AdamW", 1)]
 
 
-@pytest.mark.parametrize("section", [AdamWSection(), MuonSection(), AdafactorSection()])
-def test_the_table_says_what_an_optimizer_keeps(section: AnyOptimizer) -> None:
-    """The dry run's memory reads it, and resuming the names of the classes."""
-    for kind, share in shares_of(section).items():
-        for shape in ((2, 3), (4, 2, 3), (5,))[: 2 if kind == "Muon" else 3]:
+@pytest.mark.parametrize("choice", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_the_table_says_what_an_optimizer_keeps(choice: Choice) -> None:
+    """The dry run reads its bytes, resuming the names of its classes and of what has a weight's shape."""
+    shaped: set[str] = set()
+    for kind, share in shares_of(choice.section()).items():
+        for shape in ((2, 3), (4, 2, 3), (5,))[: 3 if share.chosen is None else 2]:
             parameter = nn.Parameter(torch.ones(shape))
-            optimizer = share.make(section, [("weight", parameter)])
+            optimizer = share.make(share.keys, [("weight", parameter)])
             assert type(optimizer).__name__ == kind
             parameter.grad = torch.ones(shape)
             optimizer.step()
             state = optimizer.state[parameter]
             kept = sum(value.nbytes for part, value in state.items() if part != "step")
             assert kept == share.kept(parameter, parameter.numel()) > 0
+            found = {part: value.shape for part, value in state.items() if part in choice.shaped}
+            assert set(found.values()) <= {parameter.shape}
+            shaped.update(found)
+    assert shaped == set(choice.shaped)
+
+
+class SGDSection(RateKeys):
+    """Keys of an optimizer that the trainer does not have."""
+
+    name: Literal["sgd"] = "sgd"
+    learning_rate: float = 0.5
+
+
+def test_an_optimizer_works_by_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was neither Adafactor nor Muon was taken for AdamW."""
+
+    def sgd(keys: SGDSection, named: Named) -> Optimizer:
+        return torch.optim.SGD([parameter for _, parameter in named], lr=keys.learning_rate)
+
+    def shares(section: SGDSection) -> dict[str, Share]:
+        return {"SGD": Share("sgd", section, "optimizer", sgd, lambda parameter, entries: 0)}
+
+    section: Any = SGDSection(warmup_steps=2)
+    monkeypatch.setitem(OPTIMIZERS, "sgd", Choice("SGD", type(section), shares, ()))
+    check_optimizer(section, Run("float32", Axes(dp_shard=2), in_drain=True))
+    check_installed(section)
+    kinds = trained_by(section, tiny_model("llama", layers=2), "model.layers")
+    assert set(kinds.values()) == {"SGD"}
+    (optimizer,) = make_optimizers(section, some(), dict.fromkeys(("weight", "bias"), "SGD"))
+    set_learning_rates(section, [optimizer], 10, 1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25]
+    assert learning_rates(section, 10, 1) == {"sgd": 0.25}
 
 
 LLAMA = {f"self_attn.{x}_proj.weight" for x in "qkvo"} | {

@@ -33,7 +33,7 @@ from penstock.train.config.values import (
     Section,
     as_finding,
 )
-from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, check_optimizer
+from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, Run, check_optimizer
 from penstock.train.records.trackers import TrackerSection
 
 if TYPE_CHECKING:
@@ -666,7 +666,8 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def optimizer_fits(self) -> Self:
         with as_finding():
-            check_optimizer(self.optimizer, self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+            check_optimizer(self.optimizer, run)
         return self
 
     @property

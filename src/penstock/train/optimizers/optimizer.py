@@ -1,8 +1,8 @@
 """The optimizers of `penstock train`: their keys, how each is made, and what it keeps.
 
 To add one, write the class of its keys, the function that makes it, its line in OPTIMIZERS, and its class in
-OptimizerSection. The config, resuming, and the dry run's tables read all they need from there. What torchao
-makes is in low_bit.py.
+OptimizerSection. The config, resuming, and the dry run read all they need from there. What torchao makes is
+in low_bit.py.
 """
 
 from __future__ import annotations
@@ -123,9 +123,6 @@ class MuonSection(RateKeys):
     adamw: AdamWKeys = AdamWKeys()  # of the rest
 
 
-AnyOptimizer = AdamWSection | MuonSection | AdafactorSection
-
-
 # ---- How each is made
 
 
@@ -199,6 +196,46 @@ def _hidden_matrices(model: nn.Module, layers: str) -> frozenset[str]:
     return names
 
 
+# ---- What does not fit together
+
+
+class Run(NamedTuple):
+    """What of a run decides whether an optimizer fits.
+
+    dtype: of the weights
+    axes: the mesh's axes other than the pipeline's
+    in_drain: train.step_in_drain
+    """
+
+    dtype: str
+    axes: Axes
+    in_drain: bool
+
+
+def _check_adamw(keys: AdamWKeys, place: str, run: Run) -> None:
+    if keys.stochastic_rounding and run.dtype != "bfloat16":
+        rule = f"it is of bfloat16 weights, and here they are {run.dtype}, in which no step is lost"
+        remedy = "Set train.precision=bfloat16, or leave it out"
+        raise ConfigError(f"{place}.stochastic_rounding=true", rule, remedy)
+    if not keys.by_torchao:
+        return
+    value = f"{place}.{keys.by_torchao}"
+    if run.dtype == "float64":
+        raise ConfigError(f"{value} with model.dtype=float64", "torchao computes in float32", "Leave it out")
+    if run.axes != Axes():
+        rule = "other shards have other blocks and other random bits, so that the mesh would change the run"
+        raise ConfigError(f"{value} on {run.axes}", rule, "Leave the axes out, or this key")
+    if run.in_drain:
+        rule = "such a step cannot be undone"
+        raise ConfigError(f"{value} with train.step_in_drain=true", rule, "Leave one of them out")
+
+
+def _check_adafactor(keys: AdafactorSection, place: str, run: Run) -> None:
+    if run.axes != Axes():
+        rule = "it takes means over whole rows and columns, and these axes shard weights"
+        raise ConfigError(f"{place}.name=adafactor on {run.axes}", rule, "Leave the axes out, or take adamw")
+
+
 # ---- The table
 
 
@@ -206,14 +243,22 @@ class Share(NamedTuple):
     """What one class of optimizer does in a run.
 
     Attributes:
-        make: the optimizer of some named parameters, from the config's section
+        name: its name in the config; next to Muon, adamw trains the rest
+        keys: those that it is made with; one is learning_rate
+        place: of these keys in the config
+        make: the optimizer of some named parameters, from the keys
         kept: bytes that it keeps of a parameter of which so many entries are held here
+        check: takes keys, place and run. Raises ConfigError where it is not exact there, or not possible
         chosen: the names of what it trains, from the whole model (which may be on the meta device) and the
             name of its list of layers; None for all that the shares before it leave. Raises ConfigError
     """
 
+    name: str
+    keys: Any
+    place: str
     make: Callable[[Any, Named], Optimizer]
     kept: Callable[[Tensor, int], float]
+    check: Callable[[Any, str, Run], None] = lambda keys, place, run: None
     chosen: Callable[[nn.Module, str], Collection[str]] | None = None
 
 
@@ -222,17 +267,30 @@ class Choice(NamedTuple):
 
     title: as people write it
     shares: from the section, by the optimizer's class name, as checkpoints have it
+    shaped: what it keeps of a parameter in the parameter's own shape, by its name for it
     """
 
     title: str
-    section: type[AnyOptimizer]
+    section: type[OptimizerSection]
     shares: Callable[[Any], Mapping[str, Share]]
+    shaped: tuple[str, ...]
 
 
-def _adamw_share(keys: AdamWKeys, make: Callable[[Any, Named], Optimizer] = _adamw) -> dict[str, Share]:
-    if keys.states is None:
-        return {"AdamW": Share(make, _tensors(2))}
-    return {low_bit.NAMES[keys.states]: Share(make, partial(low_bit.kept, keys.states))}
+def _adamw_share(keys: AdamWKeys, place: str = "optimizer") -> dict[str, Share]:
+    kind, kept = "AdamW", _tensors(2)
+    if keys.states is not None:
+        kind, kept = low_bit.NAMES[keys.states], partial(low_bit.kept, keys.states)
+    return {kind: Share("adamw", keys, place, _adamw, kept, _check_adamw)}
+
+
+def _muon_shares(section: MuonSection) -> dict[str, Share]:
+    muon = Share("muon", section, "optimizer", _muon, _tensors(1), chosen=_hidden_matrices)
+    return {"Muon": muon, **_adamw_share(section.adamw, "optimizer.adamw")}
+
+
+def _adafactor_share(section: AdafactorSection) -> dict[str, Share]:
+    kept, check = _rows_and_columns, _check_adafactor
+    return {"Adafactor": Share("adafactor", section, "optimizer", _adafactor, kept, check)}
 
 
 def _tensors(count: int) -> Callable[[Tensor, int], float]:
@@ -246,27 +304,15 @@ def _rows_and_columns(parameter: Tensor, entries: int) -> float:
     return parameter.itemsize * (entries / parameter.shape[-1] + entries / parameter.shape[-2])
 
 
-# what these keep of a parameter in its own shape, by their names for it
-SHAPED = ("exp_avg", "momentum_buffer", "variance")
 OPTIMIZERS = {
-    "adamw": Choice("AdamW", AdamWSection, _adamw_share),
-    "muon": Choice(
-        "Muon",
-        MuonSection,
-        lambda section: {
-            "Muon": Share(_muon, _tensors(1), _hidden_matrices),
-            **_adamw_share(section.adamw, lambda section, named: _adamw(section.adamw, named)),
-        },
-    ),
-    "adafactor": Choice(
-        "Adafactor",
-        AdafactorSection,
-        lambda section: {"Adafactor": Share(_adafactor, _rows_and_columns)},
-    ),
+    "adamw": Choice("AdamW", AdamWSection, _adamw_share, ("exp_avg",)),
+    "muon": Choice("Muon", MuonSection, _muon_shares, ("momentum_buffer",)),
+    "adafactor": Choice("Adafactor", AdafactorSection, _adafactor_share, ("variance",)),
 }
+SHAPED = tuple(part for choice in OPTIMIZERS.values() for part in choice.shaped)
 
 
-def shares_of(section: AnyOptimizer) -> Mapping[str, Share]:
+def shares_of(section: OptimizerSection) -> Mapping[str, Share]:
     """By the class names of the optimizers that a run has."""
     return OPTIMIZERS[section.name].shares(section)
 
@@ -304,55 +350,23 @@ OptimizerSection = Annotated[
 ]
 
 
-# ---- What does not fit together
-
-
-def check_optimizer(section: AnyOptimizer, dtype: str, axes: Axes, in_drain: bool) -> None:
-    """Raise ConfigError for an optimizer that is not exact, or not possible, in such a run.
-
-    Args:
-        dtype: of the weights
-        axes: the mesh's axes other than the pipeline's
-        in_drain: train.step_in_drain
-    """
-    if isinstance(section, AdafactorSection):
-        if axes != Axes():
-            rule = "it takes means over whole rows and columns, and these axes shard weights"
-            raise ConfigError(
-                f"optimizer.name=adafactor on {axes}", rule, "Leave the axes out, or take adamw"
-            )
-        return
-    keys, place = (
-        (section.adamw, "optimizer.adamw") if isinstance(section, MuonSection) else (section, "optimizer")
-    )
-    if keys.stochastic_rounding and dtype != "bfloat16":
-        rule = f"it is of bfloat16 weights, and here they are {dtype}, in which no step is lost"
-        remedy = "Set train.precision=bfloat16, or leave it out"
-        raise ConfigError(f"{place}.stochastic_rounding=true", rule, remedy)
-    if not keys.by_torchao:
-        return
-    value = f"{place}.{keys.by_torchao}"
-    if dtype == "float64":
-        raise ConfigError(f"{value} with model.dtype=float64", "torchao computes in float32", "Leave it out")
-    if axes != Axes():
-        rule = "other shards have other blocks and other random bits, so that the mesh would change the run"
-        raise ConfigError(f"{value} on {axes}", rule, "Leave the axes out, or this key")
-    if in_drain:
-        rule = "such a step cannot be undone"
-        raise ConfigError(f"{value} with train.step_in_drain=true", rule, "Leave one of them out")
-
-
-def check_installed(section: AnyOptimizer) -> None:
-    """Raise ConfigError where the section needs torchao, and it is not installed."""
-    keys = section.adamw if isinstance(section, MuonSection) else section
-    if isinstance(keys, AdamWKeys) and keys.by_torchao:
-        low_bit.check_installed(f"optimizer.{keys.by_torchao}")
-
-
 # ---- From a section to a run
 
 
-def trained_by(section: AnyOptimizer, model: nn.Module, layers: str) -> dict[str, str]:
+def check_optimizer(section: OptimizerSection, run: Run) -> None:
+    """Raise ConfigError for an optimizer that is not exact, or not possible, in such a run."""
+    for share in shares_of(section).values():
+        share.check(share.keys, share.place, run)
+
+
+def check_installed(section: OptimizerSection) -> None:
+    """Raise ConfigError where the section needs torchao, and it is not installed."""
+    for share in shares_of(section).values():
+        if isinstance(share.keys, AdamWKeys) and share.keys.by_torchao:
+            low_bit.check_installed(f"{share.place}.{share.keys.by_torchao}")
+
+
+def trained_by(section: OptimizerSection, model: nn.Module, layers: str) -> dict[str, str]:
     """The class of optimizer that trains each parameter, if it is trained at all, by the parameter's name.
 
     Args:
@@ -369,31 +383,29 @@ def trained_by(section: AnyOptimizer, model: nn.Module, layers: str) -> dict[str
         names = everything if share.chosen is None else share.chosen(model, layers)
         found |= {name: kind for name in names if name not in found}
     copies = {name for names in tied_names(model) for name in names[1:]}  # in the group of their first name
-    _check_groups(section, [name for name, kind in found.items() if kind != "Muon" and name not in copies])
+    for kind, share in shares_of(section).items():
+        if isinstance(share.keys, GroupedKeys):
+            _check_groups(share, [name for name in found if found[name] == kind and name not in copies])
     return found
 
 
-def _check_groups(section: AnyOptimizer, names: Sequence[str]) -> None:
-    """Raise ConfigError for a group that none of the parameters `names` is in: Muon has no groups."""
-    keys: GroupedKeys
-    keys, place = (
-        (section.adamw, "optimizer.adamw") if isinstance(section, MuonSection) else (section, "optimizer")
-    )
-    title = OPTIMIZERS["adamw" if isinstance(section, MuonSection) else section.name].title
+def _check_groups(share: Share, names: Sequence[str]) -> None:
+    """Raise ConfigError for a group that none of the parameters `names` is in."""
+    keys: GroupedKeys = share.keys
     met = {keys.group_of(name) for name in names}
     for number, group in enumerate(keys.groups):
         if number not in met:
             taken = any(re.search(group.match, name) for name in names)
             raise ConfigError(
-                f"{place}.groups[{number}].match={group.match}",
+                f"{share.place}.groups[{number}].match={group.match}",
                 "earlier groups have all that it matches"
                 if taken
-                else f"no parameter that {title} trains has such a name",
+                else f"no parameter that {OPTIMIZERS[share.name].title} trains has such a name",
                 "Put it before them" if taken else f"Names are such as {names[len(names) // 2]}",
             )
 
 
-def make_optimizers(section: AnyOptimizer, named: Named, kinds: Mapping[str, str]) -> list[Optimizer]:
+def make_optimizers(section: OptimizerSection, named: Named, kinds: Mapping[str, str]) -> list[Optimizer]:
     """The optimizers of one process: at least one, which may have nothing to train.
 
     Args:
@@ -405,11 +417,13 @@ def make_optimizers(section: AnyOptimizer, named: Named, kinds: Mapping[str, str
     for name, parameter in named:
         if parameter.requires_grad:
             groups[kinds[name]].append((name, parameter))
-    made = [share.make(section, groups[kind]) for kind, share in shares.items() if groups[kind]]
-    return made or [[*shares.values()][-1].make(section, [])]
+    used = [kind for kind in shares if groups[kind]] or [*shares][-1:]
+    return [shares[kind].make(shares[kind].keys, groups[kind]) for kind in used]
 
 
-def set_learning_rates(section: AnyOptimizer, optimizers: Sequence[Optimizer], steps: int, step: int) -> None:
+def set_learning_rates(
+    section: OptimizerSection, optimizers: Sequence[Optimizer], steps: int, step: int
+) -> None:
     """Set every group's rate for step `step` of `steps`."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         rate = learning_rate(section, group.get(FULL, section.learning_rate), steps, step)
@@ -419,11 +433,11 @@ def set_learning_rates(section: AnyOptimizer, optimizers: Sequence[Optimizer], s
             group["lr"].fill_(rate)
 
 
-def learning_rates(section: AnyOptimizer, steps: int, step: int) -> dict[str, float]:
+def learning_rates(section: OptimizerSection, steps: int, step: int) -> dict[str, float]:
     """The rates of step `step` of `steps`: by the optimizer's name, and by the pattern of each group."""
-    keys = section.adamw if isinstance(section, MuonSection) else section
-    full: dict[str, float] = {section.name: section.learning_rate}
-    if isinstance(section, MuonSection):
-        full["adamw"] = keys.learning_rate
-    full |= {group.match: group.learning_rate or keys.learning_rate for group in keys.groups}
+    full: dict[str, float] = {}
+    for share in shares_of(section).values():
+        full[share.name] = share.keys.learning_rate
+        for group in share.keys.groups if isinstance(share.keys, GroupedKeys) else ():
+            full[group.match] = group.learning_rate or share.keys.learning_rate
     return {name: learning_rate(section, rate, steps, step) for name, rate in full.items()}
