@@ -17,6 +17,7 @@ from penstock import Axes
 from penstock.cli import plan
 from penstock.models.split.multiply_adds import Work
 from penstock.models.weights import files
+from penstock.parallel.axes import MESH
 from penstock.pipeline.building.memory import RankMemory
 from penstock.train.data import loading
 from support.command import Command
@@ -205,6 +206,10 @@ def test_a_mesh_is_shown_by_its_groups() -> None:
         "ep": "8 groups of 4 {0-6 by 2}, {1-7 by 2}, ..., {25-31 by 2}",
         "gradients": "4 groups of 8 {0-14 by 2}, {1-15 by 2}, ..., {17-31 by 2}",
     }
+
+
+def test_a_dry_run_has_words_for_every_axis() -> None:
+    assert list(plan._MEANING) == list(MESH)
 
 
 def test_a_large_mesh_takes_no_more_lines_than_a_small_one() -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import Axes
 from penstock.errors import ConfigError, InputError, StalledPeerError, WorldSizeError
 from penstock.parallel import mesh
+from penstock.parallel.axes import MESH
 from penstock.parallel.mesh import init_process_group
 from support.mesh import Built, batch, build_pipe, error_of, later, model_of, own_part, same_on_all
 from support.pool import Pool
@@ -44,6 +45,10 @@ def remedies(error: InputError) -> list[str]:
     if "ep to" in error.remedy and isinstance(error, ConfigError):
         return [f"set ep to {number}" for number in re.findall(r"\d+", error.remedy)]
     return re.split(r" or (?=set)", error.remedy[0].lower() + error.remedy[1:])
+
+
+def test_the_mesh_has_every_axis_but_ep_which_is_folded() -> None:
+    assert sorted([*MESH, "ep"]) == sorted(["pp", *Axes().sizes])
 
 
 @pytest.mark.parametrize("world", [1, 4, 6, *later((2,), (3,), (8,), (12,), mark=pytest.mark.sweep)])
@@ -150,7 +155,6 @@ def refused_meshes(cases: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes
     return found
 
 
-MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MESHES: list[tuple[tuple[int, ...], tuple[str, ...], int, Axes, str]] = [
     ((2, 2), ("pp", "dp_shard"), 2, Axes(dp_shard=2), "ConfigError: axes and a mesh with the axes pp, dp"),
     ((2, 1, 1, 2, 1), MESH, 2, Axes(dp_shard=2),

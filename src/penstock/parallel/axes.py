@@ -6,8 +6,9 @@ pp x dp_replicate x dp_shard x cp x tp      outermost to innermost: neighbours o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError, WorldSizeError
 
@@ -52,7 +53,7 @@ class Axes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return asdict(self)
+        return dict(vars(self))
 
     @property
     def resolved(self) -> bool:
@@ -62,12 +63,12 @@ class Axes:
     @property
     def ranks_per_stage(self) -> int:
         """Ranks of the mesh for each rank of the pipeline."""
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return math.prod(self.sizes[name] for name in MESH if name != "pp")
 
     @property
     def batch_parts(self) -> int:
         """Number of parts of a batch that are processed at the same time."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(self.sizes[name] for name in BATCH)
 
     @property
     def shards(self) -> int:
@@ -139,7 +140,8 @@ class Axes:
 
     def _factors(self, ranks: int) -> dict[str, int]:
         """The sizes whose product is the number of processes; ep is folded onto others."""
-        return {"pp": ranks, **{name: size for name, size in self.sizes.items() if name != "ep"}}
+        sizes = {"pp": ranks, **self.sizes}
+        return {name: sizes[name] for name in MESH}
 
     def _with_the_rest(self, ranks: int, world: int) -> Axes:
         """With the size that fits in place of -1, if there is one."""

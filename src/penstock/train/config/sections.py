@@ -433,7 +433,7 @@ class ParallelSection(Section):
     @property
     def axes(self) -> Axes:
         """Raises ConfigError."""
-        return Axes(self.dp_replicate, self.dp_shard, self.cp, self.ep, self.tp)
+        return Axes(**{name: getattr(self, name) for name in Axes().sizes})
 
     @property
     def sharded(self) -> Sharded:
