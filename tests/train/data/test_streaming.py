@@ -173,6 +173,12 @@ def test_a_place_of_another_stream_is_refused(tmp_path: Path) -> None:
         load(options).at(1, state, 9)
 
 
+def test_megatrons_files_have_no_records(tmp_path: Path) -> None:
+    """They were handed to datasets, which could not load them."""
+    with pytest.raises(DataError, match=r"a\.bin: Megatron's files are .* Leave data\.streaming out"):
+        load(config(tmp_path, path=str(tmp_path / "a.bin")))
+
+
 def test_wrong_records_are_refused_when_the_run_starts(tmp_path: Path) -> None:
     made = config(tmp_path)
     with pytest.raises(DataError, match=r"line \d+: it gives token id \d+ and the model has ids 0 to 98"):

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, assert_never
 
 import numpy as np
 
@@ -68,7 +68,15 @@ class Source:
                 return _lines(file)
             case "parquet":
                 return _parquet(file, self._columns)
-        return _dataset(file, self._columns)
+            case "dataset":
+                return _dataset(file, self._columns)
+            case "megatron":
+                rule = "Megatron's files are tokens that are read where they lie, with no records in them"
+                raise DataError(f"data.path={self.section.path}", rule, "Leave data.streaming out")
+            case "dummy":
+                raise AssertionError(f"made-up records are in no file, and here is {file}")
+            case unknown:
+                assert_never(unknown)
 
     def _columns(self, known: list[str]) -> list[str]:
         """Those of `known` that are needed; all where none is, so that an error can name them."""

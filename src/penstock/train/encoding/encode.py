@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from penstock.train.data.sources import TOKENS, Record, Source
 from penstock.train.encoding.chat import ChatEncoder, Columns, Encoded
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
+Kind = Literal["text", "chat", "tokens"]  # what records hold
 Block = list[tuple[str, Encoded | None]]  # the names of records and their tokens; None for a dropped one
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
@@ -41,13 +42,12 @@ class Encoder:
     """Makes tokens of records.
 
     Attributes:
-        kind: text, chat or tokens
         lines: whether a record's bytes are JSON, and not a text
         options: of chats, the keywords of ChatEncoder
     """
 
     tokenizer: Tokenizer
-    kind: str
+    kind: Kind
     lines: bool
     text_field: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -79,10 +79,20 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> Block:
         """The tokens of each record. Raises DataError that names a wrong one."""
+        made: Callable[[str, dict[str, Any]], Encoded | None]
+        match self.kind:
+            case "text":
+                return self._texts(records)
+            case "chat":
+                made = self._chats.encode
+            case "tokens":
+                made = tokens_of
+            case unknown:
+                assert_never(unknown)
+        return [(record.name, made(record.name, self._row(record))) for record in records]
+
+    def _texts(self, records: Sequence[Record]) -> Block:
         names = [record.name for record in records]
-        if self.kind != "text":
-            made = self._chats.encode if self.kind == "chat" else tokens_of
-            return [(record.name, made(record.name, self._row(record))) for record in records]
         texts = [
             self._field(record) if self.lines or isinstance(record.content, dict) else record.content
             for record in records
@@ -111,11 +121,7 @@ class Encoder:
 
 def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
-    kind, keys = source.section.kind, source.section
-    if kind not in ("chat", "tokens"):
-        first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-        found = _fields(first) if first else set()
-        kind = "tokens" if TOKENS[0] in found and keys.text_field not in found else "text"
+    kind, keys = _kind_of(source), source.section
     options: tuple[tuple[str, Any], ...] = ()
     if kind == "chat":
         options = (
@@ -127,6 +133,20 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
     encoder = Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
     encoder.check()
     return encoder
+
+
+def _kind_of(source: Source) -> Kind:
+    match source.section.kind:
+        case "chat" | "tokens" as kind:
+            return kind
+        case "dummy":
+            return "tokens"
+        case "auto" | "text" | "jsonl" | "parquet" | "dataset" | "megatron":
+            first = next(source.records(), None) if source.format not in ("text", "megatron") else None
+            found = _fields(first) if first else set()
+            return "tokens" if TOKENS[0] in found and source.section.text_field not in found else "text"
+        case unknown:
+            assert_never(unknown)
 
 
 def _fields(record: Record) -> set[str]:
