@@ -1,4 +1,4 @@
-"""Draw docs/pictures/architecture.svg from the imports of the source: layers, folders, files, and four trips.
+"""Draw docs/pictures/architecture.svg from the imports of the source: layers, folders, files, and five trips.
 
     python docs/architecture.py            write the picture
     python docs/architecture.py --check    exit 1 where the picture on disk is not the code's
@@ -47,12 +47,16 @@ TRIPS: dict[str, tuple[str, ...]] = {
         "runtime/stage",
         "runtime/split_backward/backward",
     ),
+    "a build plan": (
+        "pipeline/auto_pipeline",
+        "models/tracing/chain",
+        "models/tracing/probe",
+    ),
     "a build": (
         "pipeline/auto_pipeline",
         "pipeline/building/build_plan",
         "models/huggingface/stages",
-        "models/tracing/chain",
-        "models/tracing/probe",
+        "models/huggingface/boundary",
     ),
     "a checkpoint": (
         "checkpoint/save_load",
@@ -115,7 +119,13 @@ def broken_hops() -> list[str]:
 WIDTH, LEFT, PAD, LINE, GAP = 1180, 128, 10, 17, 10
 ROWS_A_COLUMN = 5
 PER_CHARACTER = 6.6
-COLOURS = {"a step": "#c2410c", "a build": "#0f766e", "a checkpoint": "#1d4ed8", "a failure": "#9f1239"}
+COLOURS = {
+    "a step": "#c2410c",
+    "a build plan": "#6d28d9",
+    "a build": "#0f766e",
+    "a checkpoint": "#1d4ed8",
+    "a failure": "#9f1239",
+}
 STYLE = """
 text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2937 }
 .layer { font: 600 15px system-ui, sans-serif }
@@ -148,12 +158,12 @@ def draw() -> str:
 
 
 def _legend() -> Iterator[str]:
-    x = 330
+    x = 260
     for trip, files in TRIPS.items():
         yield f'<circle cx="{x}" cy="20" r="8" fill="{COLOURS[trip]}"/>'
         yield f'<text class="badge" x="{x}" y="23.5" text-anchor="middle">1</text>'
         yield f'<text class="legend" x="{x + 14}" y="24">{trip}: {len(files)} files</text>'
-        x += 190
+        x += 185
 
 
 def _room(row: Sequence[str]) -> float:

@@ -94,7 +94,9 @@ MUTANTS = [
         "size = min(self._open[0].left, self._options.length)",
         OF_LENGTHS,
     ),
-    Mutant("train/encoding/chat.py", "return said[place]", "return said[0]", "train/data/test_columns.py"),
+    Mutant(
+        "train/encoding/chat.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
+    ),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),

@@ -105,6 +105,14 @@ def test_every_builder_has_a_formula_and_a_picture() -> None:
         assert (ROOT / "docs" / "pictures" / f"{name}.svg").is_file(), "run: make pictures"
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/schedules.md", "docs/seeds.md"])
+def test_the_pages_that_count_the_families_of_schedules_count_right(page: str) -> None:
+    words = {14: "fourteen", 15: "fifteen", 16: "sixteen"}
+    said = re.findall(r"(\d+|\w+teen) families", (ROOT / page).read_text(encoding="utf-8"))
+    assert said
+    assert {each.lower() for each in said} <= {str(len(BUILDERS)), words[len(BUILDERS)]}
+
+
 def _name(formula: Any) -> str:
     return "-".join([formula.schedule, *map(str, formula.options)])
 

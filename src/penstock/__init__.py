@@ -59,7 +59,7 @@ _HOMES = {
     "CheckpointWriter": "penstock.checkpoint.save_load",
     "Checkpointing": "penstock.models.activation_checkpointing",
     "Evaluation": "penstock.pipeline.steps.evaluate",
-    "LayerCosts": "penstock.models.split.partition",
+    "LayerCosts": "penstock.models.split.balanced_split",
     "Offloading": "penstock.models.activation_offloading",
     "Padding": "penstock.batch.padding",
     "PerRow": "penstock.batch.microbatches",

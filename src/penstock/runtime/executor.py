@@ -1,4 +1,4 @@
-"""The executor: it follows a plan, one action after the other, and decides nothing.
+"""The executor: it follows a plan, one action after the other.
 
     schedule --verify, lower--> plan
                                   |  actions, in order
@@ -9,7 +9,8 @@
 
 One step on one rank: each action of the plan has one effect (`Executor._effects`). `Wait` puts a payload
 into the inbox; `Compute` takes it, runs its op and puts the result into the outbox; `Send` and `Deliver`
-empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
+empty the outbox. Nothing can go wrong with the order: `verify` has proven it. One thing is decided while a
+step runs: whether the two ops of a pair may overlap (`Executor._begin`).
 """
 
 from __future__ import annotations

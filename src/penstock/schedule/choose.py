@@ -118,8 +118,8 @@ class ScheduleConfig:
 
     def build(self, ranks: int, microbatches: int) -> Schedule:
         """Make the schedule. Raises ConfigError for sizes that it does not take."""
-        stages = self.options.get("stages_per_rank") or 2 * self.options.get("waves", 0) or 1
-        check_size(ranks, microbatches, stages)
+        stages = max(count * (self.options.get(option) or 0) for option, count in _STAGES.items())
+        check_size(ranks, microbatches, stages or 1)
         parameters = inspect.signature(MAKERS[self.schedule]).parameters
         options = {name: value for name, value in self.options.items() if name in parameters}
         with collector_paused() if self.schedule in BUILDERS else nullcontext():

@@ -1,1 +1,4 @@
-"""From files to batches: documents, token ids, rows, and the rows of each step."""
+"""From files to batches: records (sources.py), stored tokens, rows, and the rows of each step.
+
+train/encoding makes the tokens.
+"""

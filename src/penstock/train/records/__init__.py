@@ -2,6 +2,7 @@
 
 metrics.py      the rows of metrics.jsonl, and the display
 throughput.py   model FLOPs and peak memory, for a row
+slow_ranks.py   ranks that compute more slowly than predicted
 profile.py      a trace of some steps
 record.py       run.json and the timeline
 trackers.py     TensorBoard, W&B, MLflow: each reads the rows in a process of its own (tracker_process.py)
